@@ -304,11 +304,11 @@ def lookahead(admission: Admission, coming: Coming) -> float:
     is_there = left > 0.0
     steps_with = is_there & np.append(decodes, True)
     steps = step_ms + sequence_ms * steps_with.sum(axis=1) + context_ms * (held * steps_with).sum(axis=1)
-    loads = np.maximum(steps / limit_ms, _peak_tokens(left, held * is_there) / total_tokens)
+    loads = np.maximum(steps / limit_ms, peak_tokens(left, held * is_there) / total_tokens)
     return float(np.quantile(loads, CONFIDENCE))
 
 
-def _peak_tokens(left: Floats, held: Floats) -> Floats:
+def peak_tokens(left: Floats, held: Floats) -> Floats:
     """[samples]: peak number of KV tokens. Memory only grows between two ends, so it peaks just before an end. With
     sequences sorted by tokens left, all later ones are still there at the i-th end, each grown by what the i-th had
     left."""

@@ -104,7 +104,8 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_board() -> ctypes.CDLL | None:
+    """The library, or None if it cannot be built."""
     try:
         library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS], FLAGS)
     except BuildFailed as error:
@@ -148,7 +149,7 @@ class Board:
 
     @classmethod
     def create(cls, segment: Segment) -> Board | None:
-        library = _library()
+        library = load_board()
         if library is None:
             return None
         try:
@@ -286,7 +287,7 @@ class BoardReader:
     @classmethod
     def open(cls, path: str) -> BoardReader | None:
         """None if no store of this host is at ``path``, or we cannot read its board."""
-        library = _library()
+        library = load_board()
         if library is None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -62,12 +62,12 @@ class RdmaExporter:
         """``grants[block]`` is the epoch that may write a block, 0 for none. Raises PathFailed, saying in one line
         why verbs cannot be used here."""
         try:
-            self._device = Device(device)
+            self.device = Device(device)
         except VerbsUnavailable as error:
             raise PathFailed(str(error)) from None
-        if not self._device.has_windows:
-            self._device.close()
-            raise PathFailed(f"RDMA device {self._device.name} has no type 2 memory windows to fence writers with")
+        if not self.device.has_windows:
+            self.device.close()
+            raise PathFailed(f"RDMA device {self.device.name} has no type 2 memory windows to fence writers with")
         self._memory = memory
         self._grants = grants
         self._block_bytes = block_bytes
@@ -125,7 +125,7 @@ class RdmaExporter:
             attachment.close()
         for region in self._regions:
             region.close()
-        self._device.close()
+        self.device.close()
 
     def _pin(self) -> None:
         """Register the segment region by region, so that other threads can run in between."""
@@ -135,7 +135,7 @@ class RdmaExporter:
                     break
                 size = min(self._region_bytes, self._memory.nbytes - start)
                 access = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.BIND_WINDOWS
-                self._regions.append(self._device.register(self._base + start, size, access))
+                self._regions.append(self.device.register(self._base + start, size, access))
         except VerbsFailed as error:
             self._failure = str(error)
             log.warning("rdma is configured, but not offered here: %s", error)
@@ -176,7 +176,7 @@ class RdmaAttachment:
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._messages: npt.NDArray[np.uint8] = np.zeros(2 * MESSAGE_BYTES, np.uint8)
         self._registered: list[Registration] = []
-        device = exporter._device
+        device = exporter.device
         self._queue_pair: QueuePair | None = None
         try:
             self._queue_pair = QueuePair(device, _SEND_DEPTH, _RECEIVES)

@@ -101,18 +101,18 @@ class Device:
     def __init__(self, name: str = "") -> None:
         """The first device with an active port, or the one named. Raises VerbsUnavailable."""
         self.name, self.port = find_port(name)
-        self._verbs = pyverbs()
+        self.verbs = pyverbs()
         try:
-            self._context = self._verbs.device.Context(name=self.name)
+            self._context = self.verbs.device.Context(name=self.name)
             attributes = self._context.query_device()
             port = self._context.query_port(self.port)
             self.is_ethernet = link_layer(self.name, self.port) == "Ethernet"
             self.gid_index = gid_index(self.name, self.port, self.is_ethernet)
             self.gid = bytes(_gid_bytes(self._context.query_gid(self.port, self.gid_index).gid))
-            self.domain = self._verbs.pd.PD(self._context)
-        except self._verbs.error as error:
+            self.domain = self.verbs.pd.PD(self._context)
+        except self.verbs.error as error:
             raise VerbsUnavailable(f"RDMA device {self.name} cannot be opened: {error}") from None
-        enums = self._verbs.enums
+        enums = self.verbs.enums
         self.lid, self.mtu = port.lid, port.active_mtu
         self.max_work_requests = min(attributes.max_qp_wr, attributes.max_cqe)
         self.max_reads = min(MAX_READS, attributes.max_qp_rd_atom)
@@ -121,15 +121,15 @@ class Device:
     def register(self, address: int, nbytes: int, access: int) -> Registration:
         """Pins the memory while holding the GIL: keep pieces to some ten MiB. Raises VerbsFailed."""
         try:
-            region = self._verbs.mr.MR(self.domain, nbytes, access, address=address)
-        except self._verbs.error as error:
+            region = self.verbs.mr.MR(self.domain, nbytes, access, address=address)
+        except self.verbs.error as error:
             raise VerbsFailed(
                 f"{self.name} cannot register {nbytes / 1e6:.0f} MB ({error}); is the limit of locked memory too low?"
             ) from None
         return Registration(address, nbytes, region.lkey, region.rkey, region)
 
     def close(self) -> None:
-        with contextlib.suppress(self._verbs.error):
+        with contextlib.suppress(self.verbs.error):
             self._context.close()
 
 
@@ -153,7 +153,7 @@ class Window:
 
     def __init__(self, queue_pair: QueuePair, region: Registration, address: int, nbytes: int) -> None:
         """Posts the binding. Everything sent over ``queue_pair`` afterwards finds it bound. Raises VerbsFailed."""
-        verbs = queue_pair.device._verbs
+        verbs = queue_pair.device.verbs
         try:
             self._window = verbs.mr.MW(queue_pair.device.domain, verbs.enums.IBV_MW_TYPE_2)
             info = verbs.mr.MWBindInfo(region.region, address, nbytes, Access.REMOTE_WRITE)
@@ -177,7 +177,7 @@ class QueuePair:
         """Raises VerbsFailed."""
         self.device = device
         self.packet_number = secrets.randbits(24)
-        verbs, enums = device._verbs, device._verbs.enums
+        verbs, enums = device.verbs, device.verbs.enums
         if send_depth + receive_depth > device.max_work_requests:
             raise VerbsFailed(f"{device.name} takes {device.max_work_requests} work requests, too few")
         self._undo = contextlib.ExitStack()
@@ -217,7 +217,7 @@ class QueuePair:
 
     def connect(self, peer: Endpoint, access: int) -> None:
         """``access``: the most the peer may do; keys narrow it down. Raises VerbsFailed."""
-        device, verbs = self.device, self.device._verbs
+        device, verbs = self.device, self.device.verbs
         attributes = verbs.qp.QPAttr(port_num=device.port)
         attributes.qp_access_flags = access
         attributes.dest_qp_num = peer.queue_pair
@@ -260,12 +260,12 @@ class QueuePair:
         self._post(self._send_opcode, tag, memory.address, memory.lkey, nbytes, 0, 0, signal)
 
     def post_receive(self, tag: int, memory: Registration) -> None:
-        wr = self.device._verbs.wr
+        wr = self.device.verbs.wr
         gather = wr.SGE(memory.address, memory.nbytes, memory.lkey)
         request = wr.RecvWR(wr_id=tag, num_sge=1, sg=[gather])
         try:
             self._pair.post_recv(request)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"a receive was not taken: {error}") from None
         finally:
             request.close()
@@ -275,7 +275,7 @@ class QueuePair:
         """Completions since the last call, or some of them. Never blocks."""
         try:
             _, found = self._queue.poll(_MOST_AT_ONCE)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion queue cannot be polled: {error}") from None
         return [_completion(entry) for entry in found] if found else []
 
@@ -297,7 +297,7 @@ class QueuePair:
     def _arm(self) -> None:
         try:
             self._queue.req_notify()
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion queue cannot be armed: {error}") from None
         self._armed = True
 
@@ -305,7 +305,7 @@ class QueuePair:
         """Consume the event that arming produced."""
         try:
             self._channel.get_cq_event(self._queue)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion channel is broken: {error}") from None
         self._unacknowledged += 1
         self._armed = False
@@ -318,7 +318,7 @@ class QueuePair:
 
     def close(self) -> None:
         """After this returns the device neither reads nor writes memory for it. Idempotent."""
-        with contextlib.suppress(self.device._verbs.error):
+        with contextlib.suppress(self.device.verbs.error):
             self._undo.close()
 
     def _post(
@@ -331,12 +331,12 @@ class QueuePair:
         send.set_wr_rdma(rkey, remote)
         try:
             self._pair.post_send(send)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the queue pair takes no work: {error}") from None
 
     def _post_binding(self, window: Any, info: Any) -> int:
         """Returns the key by which the peer knows the window."""
-        verbs = self.device._verbs
+        verbs = self.device.verbs
         request = verbs.wr.SendWR(opcode=verbs.enums.IBV_WR_BIND_MW, send_flags=0)
         try:
             request.set_bind_wr(window, info)

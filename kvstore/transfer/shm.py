@@ -133,7 +133,7 @@ class ShmPath:
     window_bytes = protocol.SLICE_BYTES
 
     def __init__(self, mapping: _Mapping, leave: Callable[[], None]) -> None:
-        self._mapping = mapping
+        self.mapping = mapping
         self._leave: Callable[[], None] | None = leave
         self._is_cut = False
 
@@ -143,22 +143,22 @@ class ShmPath:
 
     @property
     def is_gone(self) -> bool:
-        return has_ended(self._mapping.sock)
+        return has_ended(self.mapping.sock)
 
     def carry(self, work: Work) -> None:
         """One slice at a time; nothing is ever in flight."""
         while part := work.take():
             try:
-                self._mapping.check_owner()
+                self.mapping.check_owner()
                 if self._is_cut:
-                    raise PathFailed(f"the mapping of {self._mapping.address.node_id} has been closed")
+                    raise PathFailed(f"the mapping of {self.mapping.address.node_id} has been closed")
                 time_left(part.deadline)
                 refusal: MooncakeError | None = None
                 if part.operation is Operation.WRITE:
                     refusal = self._write(part)
                 else:
                     self._read(part)
-                self._mapping.check_owner()
+                self.mapping.check_owner()
             except BaseException:
                 work.give_back([part])
                 raise
@@ -176,19 +176,19 @@ class ShmPath:
             leave()
 
     def _write(self, part: Slice) -> MooncakeError | None:
-        grants, target, size = self._mapping.grants, self._mapping.bytes, self._mapping.address.block_bytes
+        grants, target, size = self.mapping.grants, self.mapping.bytes, self.mapping.address.block_bytes
         for (block, offset, length, epoch), local in part.pieces:
             if epoch < 1 or grants[block] != epoch:
-                return stale_epoch(self._mapping.address.node_id, block, epoch)
+                return stale_epoch(self.mapping.address.node_id, block, epoch)
             start = block * size + offset
             # numpy releases the GIL while it copies; assigning to a memoryview does not.
             np.copyto(target[start : start + length], np.frombuffer(local, np.uint8))
             if grants[block] != epoch:
-                return stale_epoch(self._mapping.address.node_id, block, epoch)
+                return stale_epoch(self.mapping.address.node_id, block, epoch)
         return None
 
     def _read(self, part: Slice) -> None:
-        source, size = self._mapping.bytes, self._mapping.address.block_bytes
+        source, size = self.mapping.bytes, self.mapping.address.block_bytes
         for (block, offset, length, _), local in part.pieces:
             start = block * size + offset
             np.copyto(np.frombuffer(local, np.uint8), source[start : start + length])
@@ -199,12 +199,12 @@ class SegmentView:
 
     def __init__(self, path: ShmPath) -> None:
         self._path = path
-        self.bytes: npt.NDArray[np.uint8] = path._mapping.bytes[:]
+        self.bytes: npt.NDArray[np.uint8] = path.mapping.bytes[:]
         self.bytes.flags.writeable = False
 
     def check(self) -> None:
         """Raises PathFailed when the owner is gone: what was read before may then not have been its memory any more."""
-        self._path._mapping.check_owner()
+        self._path.mapping.check_owner()
 
     def close(self) -> None:
         self._path.close()
