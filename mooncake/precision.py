@@ -1,7 +1,7 @@
-"""Which number formats a model's weights, activations and KV have, from what was asked for and what the processor has.
+"""Which number formats a model's weights, activations and KV have, from the configuration and the processor's features.
 
-Decided once, before anything is loaded, and the same everywhere: it must not import torch, and numpy only for who has
-factors for keys, because every command reads the configuration.
+Decided once, before anything is loaded, and the same everywhere. It does not import torch, and numpy only for key
+factors, because every command reads the configuration.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    dtype: str  # "float32" | "bfloat16": of the weights
-    kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
+    dtype: str  # of weights: "float32" | "bfloat16"
+    kv_dtype: str  # of the paged cache: "float32" | "bfloat16" | "int8"
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
-    key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
-    codes: Coding = ""  # how int8 codes that the checkpoint has itself are used; "": as the values they stand for
+    key_scales: KeyScales | None = None  # for the channels of keys, before quantisation
+    codes: Coding = ""  # how int8 codes in the checkpoint are used; "": dequantised
 
     @property
     def weights(self) -> str:
-        """For who reads a log."""
+        """For log messages."""
         others = self.coding or self.dtype
         return f"{self.codes} as stored, others {others}" if self.codes else others
 
     def identity(self, weights_digest: str) -> str:
-        """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
+        """What distinguishes KV of this precision from KV of the same weights in another; part of the KV
+        fingerprint."""
         of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
         own = f"own-{self.codes}" if self.codes else ""
         return "+".join([weights_digest, *filter(None, (self.coding, own, of_keys))])
@@ -60,10 +61,10 @@ def resolve_precision(
     stored: Coding = "",
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
-    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": so too, but int8 codes that the checkpoint has itself are
-    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
-    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown, and for
-    what one of the devices has no kernels for."""
+    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": likewise, except that int8 codes in the checkpoint are used
+    directly, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
+    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown or
+    without kernels on one of the devices."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -74,7 +75,7 @@ def resolve_precision(
     if weights == "int8" and any(device != "cpu" for device in devices):
         raise ConfigError('model.weights="int8" is for CPUs; on a GPU, model.weights="w8a8" has its kernels')
     if dtype == "auto":
-        has_it = "cpu" not in devices or has_native_bf16()  # all GPUs that we compile for have
+        has_it = "cpu" not in devices or has_native_bf16()  # true for all GPUs that we compile for
         dtype = "bfloat16" if has_it else "float32"
     if key_scales and kv_dtype != "int8":
         raise ConfigError(f"model.key_scales is for model.kv_dtype=int8, not for {kv_dtype}")
@@ -93,7 +94,7 @@ def resolve_precision(
 
 
 def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
-    """Codes made to meet coded activations may meet plain ones; the reverse nobody has tried out for the checkpoint."""
+    """Codes made for quantised activations also work with plain ones; the reverse is untested for the checkpoint."""
     if weights == "auto":
         return stored if stored == "w8a8" or on_cpus else ""
     if weights == "w8a8":
@@ -102,7 +103,7 @@ def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
 
 
 def check_device(name: str, device: str) -> None:
-    """Raises ConfigError for one that cannot be, by the name of the setting; whether it is here shows later."""
+    """Raises ConfigError for an impossible device, naming the setting; whether it exists is checked later."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f'{name} must be "cpu", "cuda" or "cuda:N", got {device!r}')
 
@@ -114,7 +115,7 @@ def has_native_bf16() -> bool:
 
 @functools.cache
 def cpu_features() -> frozenset[str]:
-    """Names of instruction-set extensions as Linux prints them; empty where it does not."""
+    """Names of instruction-set extensions as Linux prints them; empty on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
