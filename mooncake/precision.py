@@ -32,11 +32,11 @@ _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    dtype: str  # of weights: "float32" | "bfloat16"
-    kv_dtype: str  # of the paged cache: "float32" | "bfloat16" | "int8"
+    dtype: str  # "float32" | "bfloat16": of the weights
+    kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
-    key_scales: KeyScales | None = None  # for the channels of keys, before quantisation
-    codes: Coding = ""  # how int8 codes in the checkpoint are used; "": dequantised
+    key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
+    codes: Coding = ""  # how int8 codes that the checkpoint has itself are used; "": as the values they stand for
 
     @property
     def weights(self) -> str:
@@ -61,10 +61,10 @@ def resolve_precision(
     stored: Coding = "",
 ) -> Precision:
     """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
-    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": likewise, except that int8 codes in the checkpoint are used
-    directly, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
-    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown or
-    without kernels on one of the devices."""
+    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": so too, but int8 codes that the checkpoint has itself are
+    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can.
+    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown, and for
+    what one of the devices has no kernels for."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),

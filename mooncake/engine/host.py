@@ -23,6 +23,7 @@ from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
@@ -181,47 +182,58 @@ class EngineHost:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
-        plan = self.plan
-        num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
-        size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
-        backend = await asyncio.to_thread(self._backend, size, buffer)
-        drafter = None
-        if self._section.draft_model:
-            drafter = await asyncio.to_thread(
-                draft_on,
-                self.device,
-                self._section.draft_model,
-                self.config.model.dtype,
-                size,
-                self._checkpoint.config.vocab_size,
-                self._section.speculative_tokens,
-                self._section.chunk_tokens,
-            )
+        backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
+        drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self._close_backend = backend.close
-        config = EngineConfig(
-            block_tokens=self.config.block.tokens,
-            chunk_tokens=self._section.chunk_tokens,
-            tbt_limit_ms=self._section.tbt_limit_ms,
-            speculative_tokens=self._section.speculative_tokens,
-            max_sequences=self._section.max_sequences,
-            max_model_len=self.plan.max_model_len,
-            own_layers=self.variant.layers if self.variant else None,
-            groups=self.plan.groups,
-        )
-        self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
+        self.engine = Engine(backend.model, backend.cache, self._engine_config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         node_hook = NodeHook(hook, self.samples, self._publish_events)
         self.thread = EngineThread(self.engine, node_hook)
         if timeout_s := self.config.node.step_timeout_s:
             self._watch = asyncio.create_task(self._watch_steps(node_hook, timeout_s), name="watch steps")
+        self._log_ready(time.monotonic() - started_s)
+
+    @property
+    def _cache_size(self) -> CacheSize:
+        plan, section = self.plan, self._section
+        num_places = int(section.swap_gb * 1e9) // plan.layout.block_bytes
+        return CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, section.max_sequences)
+
+    @property
+    def _engine_config(self) -> EngineConfig:
+        section = self._section
+        return EngineConfig(
+            block_tokens=self.config.block.tokens,
+            chunk_tokens=section.chunk_tokens,
+            tbt_limit_ms=section.tbt_limit_ms,
+            speculative_tokens=section.speculative_tokens,
+            max_sequences=section.max_sequences,
+            max_model_len=self.plan.max_model_len,
+            own_layers=self.variant.layers if self.variant else None,
+            groups=self.plan.groups,
+        )
+
+    def _drafter(self) -> DraftModel:
+        section = self._section
+        return draft_on(
+            self.device,
+            section.draft_model,
+            self.config.model.dtype,
+            self._cache_size,
+            self._checkpoint.config.vocab_size,
+            section.speculative_tokens,
+            section.chunk_tokens,
+        )
+
+    def _log_ready(self, seconds: float) -> None:
         log.info(
             "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
             self.device,
-            time.monotonic() - started_s,
+            seconds,
             self._precision.weights,
             self.plan.num_blocks,
             self.config.block.tokens,
