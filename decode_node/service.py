@@ -13,6 +13,7 @@ from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
+from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc
@@ -47,36 +48,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         def on_output(output: StepOutput | MooncakeError) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        sampling = sampling_from_wire(request.sampling)
-        await self._host.prepare(sampling)
-        # The engine's id is the hand-off's: a retry on this very node must not collide with the earlier attempt.
-        sequence = self._host.sequence(
-            request.handoff_id,
-            tokens_from_wire(request.tokens),
-            request.num_prompt_tokens,
-            sampling,
-            request.cache_salt,
-            priority=request.priority,
-            adapter=request.adapter,
-            adapter_start=request.adapter_start,
-        )
+        sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
-        num_open = sequence.sampling.num_answers
-        started_s = 0.0
         self.num_running += 1
         try:
-            while num_open:
-                first = await self._next_output(outputs, deadline)
-                started_s = started_s or time.monotonic()
-                ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
-                for response in _responses(ready):
-                    if response.finish_reason:
-                        num_open -= 1
-                        response.decode_ms = (time.monotonic() - started_s) * 1e3
-                        response.preemptions = sequence.num_preemptions
-                    yield response
+            async for response in self._stream(sequence, outputs, deadline):
+                yield response
         finally:
             self.num_running -= 1
             self._clean_ups.start(self._end(handoff, time.monotonic() >= deadline))
@@ -107,6 +86,37 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def drain(self) -> None:
         """Wait for the clean-up of finished calls."""
         await self._clean_ups.drain()
+
+    async def _sequence(self, request: pb.DecodeRequest) -> Sequence:
+        """Its id is the hand-off's: a retry on this very node must not collide with the earlier attempt."""
+        sampling = sampling_from_wire(request.sampling)
+        await self._host.prepare(sampling)
+        return self._host.sequence(
+            request.handoff_id,
+            tokens_from_wire(request.tokens),
+            request.num_prompt_tokens,
+            sampling,
+            request.cache_salt,
+            priority=request.priority,
+            adapter=request.adapter,
+            adapter_start=request.adapter_start,
+        )
+
+    async def _stream(
+        self, sequence: Sequence, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        num_open = sequence.sampling.num_answers
+        started_s = 0.0
+        while num_open:
+            first = await self._next_output(outputs, deadline)
+            started_s = started_s or time.monotonic()
+            ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
+            for response in _responses(ready):
+                if response.finish_reason:
+                    num_open -= 1
+                    response.decode_ms = (time.monotonic() - started_s) * 1e3
+                    response.preemptions = sequence.num_preemptions
+                yield response
 
     async def _next_output(
         self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float

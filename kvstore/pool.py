@@ -221,24 +221,17 @@ class Client:
         """
         deadline = self._begin(timeout_s)
         listed = list(items)
-        if parents is None:
-            parents = [b""] * len(listed)
-        elif len(parents) != len(listed):
-            raise InvalidRequest(f"{len(listed)} blocks need as many parents, got {len(parents)}", "parents")
-        views = [readable(data) for _, data in listed]
-        if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
-            raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
-        keys = [self._keys.wire(key) for key, _ in listed]
-        above = [self._keys.wire(parent) if parent else b"" for parent in parents]
+        views = _checked_views([data for _, data in listed])
+        names = self._names([key for key, _ in listed], parents)
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         first: dict[bytes, int] = {}
-        for index, wire in enumerate(keys):
+        for index, (wire, _) in enumerate(names):
             first.setdefault(wire, index)
         groups = grouped(((home, views[i].nbytes), i) for wire, i in first.items() for home in self._keys.homes(wire))
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
-                [(keys[i], above[i]) for i in mine],
+                [names[i] for i in mine],
                 [views[i] for i in mine],
                 [sums[i] for i in mine],
                 durable=durable,
@@ -255,7 +248,7 @@ class Client:
         told.check()
         if full is not None and not any(stored):
             raise full
-        return [stored[first[wire]] for wire in keys]
+        return [stored[first[wire]] for wire, _ in names]
 
     async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
         """``get`` for each key, in few messages and transfers."""
@@ -331,6 +324,15 @@ class Client:
         answers = await asyncio.gather(*(store.stats(timeout_s=timeout_s) for store in self._stores.values()))
         return dict(zip(self._stores, answers, strict=True))
 
+    def _names(self, keys: Sequence[Key], parents: Sequence[Key] | None) -> list[tuple[bytes, bytes]]:
+        """(key, parent) of each block, as stores know them. Raises InvalidRequest."""
+        if parents is None:
+            parents = [b""] * len(keys)
+        elif len(parents) != len(keys):
+            raise InvalidRequest(f"{len(keys)} blocks need as many parents, got {len(parents)}", "parents")
+        above = [self._keys.wire(parent) if parent else b"" for parent in parents]
+        return list(zip(self._keys.wires(keys), above, strict=True))
+
     def _begin(self, timeout_s: float) -> float:
         """The deadline of a call that starts now. Raises InvalidRequest, or NodeUnavailable after ``close``."""
         if self._is_closed:
@@ -392,6 +394,14 @@ class Client:
 
 def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:
     return lambda index, length: room(numbers[index], length)
+
+
+def _checked_views(data: Sequence[Memory]) -> list[memoryview]:
+    """Raises InvalidRequest."""
+    views = [readable(each) for each in data]
+    if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
+        raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
+    return views
 
 
 async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
