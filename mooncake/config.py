@@ -449,67 +449,96 @@ MISSED_HEARTBEATS = 3  # before a node is gone: one or two may be late
 
 
 def _check_values(config: Config) -> None:
+    _check_numbers(config)
+    _check_conductor(config.conductor)
+    _check_choices(config)
+    _check_node(config.node)
+    _check_processes(config)
+    config.precision()
+    parse_adapters(config.model.adapters)
+    _check_engine("prefill", config.prefill)
+    _check_engine("decode", config.decode)
+    _check_inexact(config)
+    _check_cluster(config)
+
+
+def _check_numbers(config: Config) -> None:
     _require(config, _AT_LEAST_10_MS, "must be at least 0.01", lambda value: 0.01 <= value < math.inf)
     _require(config, _POSITIVE, "must be positive", lambda value: 0 < value < math.inf)
     _require(config, _NOT_NEGATIVE, "must not be negative", lambda value: 0 <= value < math.inf)
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
-    interval_s, timeout_s = config.conductor.heartbeat_interval_s, config.conductor.node_timeout_s
+
+
+def _check_conductor(section: ConductorSection) -> None:
+    interval_s, timeout_s = section.heartbeat_interval_s, section.node_timeout_s
     if timeout_s < MISSED_HEARTBEATS * interval_s * (1 - 1e-9):
         what = f"at least {MISSED_HEARTBEATS} times conductor.heartbeat_interval_s ({interval_s:g})"
         raise ConfigError(f"conductor.node_timeout_s must be {what}, got {timeout_s:g}")
-    if config.pool_layout.dtype not in ("", *KV_FORMATS):
-        raise ConfigError(f"pool_layout.dtype must be one of {', '.join(KV_FORMATS)}, got {config.pool_layout.dtype!r}")
-    if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in config.conductor.api_keys):
+    if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in section.api_keys):
         raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
-    if config.model.generation_config not in GENERATION_CONFIGS:
-        known = f"{', '.join(GENERATION_CONFIGS[:-1])} or {GENERATION_CONFIGS[-1]}"
-        raise ConfigError(f"model.generation_config must be {known}, got {config.model.generation_config!r}")
-    for origin in config.conductor.allowed_origins:
+    for origin in section.allowed_origins:
         if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
             raise ConfigError(f'conductor.allowed_origins: an origin is "*" or like https://host:port, got {origin!r}')
     for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
-        if getattr(config.conductor, name) and not config.conductor.ssl_certfile:
+        if getattr(section, name) and not section.ssl_certfile:
             raise ConfigError(f"conductor.{name} needs conductor.ssl_certfile")
-    if config.node.ssl_keyfile and not config.node.ssl_certfile:
-        raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
-    if config.conductor.ssl_cert_reqs and not config.conductor.ssl_ca_certs:
+    if section.ssl_cert_reqs and not section.ssl_ca_certs:
         raise ConfigError("conductor.ssl_cert_reqs needs conductor.ssl_ca_certs: who signs clients' certificates")
-    _check_processes(config)
-    config.precision()
-    parse_adapters(config.model.adapters)
+
+
+def _check_choices(config: Config) -> None:
+    if config.pool_layout.dtype not in ("", *KV_FORMATS):
+        raise ConfigError(f"pool_layout.dtype must be one of {', '.join(KV_FORMATS)}, got {config.pool_layout.dtype!r}")
+    if config.model.generation_config not in GENERATION_CONFIGS:
+        known = f"{', '.join(GENERATION_CONFIGS[:-1])} or {GENERATION_CONFIGS[-1]}"
+        raise ConfigError(f"model.generation_config must be {known}, got {config.model.generation_config!r}")
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:
         raise ConfigError("transfer.transports must name at least one of shm, rdma, tcp")
-    if config.cluster.coupled and config.cluster.switchable:
-        raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
-    for name in ("prefill", "decode"):
-        section: EngineSection = getattr(config, name)
-        check_device(f"{name}.device", section.device)
-        if section.tbt_limit_ms and not section.chunk_tokens:
-            what = f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0 says that none is cut"
-            raise ConfigError(f"{what}: set one of them")
-    if config.prefill.blend_share > 1:
-        raise ConfigError(f"prefill.blend_share is a share, at most 1, got {config.prefill.blend_share:g}")
-    if config.prefill.blend_share and (config.cluster.coupled or config.cluster.switchable):
-        raise ConfigError("prefill.blend_share is for nodes that do nothing but prefill: not coupled, not switchable")
-    if config.prefill.variant and (config.cluster.coupled or config.cluster.switchable):
-        raise ConfigError("prefill.variant is for nodes that do nothing but prefill: not coupled, not switchable")
-    if config.prefill.variant and config.prefill.blend_share:
-        raise ConfigError("prefill.variant excludes prefill.blend_share: a token has one source")
-    if config.prefill.variant_pools and not config.prefill.variant:
-        raise ConfigError("prefill.variant_pools needs prefill.variant")
-    if config.model.keep_hidden and (config.prefill.blend_share or config.pool_layout.tensor_parallel):
-        raise ConfigError("model.keep_hidden excludes prefill.blend_share and pool_layout: blocks hold all or nothing")
-    if config.cluster.switchable and config.prefill.device != config.decode.device:
-        raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
-    if _is_wildcard(config.node.reached_at):
+
+
+def _check_node(section: NodeSection) -> None:
+    if section.ssl_keyfile and not section.ssl_certfile:
+        raise ConfigError("node.ssl_keyfile needs node.ssl_certfile")
+    if _is_wildcard(section.reached_at):
         raise ConfigError(
-            f"node.host: {config.node.reached_at!r} stands for all addresses of this machine, and others reach a node "
+            f"node.host: {section.reached_at!r} stands for all addresses of this machine, and others reach a node "
             "at one of them: name it as node.advertise"
         )
+
+
+def _check_engine(name: str, section: EngineSection) -> None:
+    check_device(f"{name}.device", section.device)
+    if section.tbt_limit_ms and not section.chunk_tokens:
+        what = f"{name}.tbt_limit_ms cuts prompts, and {name}.chunk_tokens = 0 says that none is cut"
+        raise ConfigError(f"{what}: set one of them")
+
+
+def _check_inexact(config: Config) -> None:
+    """Blending and variants."""
+    section = config.prefill
+    does_more = config.cluster.coupled or config.cluster.switchable
+    if section.blend_share > 1:
+        raise ConfigError(f"prefill.blend_share is a share, at most 1, got {section.blend_share:g}")
+    for name in ("blend_share", "variant"):
+        if getattr(section, name) and does_more:
+            raise ConfigError(f"prefill.{name} is for nodes that do nothing but prefill: not coupled, not switchable")
+    if section.variant and section.blend_share:
+        raise ConfigError("prefill.variant excludes prefill.blend_share: a token has one source")
+    if section.variant_pools and not section.variant:
+        raise ConfigError("prefill.variant_pools needs prefill.variant")
+    if config.model.keep_hidden and (section.blend_share or config.pool_layout.tensor_parallel):
+        raise ConfigError("model.keep_hidden excludes prefill.blend_share and pool_layout: blocks hold all or nothing")
+
+
+def _check_cluster(config: Config) -> None:
+    if config.cluster.coupled and config.cluster.switchable:
+        raise ConfigError("cluster.coupled excludes cluster.switchable: such nodes have no role to change")
+    if config.cluster.switchable and config.prefill.device != config.decode.device:
+        raise ConfigError("cluster.switchable needs prefill.device and decode.device to be the same")
     if config.cluster.store not in (0, 1):
         raise ConfigError("cluster.store must be 0 or 1: one store process serves a host")
 
