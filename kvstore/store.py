@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
-from kvstore.anew import Anew
 from kvstore.board import Board
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import StoreIndex
 from kvstore.index_types import OWN, BlockName, Counts, Grant, Lease, Offer
 from kvstore.promoting import Promoting
+from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.ssd_record import PAGE, padded
@@ -85,9 +85,9 @@ class Store:
         self.ahead = SlotsAhead(
             self._index, server, board, segment.block_bytes, ahead_slots, self._worth.is_saved, self._on_stored
         )
-        anew = Anew(self._index) if not tenant_bytes else None  # quotas count only named blocks
+        recomputed = Recomputed(self._index) if not tenant_bytes else None  # quotas count only named blocks
         self._writing = Writing(
-            segment, server, self._index, self.ahead, self._worth, self._saving, anew, self._publish
+            segment, server, self._index, self.ahead, self._worth, self._saving, recomputed, self._publish
         )
         self._promoting: Promoting | None = None
         if ssd is not None:

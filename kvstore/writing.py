@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.ahead import SlotsAhead
-from kvstore.anew import Anew
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant, Offer, Reserved
+from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.tiers import Worth
@@ -59,18 +59,18 @@ class Writing:
         ahead: SlotsAhead,
         worth: Worth,
         saving: Saving,
-        anew: Anew | None,
+        recomputed: Recomputed | None,
         publish: Callable[[], object],
     ) -> None:
-        """Without ``anew`` nobody gets a slot for what is on the SSD. ``publish`` is called when something may have
-        been evicted."""
+        """Without ``recomputed`` nobody gets a slot for what is on the SSD. ``publish`` is called when something may
+        have been evicted."""
         self._segment = segment
         self._server = server
         self._index = index
         self._ahead = ahead
         self._worth = worth
         self._saving = saving
-        self._anew = anew
+        self._recomputed = recomputed
         self._publish = publish
 
     async def reserve(self, wanted: Wanted, wait_s: float) -> list[Offer]:
@@ -86,8 +86,8 @@ class Writing:
                     not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
                     for offer, name in zip(offers, wanted.names, strict=True)
                 )
-                if wanted.into_dram and self._anew is not None:
-                    is_short |= self._offer_anew(self._anew, offers, wanted)
+                if wanted.into_dram and self._recomputed is not None:
+                    is_short |= self._offer_recomputed(self._recomputed, offers, wanted)
                 if is_short and await self._saving.wait_for_room(deadline):
                     continue
                 if full is not None and not any(offer.grant for offer in offers):
@@ -143,13 +143,15 @@ class Writing:
                 self._server.grant([offer.grant.slot], offer.grant.epoch)
         return None
 
-    def _offer_anew(self, anew: Anew, offers: list[Offer], wanted: Wanted) -> bool:
+    def _offer_recomputed(self, recomputed: Recomputed, offers: list[Offer], wanted: Wanted) -> bool:
         """Slots also for blocks only on the SSD. Returns whether there were too few."""
         here = self._index.exists([name.key for name in wanted.names])
         lacking = [at for at, offer in enumerate(offers) if offer.is_stored and not here[at]]
         names = [wanted.names[at] for at in lacking]
         with self._ahead.alone():
-            grants = anew.reserve(names, wanted.writer, wanted.length, wanted.ranges, wanted.tenant, time.monotonic())
+            grants = recomputed.reserve(
+                names, wanted.writer, wanted.length, wanted.ranges, wanted.tenant, time.monotonic()
+            )
         for at, grant in zip(lacking, grants, strict=False):
             offers[at] = Offer(grant)
             self._server.grant([grant.slot], grant.epoch)
@@ -170,8 +172,8 @@ class Writing:
     def _finish(self, sealing: Sealing, is_wrong: bool) -> BlockName | None:
         """The block, if it has been sealed. Either way its writer is done: a seal that came too late, or expired
         during verification, leaves a free slot."""
-        if not is_wrong and self._anew is not None and sealing.grant in self._anew:
-            return self._anew.seal(sealing.grant, sealing.checksums, time.monotonic())
+        if not is_wrong and self._recomputed is not None and sealing.grant in self._recomputed:
+            return self._recomputed.seal(sealing.grant, sealing.checksums, time.monotonic())
         name = self._index.reserved_name(sealing.grant)
         if not is_wrong and self._index.seal(sealing.grant, sealing.checksums, time.monotonic()):
             return name

@@ -13,7 +13,7 @@ from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant
 
 
-class Anew:
+class Recomputed:
     """One owner. Errors are the index's own."""
 
     def __init__(self, index: StoreIndex) -> None:
