@@ -30,7 +30,7 @@ from mooncake.families import (
     without_guessing_layers,
 )
 from mooncake.family import unsupported
-from mooncake.gguf_config import GGUF_FAMILIES, hf_name, read_gguf_config
+from mooncake.gguf_config import GGUF_FAMILIES, GROUPED_KINDS, hf_name, keeps_groups, read_gguf_config
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import read_json
 from mooncake.layer_settings import LCKV, read_layers, refuse_sharing
@@ -72,6 +72,14 @@ class Checkpoint(ABC):
     def num_codes(self) -> int:
         """Parameters that products can take as the int8 codes they are."""
         return sum(math.prod(weight.shape) for weight in self.coded.values() if weight.coding)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Parameters that CPUs can keep as codes in groups, and the bytes that they take then."""
+        if self.config.architecture == "phi3":  # several of its weights are stored as one
+            return 0, 0
+        kept = [weight for weight in self.coded.values() if weight.keeps_groups]
+        return sum(math.prod(weight.shape) for weight in kept), sum(weight.group_bytes for weight in kept)
 
     def sampling_defaults(self, wanted: str) -> SamplingDefaults:
         """Of requests that do not say how to sample, with model.generation_config as ``wanted``. GGUF files recommend
@@ -163,6 +171,14 @@ class GGUFCheckpoint(Checkpoint):
         self.config = read_gguf_config(self.file)
         found = {hf_name(name): tensor.shape for name, tensor in self.file.tensors.items()}
         _check_shapes(self.config, found, str(path))
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        tensors = [tensor for tensor in self.file.tensors.values() if tensor.kind.name in GROUPED_KINDS]
+        if not keeps_groups(self.file):
+            return 0, 0
+        sizes = [(math.prod(tensor.shape), GROUPED_KINDS[tensor.kind.name]) for tensor in tensors]
+        return sum(size for size, _ in sizes), sum(size * bits // 8 for size, bits in sizes)
 
     def load_tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self.file, self.config.eos_ids)

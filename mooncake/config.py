@@ -35,8 +35,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": bfloat16 if all devices multiply it natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
-    # "plain": as dtype | "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "auto": the int8 codes
-    # that a quantised checkpoint has itself, for what they are made for; all others as dtype
+    # "plain": as dtype | "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "stored": codes of a
+    # quantised checkpoint as they are, on CPUs | "auto": likewise, but those in groups only where dtype is float32
     weights: str = "auto"
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # sampling defaults: "auto", of its generation_config.json, or "none"

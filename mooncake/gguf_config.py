@@ -14,8 +14,20 @@ from mooncake.rope_settings import yarn_scaling
 
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
+GROUPED_KINDS = {"Q4_0": 5, "Q4_1": 6, "Q5_0": 9, "Q5_1": 10, "Q8_0": 9, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
+"""Kinds of tensors whose codes CPUs multiply without making values of them first, with the bits that a weight then
+takes (codes of 5 and 6 bits take 8, scales and offsets 32 a group)."""
+
+_FLOAT_KINDS = frozenset({"F32", "F16", "BF16", "F64"})
+
 # Llama 3.1 and 3.2 in GGUF carry the scaled frequencies, not the parameters: these are the ones they were made with.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def keeps_groups(file: GGUFFile) -> bool:
+    """Whether all that is quantised in it is of such kinds."""
+    kinds = {tensor.kind.name for tensor in file.tensors.values()} - _FLOAT_KINDS
+    return bool(kinds) and kinds <= GROUPED_KINDS.keys()
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:

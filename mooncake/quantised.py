@@ -61,6 +61,19 @@ class CodedWeight:
     coding: Coding = ""  # the products that can take its codes as they are
 
     @property
+    def keeps_groups(self) -> bool:
+        """Whether CPUs can multiply its codes without making values of them first."""
+        height, width = self.tile
+        inputs = self.shape[-1]
+        of_groups = self.layout in ("packed", "gptq", "awq") and self.bits in (4, 8) and height == 1
+        return of_groups and width % 16 == 0 and inputs % width == 0 and inputs % 32 == 0
+
+    @property
+    def group_bytes(self) -> int:
+        """What such codes take, with the scales and offsets of their groups in float32."""
+        return math.prod(self.shape) * self.bits // 8 + math.prod(self.shape) // self.tile[1] * 8
+
+    @property
     def parts(self) -> tuple[str, ...]:
         return tuple(filter(None, (self.codes, self.scales, self.zeros, self.groups)))
 

@@ -45,6 +45,7 @@ BENCHES = {
         "mooncake.app.bench_gpu_device",
         "mooncake.app.bench_gpu_engine",
         "mooncake.app.bench_gpu_kernels",
+        "mooncake.app.bench_gpu_latent",
         "mooncake.app.bench_gpu_model",
         "mooncake.app.bench_kernels",
         "mooncake.app.bench_pipeline",

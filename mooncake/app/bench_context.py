@@ -121,6 +121,7 @@ class Bench:
             kv_dtype="float32",
             coding="",
             codes="",
+            keeps_groups=False,
             threads=1,
             method=None if method == AUTO else Method(method),
         )

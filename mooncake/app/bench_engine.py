@@ -40,7 +40,7 @@ KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
 TURNS = 6  # of what takes milliseconds, for each repetition of what takes seconds
-ALSO = ("int8", "w8a8")
+ALSO = ("stored", "int8", "w8a8")
 SINGLE_STEPS = "decode, single steps"
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
@@ -103,7 +103,12 @@ def parse(args: list[str]) -> Options:
     flags.model()
     add("--dtype", choices=DTYPES, default="bfloat16", help="of weights; auto: what the processor multiplies natively")
     add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of our cache; auto: as --dtype")
-    add("--weights", choices=WEIGHTS, default="auto", help="of our weights, if not as --dtype")
+    add(
+        "--weights",
+        choices=WEIGHTS,
+        default="plain",
+        help="of ours, if not as --dtype; stored: codes as they are",
+    )
     flags.threads()
     add("--batch", default="1,8,32", help="sequences at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")

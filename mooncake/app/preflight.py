@@ -233,7 +233,9 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
     precision = config.precision(checkpoint.coding)
     plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
     own_codes = checkpoint.num_codes if precision.codes else 0  # of one byte each
-    weights_gb = ((parameter_count(checkpoint.config) - own_codes) * plain_bytes + own_codes) / GB
+    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
+    others = parameter_count(checkpoint.config) - own_codes - in_groups
+    weights_gb = (others * plain_bytes + own_codes + group_bytes) / GB
     return MemoryNeed(
         weights_gb=on_cpus * weights_gb,
         kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)

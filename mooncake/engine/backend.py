@@ -185,6 +185,7 @@ def on_cpu(
         kv_dtype=precision.kv_dtype,
         coding=precision.coding,
         codes=precision.codes,
+        keeps_groups=precision.keeps_groups,
         threads=max(num_threads() // context_ranks, 1),
     )
     cut = ContextParallelModel(model, setup, checkpoint)
@@ -198,12 +199,13 @@ def on_gpu(
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
     try:
         from mooncake.engine.device_cache import DeviceCache
+        from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
         from mooncake.kernels.triton_launch import INTERPRETED
         from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
     except ImportError as error:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
-    if checkpoint.config.latent:
-        raise ModelError(f"{checkpoint.name} has latent attention, whose heads are wider than the kernels of GPUs take")
+    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
+        raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
     if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
 
@@ -277,6 +279,7 @@ def _model(
         adapters,
         key_scales,
         codes=precision.codes,
+        keeps_groups=precision.keeps_groups,
         can_blend=can_blend,
         keep_hidden=size.layout.inputs_of,
     )

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.kernels import reference
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, Coding, Matrix
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -42,6 +43,7 @@ _SIGNATURES = {
     "mc_panel_width": [],
     "mc_activation_unit": [_INT],
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
+    "mc_pack_groups": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
     "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
@@ -100,11 +102,10 @@ class _PackedLinear(ctypes.Structure):
         ("bias", _POINTER),
         ("scales", _POINTER),
         ("sums", _POINTER),
+        ("levels", _POINTER),
         ("inputs", _LONG),
         ("outputs", _LONG),
-        ("kind", ctypes.c_int32),
-        ("is_gated", ctypes.c_int32),
-        ("hadamard", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("kind", "is_gated", "hadamard", "code_bits", "group", "has_offsets")),
     ]
 
 
@@ -162,36 +163,69 @@ class PanelLinear:
         coding: Coding = "",
         is_gated: bool = False,
     ) -> None:
-        outputs, inputs = weight.shape
-        width = int(library.mc_panel_width())
-        scales, kind, block = None, _WEIGHT_KINDS.get(weight.dtype, -1), 1
-        coding = weight.coding if isinstance(weight, Codes) else coding
+        self._linear, self._unpack_rows = library.mc_linear, library.mc_unpack_rows
+        self._outputs, self._inputs = weight.shape
+        self._library, self._memory = library, memory
+        self._width = int(library.mc_panel_width())
+        self._order = torch.arange(self._outputs)
+        if is_gated:  # as source_row of packed.h
+            self._order = self._order.view(2, -1, self._width // 2).transpose(0, 1).flatten()
+        self._layer = _PackedLinear(inputs=self._inputs, outputs=self._outputs, is_gated=is_gated, hadamard=1)
+        self.address = ctypes.addressof(self._layer)
+        self._kept: dict[str, torch.Tensor] = {}  # what the layer points to
+        if bias is not None:
+            self._keep("bias", bias.float())
+        if isinstance(weight, GroupedCodes):
+            self._pack_groups(weight)
+        else:
+            self._pack(weight, coding)
+
+    @property
+    def num_bytes(self) -> int:
+        """What a product reads, but for activations."""
+        return sum(part.nbytes for part in self._kept.values())
+
+    def _keep(self, name: str, values: torch.Tensor) -> None:
+        """A number for each output, in the order of the panels."""
+        padded = torch.nn.functional.pad(values[self._order], (0, -self._outputs % self._width)).contiguous()
+        self._kept[name] = padded
+        setattr(self._layer, name, padded.data_ptr())
+
+    def _take(self, panel_bytes: int) -> int:
+        """Memory for the panels, at its address."""
+        panels = self._memory.take(-(-self._outputs // self._width) * panel_bytes)
+        self._layer.panels = panels.data_ptr()
+        self._kept["panels"] = panels
+        return panels.data_ptr()
+
+    def _pack(self, weight: torch.Tensor | Codes, coding: Coding) -> None:
+        layer, coding = self._layer, weight.coding if isinstance(weight, Codes) else coding
         if coding:
-            source, scales, block = reference.coded(weight, coding)
-            kind = _CODED_KINDS[coding]
-            if coding == "int8" and weight.dtype is torch.bfloat16 and activation_unit(library):
-                kind = _WIDE_CODES
+            source, scales, layer.hadamard = reference.coded(weight, coding)
+            self._keep("scales", scales)
+            self._keep("sums", source.sum(1, dtype=torch.int32))
+            is_wide = coding == "int8" and weight.dtype is torch.bfloat16 and activation_unit(self._library)
+            layer.kind = _WIDE_CODES if is_wide else _CODED_KINDS[coding]
         else:
             assert isinstance(weight, torch.Tensor)
-            source = weight
+            source, layer.kind = weight, _WEIGHT_KINDS[weight.dtype]
         source = source.contiguous()  # packing reads it by its address
-        order = torch.arange(outputs)
-        if is_gated:  # as source_row of packed.h
-            order = order.view(2, -1, width // 2).transpose(0, 1).flatten()
-        padding = (0, -outputs % width)
-        sums = source[order].sum(1, dtype=torch.int32) if coding else None
-        parts = [None if bias is None else bias.float()[order], None if scales is None else scales[order], sums]
-        self._kept = [None if part is None else torch.nn.functional.pad(part, padding).contiguous() for part in parts]
-        row_bytes = inputs * source.element_size()
-        num_bytes = (outputs + padding[1]) * (row_bytes + -row_bytes % _ROW_UNIT)
-        self._panels = memory.take(num_bytes)
-        pointers = [None if part is None else part.data_ptr() for part in self._kept]
-        self._layer = _PackedLinear(self._panels.data_ptr(), *pointers, inputs, outputs, kind, is_gated, block)
-        self.address = ctypes.addressof(self._layer)
-        self.num_bytes = num_bytes + sum(part.nbytes for part in self._kept if part is not None)
-        library.mc_pack(self.address, source.data_ptr(), self._panels.data_ptr(), num_threads())
-        self._linear, self._unpack_rows = library.mc_linear, library.mc_unpack_rows
-        self._inputs, self._outputs = inputs, outputs
+        row_bytes = self._inputs * source.element_size()
+        panels = self._take(self._width * (row_bytes + -row_bytes % _ROW_UNIT))
+        self._library.mc_pack(self.address, source.data_ptr(), panels, num_threads())
+
+    def _pack_groups(self, weight: GroupedCodes) -> None:
+        layer, scales, offsets = self._layer, weight.scales.contiguous(), weight.offsets
+        codes, offsets = weight.codes.contiguous(), None if offsets is None else offsets.contiguous()
+        layer.kind, layer.group = _WEIGHT_KINDS[weight.dtype], weight.group
+        layer.code_bits, layer.has_offsets = 8 if weight.levels is None else 4, offsets is not None
+        if weight.levels is not None:
+            self._kept["levels"] = weight.levels
+            layer.levels = weight.levels.data_ptr()
+        group_bytes = 4 * (1 + layer.has_offsets) + layer.group * layer.code_bits // 8
+        panels = self._take(self._width * self._inputs // layer.group * group_bytes)
+        given = [None if each is None else each.data_ptr() for each in (codes, scales, offsets)]
+        self._library.mc_pack_groups(self.address, *given, panels, num_threads())
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape

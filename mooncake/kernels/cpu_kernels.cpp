@@ -1,7 +1,7 @@
 // The functions of reference.py for CPUs, and a whole decoder in one call. Activations come and go as float32; weights and
 // pages are what they are. A plain C interface (pointers, strides, int status), so that it compiles in seconds and depends on no
-// version of torch. What is behind it: cpp/vectors.h, pool.h, pages.h, steps.h, packed.h, tiles.h, activations.h, linear.h,
-// attention.h, decoder.h, sampling.h, in the order in which they build on each other.
+// version of torch. What is behind it: cpp/vectors.h, pool.h, pages.h, steps.h, packed.h, tiles.h, activations.h,
+// grouped.h, linear.h, attention.h, decoder.h, sampling.h, in the order in which they build on each other.
 
 #include "cpp/decoder.h"
 #include "cpp/sampling.h"
@@ -70,6 +70,13 @@ int mc_pack(const PackedLinear* layer, const void* rows, void* panels, int threa
         using T = Held<kind>;
         pack<kind>(*layer, (const T*)rows, (T*)panels, threads);
     });
+    return OK;
+}
+
+// `codes` [outputs][inputs] are bytes: places in the levels, or int8; scales and offsets (null: none) are [outputs][inputs / group].
+int mc_pack_groups(const PackedLinear* layer, const uint8_t* codes, const float* scales, const float* offsets, char* panels,
+                   int threads) {
+    pack_groups(*layer, codes, scales, offsets, panels, threads);
     return OK;
 }
 

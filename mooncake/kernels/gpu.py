@@ -21,14 +21,19 @@ from mooncake.kernels.gpu_attention import (
     PREFILL_ROWS,
     SHARED_ROWS,
     DevicePlan,
+    Packing,
     attention_launch,
     most_rows,
+    pack_heads,
     run_plan,
 )
+from mooncake.kernels.gpu_latent import LATENT_ROWS, latent_launch, pack_latent, run_latent_plan
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
 COPY_WORDS = 4096  # of 8 bytes, that each has on their way: a thread loads eight times 16 bytes before it stores
+TURNED_PAIRS = 2048  # elements of query heads that a program rotates: 32 registers a thread
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -49,6 +54,8 @@ class GpuKernels:
     def linear(
         self, weight: reference.Matrix, bias: torch.Tensor | None = None, coding: reference.Coding = ""
     ) -> reference.Linear | Int8Linear:
+        if isinstance(weight, GroupedCodes):
+            weight = weight.weights()
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
         return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
@@ -112,20 +119,22 @@ class GpuKernels:
         eps: float = 0.0,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``reference.rope_write_kv``. With ``scales`` ``[N, 2, Hkv, block_tokens]`` the cache holds int8 or float8.
+        """As ``reference.rope_write_kv``. With ``scales`` ``[N, K|V, Hkv, block_tokens]`` the cache has int8 or float8.
 
         A negative slot is skipped: a token that only fills a captured graph.
         """
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
-        _, _, num_kv_heads, block_tokens, head_dim = cache_layer.shape
+        _, num_kinds, num_kv_heads, block_tokens, head_dim = cache_layer.shape
         tokens, width = qkv.shape
-        num_heads = width // head_dim - 2 * num_kv_heads
+        num_heads = width // head_dim - num_kinds * num_kv_heads
+        half_pad = triton.next_power_of_2(head_dim // 2)
+        heads = min(triton.next_power_of_2(num_heads), max(TURNED_PAIRS // half_pad, 1))
         normed = query_norm is not None
         if normed and key_norm is None:
             key_norm = query_norm  # of no keys
         if tokens:
-            elementwise.rope_write_kv[(tokens,)](
+            elementwise.rope_write_kv[(tokens, triton.cdiv(num_heads, heads))](
                 qkv,
                 cos,
                 sin,
@@ -140,15 +149,16 @@ class GpuKernels:
                 *cache_layer.stride()[:4],
                 *((0, 0, 0, 0) if scales is None else scales.stride()),
                 NUM_HEADS=num_heads,
-                HEADS_PAD=triton.next_power_of_2(num_heads),
+                HEADS=heads,
                 NUM_KV_HEADS=num_kv_heads,
                 KV_HEADS_PAD=triton.next_power_of_2(max(num_kv_heads, 1)),
                 HALF=head_dim // 2,
-                HALF_PAD=triton.next_power_of_2(head_dim // 2),
+                HALF_PAD=half_pad,
                 BLOCK_TOKENS=block_tokens,
                 NORMED=normed,
                 ROTATED=True,
                 SCALED=scales is not None,
+                HAS_VALUES=num_kinds == 2,
                 MAX_CODE=_max_code(cache_layer.dtype),
                 num_warps=4,
             )
@@ -170,29 +180,38 @@ class GpuKernels:
         piece_tokens: int = 0,
         wide: bool = False,
         scaled: bool = False,
+        latent: bool = False,
         buffers: DevicePlan | None = None,
     ) -> DevicePlan:
         """The step's plan on the device, in ``buffers`` where it fits. Arguments as of ``plan_attention``, on the host.
 
-        ``wide``: the queries are float32; ``scaled``: the pages are codes and scales.
+        ``wide``: the queries are float32; ``scaled``: the pages are codes and scales; ``latent``: keys are the values.
         """
-        group = triton.next_power_of_2(num_heads // num_kv_heads)
+        heads = pack(num_heads, num_kv_heads, wide, latent)
         longest = int(np.diff(query_starts).max(initial=1))
         # float32 tiles of more rows than the least do not fit into registers
-        most = DECODE_ROWS if wide else most_rows(head_dim, scaled)
-        rows = most if longest * group > SHARED_ROWS else DECODE_ROWS
+        most = DECODE_ROWS if wide else LATENT_ROWS if latent else most_rows(head_dim, scaled)
+        few = DECODE_ROWS if latent else SHARED_ROWS
+        rows = most if longest * heads.group_pad > few else DECODE_ROWS
         shared_rows = [min(rows, most) for rows in (SHARED_ROWS, PREFILL_ROWS)]
-        launches = [attention_launch(rows, head_dim, block_tokens, wide, scaled) for rows in shared_rows]
+        launches = [
+            latent_launch(rows, wide, scaled)
+            if latent
+            else attention_launch(rows, head_dim, block_tokens, wide, scaled)
+            for rows in shared_rows
+        ]
+        if heads.tile_tokens(shared_rows[-1]) == 1:
+            block_tables = None  # one token's heads fill a tile: there is no one to share what it reads
         plan = plan_attention(
             query_starts,
             context_lens,
             block_tokens=block_tokens,
-            num_kv_heads=num_kv_heads,
-            tile_tokens=max(rows // group, 1),
+            num_kv_heads=heads.parts,
+            tile_tokens=heads.tile_tokens(rows),
             num_processors=self.num_processors,
             window=window,
             block_tables=block_tables,
-            shared_tile_tokens=[max(rows // group, 1) for rows in shared_rows],
+            shared_tile_tokens=[heads.tile_tokens(rows) for rows in shared_rows],
             shared_programs=[launch.per_processor for launch in launches],
             piece_tokens=piece_tokens,
         )
@@ -229,6 +248,7 @@ class GpuKernels:
             window=window,
             wide=query.dtype is torch.float32,
             scaled=scaled,
+            latent=cache_layer.shape[1] == 1,
         )
 
     def paged_attention(
@@ -252,6 +272,9 @@ class GpuKernels:
             return torch.empty_like(query)
         if plan is None:
             plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
+        if cache_layer.shape[1] == 1:
+            assert not window and not softcap and sinks is None, "no model has these over latent rows"
+            return run_latent_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale)
         rest = (block_tables, scale, window, softcap, sinks, self.choose_launch)
         return run_plan(plan, self.num_processors, query, cache_layer, scales, *rest)
 
@@ -262,7 +285,7 @@ class Int8Linear:
     The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
     """
 
-    def __init__(self, weight: reference.Matrix, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | reference.Codes, bias: torch.Tensor | None = None) -> None:
         self.codes, self.scales, self._block = reference.coded(weight, "w8a8")
         self._mixing = reference.hadamard(torch.eye(self._block)).to(self.codes.device, weight.dtype)
         self.bias, self._dtype = bias, weight.dtype
@@ -318,6 +341,11 @@ class Int8Linear:
         return output
 
 
+def pack(num_heads: int, num_kv_heads: int, wide: bool, latent: bool) -> Packing:
+    """Arguments as of ``GpuKernels.plan``."""
+    return pack_latent(num_heads, wide) if latent else pack_heads(num_heads, num_kv_heads)
+
+
 def copy_pages(
     source: torch.Tensor,
     target: torch.Tensor,
@@ -362,7 +390,7 @@ def _as_words(pages: torch.Tensor) -> torch.Tensor:
 
 
 def codes_and_scales(cache_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[N, 2, Hkv, block_tokens, D]`` and float32 scales of an int8 cache whose rows carry their own scale."""
+    """Codes ``[N, K|V, Hkv, block_tokens, D]`` and float32 scales of an int8 cache whose rows carry their own scale."""
     head_dim = cache_layer.shape[-1] - reference.SCALE_BYTES
     return cache_layer[..., :head_dim], cache_layer[..., head_dim:].view(torch.float32)[..., 0]
 

@@ -67,6 +67,27 @@ def reads_pairs(tile_rows: int, head_dim: int, pages: torch.dtype) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Packing:
+    """How query heads become rows of tiles: ``parts`` programs have ``group`` of them each, in ``group_pad`` rows a
+    token."""
+
+    parts: int
+    group: int
+
+    @property
+    def group_pad(self) -> int:
+        return int(triton.next_power_of_2(self.group))
+
+    def tile_tokens(self, rows: int) -> int:
+        return max(rows // self.group_pad, 1)
+
+
+def pack_heads(num_heads: int, num_kv_heads: int) -> Packing:
+    """Those of one key and value head together."""
+    return Packing(num_kv_heads, num_heads // num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePass:
     tile_tokens: int
     pieces: torch.Tensor  # int32 [capacity, PIECE_FIELDS]
@@ -173,19 +194,18 @@ def run_plan(
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
     tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_tokens = cache_layer.shape[2:4]
-    group = num_heads // num_kv_heads
-    group_pad = triton.next_power_of_2(group)
+    packing = pack_heads(num_heads, num_kv_heads)
     wide = INTERPRETED or query.dtype is torch.float32
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
     results = (output, plan.partial, plan.partial_lse, plan.partial_lse if sinks is None else sinks)
     for one in plan.passes:
-        launch = choose(one.tile_tokens * group_pad, head_dim, block_tokens, wide, scales is not None)
+        launch = choose(one.tile_tokens * packing.group_pad, head_dim, block_tokens, wide, scales is not None)
         grid = (num_processors * launch.per_processor,)
         places = (block_tables, one.pieces, one.num_pieces, *results, query.stride(0))
         numbers = (block_tables.stride(0), scale, window, softcap)
         shape = {
-            **{"NUM_KV_HEADS": num_kv_heads, "GROUP": group, "GROUP_PAD": group_pad, **heads},
+            **{"NUM_KV_HEADS": num_kv_heads, "GROUP": packing.group, "GROUP_PAD": packing.group_pad, **heads},
             **{"BLOCK_TOKENS": block_tokens, "TILE_TOKENS": one.tile_tokens, "KEYS": launch.keys},
             **{"WINDOWED": window > 0, "CAPPED": softcap > 0, "SINKS": sinks is not None, "WIDE": wide},
             **{"num_warps": launch.num_warps, "num_stages": launch.num_stages},
@@ -198,21 +218,35 @@ def run_plan(
             strides = (*cache_layer.stride()[:4], *((0, 0, 0, 0) if scales is None else scales.stride()))
             inside = {"SCALED": scales is not None, "ROW_UNIT": math.gcd(cache_layer.stride(3), 16)}
             kernels.attend[grid](query, cache_layer, coding, *places, *strides, *numbers, **shape, **inside)
-    merging = (plan.merge_tokens, plan.merge_starts, plan.merge_rows, plan.num_merged)
+    merge_parts(plan, num_processors, output, sinks)
+    return output
+
+
+def merge_parts(plan: DevicePlan, num_processors: int, output: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
+    """Of the tokens that were cut into several pieces, into ``output`` ``[T, Hq, D]``."""
+    tokens, num_heads, head_dim = output.shape
     merges = min(num_processors * MERGES_PER_PROCESSOR, tokens * num_heads)
     kernels.merge[(merges,)](
         plan.partial,
         plan.partial_lse,
-        *merging,
+        plan.merge_tokens,
+        plan.merge_starts,
+        plan.merge_rows,
+        plan.num_merged,
         plan.partial_lse if sinks is None else sinks,
         output,
         NUM_HEADS=num_heads,
-        **heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
         SINKS=sinks is not None,
         PARTS=MERGED_PARTS,
-        num_warps=1,
+        num_warps=merge_warps(head_dim),
     )
-    return output
+
+
+def merge_warps(head_dim: int) -> int:
+    """One, whose registers hold the parts that it loads at a time, up to heads of 256."""
+    return 1 if head_dim <= 256 else 4
 
 
 def _pairs(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], dict[str, int]]:

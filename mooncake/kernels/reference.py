@@ -18,10 +18,11 @@ inputs are. Nothing here knows about models.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.precision import Coding as Coding
 
 SCALE_BYTES = 4  # a float32 behind the codes of each row of an int8 cache
@@ -41,11 +42,15 @@ class Codes:
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    def scaled(self, rows: torch.Tensor) -> Codes:
+        """Each output times its number of ``rows`` ``[out]``."""
+        return replace(self, scales=self.scales * rows)
+
     def to(self, device: torch.device) -> Codes:
         return Codes(self.values.to(device), self.scales.to(device), self.coding, self.dtype)
 
 
-Matrix = torch.Tensor | Codes
+Matrix = torch.Tensor | Codes | GroupedCodes
 
 
 class Linear:
@@ -72,7 +77,7 @@ class Linear:
 class CodedLinear(Linear):
     """int8 weights with a scale an output, activations as they are."""
 
-    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> None:
         self.codes, self.scales, _ = coded(weight, "int8")
         super().__init__(self.codes * self.scales[:, None], None if bias is None else bias.float())
 
@@ -84,7 +89,7 @@ class W8A8Linear(Linear):
     channels that would take all of a row's codes (QuaRot, Ashkboos et al. 2024). ``Codes`` were made without it.
     """
 
-    def __init__(self, weight: Matrix, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> None:
         self.codes, self.scales, self._block = coded(weight, "w8a8")
         super().__init__(self._mixed(self.codes) * self.scales[:, None], None if bias is None else bias.float())
 
@@ -106,7 +111,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.to(torch.int8), scales
 
 
-def coded(weight: Matrix, coding: Coding) -> tuple[torch.Tensor, torch.Tensor, int]:
+def coded(weight: torch.Tensor | Codes, coding: Coding) -> tuple[torch.Tensor, torch.Tensor, int]:
     """int8 codes ``[out, in]``, float32 scales ``[out]``, and how many inputs are mixed with each other first."""
     if isinstance(weight, Codes):
         return weight.values, weight.scales, 1
@@ -139,7 +144,9 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
 
 def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
     """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept. ``Codes`` have a coding
-    of their own."""
+    of their own; ``GroupedCodes`` become the weights that they stand for."""
+    if isinstance(weight, GroupedCodes):
+        weight = weight.weights()
     coding = weight.coding if isinstance(weight, Codes) else coding
     if coding:
         return (W8A8Linear if coding == "w8a8" else CodedLinear)(weight, bias)

@@ -27,6 +27,14 @@ def _dot(a, b, WIDE: tl.constexpr):
 
 
 @triton.jit
+def product(left, right, sums, WIDE: tl.constexpr):
+    """``sums + left @ right``, multiplied as ``_dot`` does."""
+    if WIDE:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), sums, input_precision="ieee")
+    return tl.dot(left, right, sums)
+
+
+@triton.jit
 def pages_of(table, start, end, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
     """int64 [KEYS]: the page of each key from ``start`` on; with ``MASKED`` 0 for those behind ``end``, perhaps."""
     keys = start + tl.arange(0, KEYS)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.attention_plan import PIECE_FIELDS
-from mooncake.kernels.triton_attention import capped, divisor, pages_of, put
+from mooncake.kernels.triton_attention import capped, divisor, pages_of, product, put
 from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
@@ -54,13 +54,6 @@ def _about_log2(scale):
     """Within 0.1, for what float32 has bits: its exponent, and its mantissa behind the point."""
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return tl.maximum(bits * (1.0 / (1 << 23)) - 127.0, _LEAST_LOG2)
-
-
-@triton.jit
-def _product(left, right, sums, WIDE: tl.constexpr):
-    if WIDE:
-        return tl.dot(left, right, sums, input_precision="ieee")
-    return tl.dot(left, right, sums)
 
 
 @triton.jit
@@ -128,8 +121,8 @@ def _visit_codes(
 
     key_even, key_odd = _unpacked(key, WIDE)
     scores = tl.zeros([query_even.shape[0], KEYS], dtype=tl.float32)
-    scores = _product(query_even, tl.trans(key_even), scores, WIDE)
-    scores = _product(query_odd, tl.trans(key_odd), scores, WIDE) * key_scale[None, :]
+    scores = product(query_even, tl.trans(key_even), scores, WIDE)
+    scores = product(query_odd, tl.trans(key_odd), scores, WIDE) * key_scale[None, :]
     if CAPPED:
         scores = capped(scores, softcap)
     if MASKED:
@@ -144,8 +137,8 @@ def _visit_codes(
     total = total * fade[:, None] + weights  # added up behind the loop: it would be waited for in each trip
     value_even, value_odd = _unpacked(value, WIDE)
     weights = (weights * value_scale[None, :]).to(value_even.dtype)
-    even = _product(weights, value_even, even * fade[:, None], WIDE)
-    odd = _product(weights, value_odd, odd * fade[:, None], WIDE)
+    even = product(weights, value_even, even * fade[:, None], WIDE)
+    odd = product(weights, value_odd, odd * fade[:, None], WIDE)
     return even, odd, new_peak, total
 
 

@@ -96,7 +96,7 @@ def rope_write_kv(
     cos,  # float32 [P, D / 2]
     sin,
     positions,  # int64 [T]
-    cache,  # one layer, [N, 2, Hkv, block_tokens, D]
+    cache,  # one layer, [N, 2, Hkv, block_tokens, D]; of keys alone, [N, 1, ...], unless HAS_VALUES
     scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED
     slots,  # int64 [T]
     query_norm,  # [D], if NORMED
@@ -112,7 +112,7 @@ def rope_write_kv(
     scale_head_stride,
     scale_row_stride,
     NUM_HEADS: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
+    HEADS: tl.constexpr,  # that a program turns
     NUM_KV_HEADS: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr,
     HALF: tl.constexpr,
@@ -121,9 +121,11 @@ def rope_write_kv(
     NORMED: tl.constexpr,
     ROTATED: tl.constexpr,
     SCALED: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr,
 ):
-    """One token a program: norms of query and key heads, rotation, and its keys and values into the token's slot.
+    """Some query heads of one token a program: norms and rotation; the first one also does its keys, and writes them
+    and its values into the token's slot.
 
     A negative slot is a token that exists only to fill a captured graph: nothing of it is stored in the cache.
     """
@@ -136,7 +138,8 @@ def rope_write_kv(
     sine = tl.load(sin + position * HALF + halves, mask=half_ok, other=0.0)[None, :]
     row = qkv + token * qkv_stride
 
-    heads = tl.arange(0, HEADS_PAD)
+    part = tl.program_id(1)
+    heads = part * HEADS + tl.arange(0, HEADS)
     ok = (heads < NUM_HEADS)[:, None] & half_ok[None, :]
     at = heads[:, None] * (2 * HALF) + halves[None, :]
     low = tl.load(row + at, mask=ok, other=0.0).to(tl.float32)
@@ -147,6 +150,9 @@ def rope_write_kv(
         low, high = low * cosine - high * sine, high * cosine + low * sine
     tl.store(row + at, low.to(kind), mask=ok)
     tl.store(row + at + HALF, high.to(kind), mask=ok)
+
+    if part > 0:
+        return
 
     slot = tl.load(slots + token)
     kv_heads = tl.arange(0, KV_HEADS_PAD)
@@ -166,11 +172,12 @@ def rope_write_kv(
     scale_to = block * scale_block_stride + kv_heads * scale_head_stride + in_block * scale_row_stride
     _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
 
-    at = at + NUM_KV_HEADS * (2 * HALF)
-    low = tl.load(row + at, mask=ok, other=0.0).to(tl.float32)
-    high = tl.load(row + at + HALF, mask=ok, other=0.0).to(tl.float32)
-    to, scale_to = to + kv_stride, scale_to + scale_kv_stride
-    _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
+    if HAS_VALUES:
+        at = at + NUM_KV_HEADS * (2 * HALF)
+        low = tl.load(row + at, mask=ok, other=0.0).to(tl.float32)
+        high = tl.load(row + at + HALF, mask=ok, other=0.0).to(tl.float32)
+        to, scale_to = to + kv_stride, scale_to + scale_kv_stride
+        _store_head(cache, scales, to, scale_to, low, high, halves, stored, head_ok, HALF, SCALED, MAX_CODE)
 
 
 @kernel("num_pages")

@@ -51,6 +51,7 @@ class Setup(msgspec.Struct, frozen=True):
     kv_dtype: str
     coding: Coding
     codes: Coding
+    keeps_groups: bool
     threads: int  # of each rank
     method: Method | None = None  # None: by bytes
     least_tokens: int = LEAST_TOKENS  # new ones of a sequence that is cut over the ranks
@@ -304,7 +305,9 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(setup.threads)
     group = Group(index, setup.size, port)
     checkpoint = open_checkpoint(setup.model, setup.max_model_len)
-    model = load_model(checkpoint, setup.dtype, setup.positions, setup.coding, codes=setup.codes)
+    model = load_model(
+        checkpoint, setup.dtype, setup.positions, setup.coding, codes=setup.codes, keeps_groups=setup.keeps_groups
+    )
     rank = _Rank(model, setup, group, checkpoint)
     try:
         rank.post.say_ready()

@@ -15,7 +15,7 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
-from mooncake.model.layers import Weights, vector, weight
+from mooncake.model.layers import Weights, matrix, vector, weight
 from mooncake.model.rope import Tables
 from mooncake.model_config import ModelConfig
 
@@ -119,7 +119,7 @@ class Decoder(ABC):
     def linear(self, *names: str, biased: bool = False) -> Linear:
         """One product from several published ones, stacked."""
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
-        return self.kernels.linear(torch.cat([self.weight(f"{name}.weight") for name in names]), bias)
+        return self.kernels.linear(matrix(self._weights, *(f"{name}.weight" for name in names)), bias)
 
     def tables(self, made: Tables) -> Tables:
         """Where the kernels run."""

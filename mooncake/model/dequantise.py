@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 
 from mooncake.errors import ModelError
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.precision import Coding
 from mooncake.quantised import CodedWeight
@@ -51,6 +52,28 @@ def as_codes(weight: CodedWeight, tensors: Tensors, coding: Coding, dtype: torch
     """Of a weight that has a ``coding``; ``dtype`` is that of the model around it."""
     codes, scales, _ = _parts(weight, tensors)
     return Codes(codes, scales.flatten().expand(weight.shape[0]).contiguous(), coding, dtype)
+
+
+def as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> GroupedCodes | None:
+    """Codes of 4 or 8 bits as products unpack them. None for other weights: of other codes, of groups that are cut
+    otherwise, or of scales so fine that products with codes are no longer exact."""
+    if (
+        not weight.keeps_groups
+        or tensors[weight.scales].dtype is torch.float32
+        or (weight.groups and _uneven_groups(weight, tensors) is not None)
+    ):
+        return None
+    codes, scales, zeros = _parts(weight, tensors)
+    zeros = torch.zeros_like(scales) if zeros is None else zeros
+    middle = 1 << weight.bits - 1
+    if weight.bits == 8 and codes.dtype is torch.uint8:
+        codes, zeros = _signed(codes.contiguous(), 8), zeros - middle
+    if weight.bits == 4 and codes.dtype is torch.int8:
+        codes, zeros = (codes + middle).to(torch.uint8), zeros + middle
+    levels = torch.arange(16.0) if weight.bits == 4 else None
+    if (zeros == (zero := zeros.flatten()[0])).all() and (levels is not None or not zero):
+        return GroupedCodes(codes, scales, None, None if levels is None else levels - zero, dtype)
+    return GroupedCodes(codes, scales, -zeros * scales, levels, dtype)
 
 
 def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

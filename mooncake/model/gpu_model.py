@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.kernels.attention_plan import MIN_SHARED_TOKENS, PIECES_PER_PROCESSOR
-from mooncake.kernels.gpu import GpuKernels
+from mooncake.kernels.gpu import GpuKernels, pack
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
@@ -264,7 +264,10 @@ class GpuModel:
         return self._shared[1]
 
     def _shared_bytes(self, batch: ForwardBatch, cache: torch.Tensor) -> float:
-        """What reading each shared block once saves, in layers without a window."""
+        """What reading each shared block once saves, in layers without a window. Latent rows are all heads' already: a
+        tile has few more queries than one token's, so a graph is worth more."""
+        if self.config.latent is not None:
+            return 0.0
         tables = batch.block_tables.numpy()
         full_blocks = (batch.context_lens.numpy() - 1) // cache.shape[4]
         differs = tables[1:] != tables[:-1]
@@ -316,6 +319,7 @@ class GpuModel:
                 block_tables=None if buffers is not None else batch.block_tables.numpy(),
                 wide=self._dtype is torch.float32,
                 scaled=cache.dtype is torch.int8,
+                latent=config.latent is not None,
                 buffers=None if buffers is None else buffers[window],
             )
             for window in self._windows
@@ -433,11 +437,12 @@ class GpuModel:
     def _largest_decode_plan(self) -> DevicePlan:
         """Room for any decode plan: each sequence may have one piece more than equal shares of the whole give it."""
         config = self.config
-        group = 1 << (config.num_heads // config.num_kv_heads - 1).bit_length()
+        is_latent, is_wide = config.latent is not None, self._dtype is torch.float32
+        heads = pack(config.num_heads, config.num_kv_heads, is_wide, is_latent)
         most = self._buckets[-1]
         pieces = most + self.kernels.num_processors * PIECES_PER_PROCESSOR
         return DevicePlan.empty(
-            [(max(DECODE_ROWS // group, 1), pieces)],
+            [(heads.tile_tokens(DECODE_ROWS), pieces)],
             pieces,
             most,
             pieces,

@@ -6,12 +6,11 @@ float32 pages the model's answers are the same bits.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.key_scales import KeyScales
 from mooncake.model.layers import Weights, WeightsOnDemand
@@ -43,9 +42,9 @@ def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -
         values, rows = weights[name], rows_by_name.get(name)
         return values if rows is None else (values * rows.view(-1, *[1] * (values.ndim - 1))).to(values.dtype)
 
-    def scaled_codes(name: str) -> Codes | None:
+    def scaled_codes(name: str) -> Codes | GroupedCodes | None:
         codes = weights.codes(name) if isinstance(weights, WeightsOnDemand) else None
         rows = rows_by_name.get(name)
-        return codes if codes is None or rows is None else replace(codes, scales=codes.scales * rows)
+        return codes if codes is None or rows is None else codes.scaled(rows)
 
     return WeightsOnDemand(weights, scaled, scaled_codes)

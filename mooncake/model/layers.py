@@ -15,6 +15,7 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, Coding, Matrix
 from mooncake.model_config import ModelConfig
 
@@ -33,7 +34,7 @@ class WeightsOnDemand(Weights):
         self,
         names: Iterable[str],
         make: Callable[[str], torch.Tensor],
-        codes: Callable[[str], Codes | None] = lambda _: None,
+        codes: Callable[[str], Codes | GroupedCodes | None] = lambda _: None,
     ) -> None:
         self._names = dict.fromkeys(names)
         self._make = make
@@ -135,12 +136,15 @@ def weight(weights: Weights, name: str) -> torch.Tensor:
 def matrix(weights: Weights, *names: str) -> Matrix:
     """Matrices above each other as one: of codes, where all of them are. Raises ModelError when the model lacks one."""
     given = [weights.codes(name) for name in names] if isinstance(weights, WeightsOnDemand) else []
-    codes = [each for each in given if each is not None]
+    codes = [each for each in given if isinstance(each, Codes)]
     if len(codes) == len(names) and len({each.coding for each in codes}) == 1:
         values, scales = (
             torch.cat(parts) for parts in zip(*((each.values, each.scales) for each in codes), strict=True)
         )
         return Codes(values, scales, codes[0].coding, codes[0].dtype)
+    groups = [each for each in given if isinstance(each, GroupedCodes)]
+    if len(groups) == len(names) and all(groups[0].joins(each) for each in groups):
+        return GroupedCodes.stacked(groups)
     return weight(weights, names[0]) if len(names) == 1 else torch.cat([weight(weights, name) for name in names])
 
 

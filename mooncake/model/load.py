@@ -60,12 +60,14 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     key_scales: KeyScales | None = None,
     codes: Coding = "",
+    keeps_groups: bool = False,
     can_blend: bool = False,
     layers: range | None = None,
     keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
-    their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights.
+    their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights;
+    ``keeps_groups`` as of ``Precision``.
     ``can_blend``: takes batches with ``reuse``, which a fused pass does not. ``layers``: only those, as a stage.
     ``keep_hidden``: layers whose inputs the cache keeps.
 
@@ -89,7 +91,7 @@ def load_model(
         raise ModelError(f"stages are for the Llama family with KV of each layer's own, not for {checkpoint.name}")
     if family is None:
         lora = [load_adapter(adapter, config) for adapter in adapters]
-        weights = load_weights(checkpoint, dtype, codes)
+        weights = load_weights(checkpoint, dtype, codes, keeps_groups)
         if key_scales:
             weights = with_scaled_keys(weights, config, key_scales)
         return CausalLM(
@@ -106,4 +108,4 @@ def load_model(
     if coding or adapters or key_scales:
         what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
-    return family(config, load_weights(checkpoint, dtype), max_model_len, kernels)
+    return family(config, load_weights(checkpoint, dtype, keeps_groups=keeps_groups), max_model_len, kernels)

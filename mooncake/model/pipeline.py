@@ -88,6 +88,7 @@ class PipelineModel:
             dtype=precision.dtype,
             coding=precision.coding,
             codes=precision.codes,
+            keeps_groups=precision.keeps_groups,
             layout=layout,
             num_blocks=num_blocks,
             threads=threads,

@@ -41,6 +41,7 @@ class StageTask(msgspec.Struct, frozen=True):
     dtype: str
     coding: Coding
     codes: Coding
+    keeps_groups: bool
     layout: KVLayout
     num_blocks: int
     threads: int
@@ -240,7 +241,15 @@ def main(argv: Sequence[str]) -> None:
     try:
         checkpoint = open_checkpoint(task.model, task.max_model_len)
         layers = range(task.first_layer, task.end_layer)
-        model = load_model(checkpoint, task.dtype, task.max_model_len, task.coding, codes=task.codes, layers=layers)
+        model = load_model(
+            checkpoint,
+            task.dtype,
+            task.max_model_len,
+            task.coding,
+            codes=task.codes,
+            keeps_groups=task.keeps_groups,
+            layers=layers,
+        )
         assert isinstance(model, CausalLM)
         stage = Stage(task, model)
     except MooncakeError as error:

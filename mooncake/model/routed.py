@@ -43,7 +43,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
         return Mixture(
             # in float32, as published: what is nearly as good is nearly always another expert
             router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
-            choice_bias=self.weight(bias).float() if routing.scoring == "sigmoid" else None,
+            choice_bias=self.vector(bias).float() if routing.scoring == "sigmoid" else None,
             experts=[self._take_gated(f"{prefix}experts.{expert}.") for expert in range(self.config.num_experts)],
             shared=self._take_gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
         )

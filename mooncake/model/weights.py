@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -23,9 +24,12 @@ from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelC
 from mooncake.errors import ModelError
 from mooncake.families import published_name
 from mooncake.gguf_config import hf_name
+from mooncake.gguf_config import keeps_groups as of_kept_groups
 from mooncake.gguf_file import GGUFFile, TensorInfo
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
-from mooncake.model.dequantise import as_codes, dequantised
+from mooncake.model.dequantise import as_codes, as_groups, dequantised
+from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.phi3 import as_llama
 from mooncake.precision import Coding
@@ -43,27 +47,30 @@ _KEPT_WIDE = ".e_score_correction_bias"
 _INTERLEAVED = ("llama", "mistral")
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "") -> Weights:
+def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
     """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
 
-    With ``codes`` (as of ``Precision``) the weights also give the int8 codes that the checkpoint has itself.
+    With ``codes`` and ``keeps_groups`` (as of ``Precision``) the weights also give the codes that the checkpoint has
+    itself.
 
     The tensors are read-only mapped memory or, where their numbers have to be converted, made when they are asked for:
     do not write to them, and keep none longer than it is needed. Raises ModelError, for some only then.
     """
-    weights = _stored_weights(checkpoint, getattr(torch, dtype), codes)
+    weights = _stored_weights(checkpoint, getattr(torch, dtype), codes, keeps_groups)
     return as_llama(weights, checkpoint.config) if checkpoint.config.architecture == "phi3" else weights
 
 
-def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding) -> Weights:
+def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:
     if isinstance(checkpoint, GGUFCheckpoint):
+        if keeps_groups and of_kept_groups(checkpoint.file):
+            return _dequantised(checkpoint.file, checkpoint.config, wanted)
         return _cached_gguf_weights(checkpoint, wanted)
     if isinstance(checkpoint, HFCheckpoint):
-        return _safetensors_weights(checkpoint, wanted, codes)
+        return _safetensors_weights(checkpoint, wanted, codes, keeps_groups)
     raise ModelError(f"there are no weights to load for {checkpoint.name}")
 
 
-def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Coding) -> Weights:
+def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:
     needed, family = weight_shapes(checkpoint.config), checkpoint.config.architecture
     coded = {published_name(family, name): weight for name, weight in checkpoint.coded.items()}
     parts = {part for weight in checkpoint.coded.values() for part in weight.parts}
@@ -86,11 +93,13 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
             return dequantised(coded[name], stored, dtype)
         return stored[name].to(torch.float32 if name.endswith(_KEPT_WIDE) else dtype)
 
-    def own_codes(name: str) -> Codes | None:
+    def own_codes(name: str) -> Codes | GroupedCodes | None:
         weight = coded.get(name)
-        if weight is None or not codes or not weight.coding or (codes == "w8a8" and weight.coding != "w8a8"):
+        if weight is None:
             return None
-        return as_codes(weight, stored, codes, dtype)
+        if codes and weight.coding and (codes != "w8a8" or weight.coding == "w8a8"):
+            return as_codes(weight, stored, codes, dtype)
+        return as_groups(weight, stored, dtype) if keeps_groups else None
 
     return WeightsOnDemand(needed, make, own_codes)
 
@@ -106,21 +115,33 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Every weight that the model needs. A kind that is not supported raises ModelError when it is asked for."""
+    """Every weight that the model needs, and its codes. A kind that is not supported raises ModelError when it is asked
+    for."""
     needed = weight_shapes(config)
     places = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) in needed}
 
     def make(name: str) -> torch.Tensor:
         values = _dequantise(file, places[name])
-        if config.architecture in _INTERLEAVED and ".self_attn." in name:
-            values = _without_interleaving(name, values, config)
-        return torch.from_numpy(np.ascontiguousarray(values)).to(dtype)
+        order = _order_of_rows(name, config)
+        return torch.from_numpy(values if order is None else values[order]).to(dtype)
 
-    return WeightsOnDemand(places, make)
+    def codes(name: str) -> GroupedCodes | None:
+        info = places[name]
+        if len(info.shape) != 2:
+            return None
+        groups = grouped_codes(info.kind.name, _raw(file, info), (info.shape[0], info.shape[1]), dtype)
+        order = _order_of_rows(name, config)
+        return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
+
+    return WeightsOnDemand(places, make, codes)
+
+
+def _raw(file: GGUFFile, info: TensorInfo) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(file.tensor_bytes(info), dtype=np.uint8)
 
 
 def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
-    raw = np.frombuffer(file.tensor_bytes(info), dtype=np.uint8)
+    raw = _raw(file, info)
     shape = gguf.quant_shape_to_byte_shape(info.shape, info.kind)
     kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(info.kind.name)
     try:
@@ -131,13 +152,13 @@ def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
     return np.array(values.reshape(info.shape), dtype=np.float32)
 
 
-def _without_interleaving(name: str, values: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """Rows of q and k from interleaved pairs (0, 1), (2, 3), … to halves (0, D/2), (1, D/2 + 1), … within each head."""
+def _order_of_rows(name: str, config: ModelConfig) -> np.ndarray | None:
+    """Where the file has the rows of a weight, if that is another place: those of q and k are interleaved pairs (0, 1),
+    (2, 3), … there, not halves (0, D/2), (1, D/2 + 1), … within each head."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    if heads is None:
-        return values
-    pairs = values.reshape(heads, config.head_dim // 2, 2, -1)
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+    if heads is None or config.architecture not in _INTERLEAVED:
+        return None
+    return np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).flatten()
 
 
 # The cache

@@ -99,7 +99,10 @@ def test_memory_is_counted_for_every_node() -> None:
     assert parameter_count(model) == 134_515_008
     experts = replace(model, architecture="qwen3_moe", num_experts=8, experts_per_token=2)
     assert parameter_count(experts) > parameter_count(model) + 7 * model.num_layers * 3 * 576 * 1536
-    config = load_config(None, ["cluster.prefill=2", "prefill.kv_gb=3", "decode.kv_gb=5", "store.dram_gb=7"])
+    sizes = ["cluster.prefill=2", "prefill.kv_gb=3", "decode.kv_gb=5", "store.dram_gb=7"]
+    need = memory_need(load_config(None, sizes), checkpoint)
+    assert need.weights_gb == pytest.approx(3 * 0.1115, rel=0.01), "codes of 4 and 8 bits, with their scales"
+    config = load_config(None, [*sizes, "model.weights=plain"])
     need = memory_need(config, checkpoint)
     assert (need.kv_gb, need.store_gb) == (11 + 3 * 0.25, 7), "with what is kept of preempted sequences"
     assert need.weights_gb == pytest.approx(3 * 0.538, rel=0.01)
@@ -121,8 +124,10 @@ def test_codes_that_are_used_as_they_are_take_a_byte_each(tmp_path: Path) -> Non
 
 
 def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
-    config = load_config(None, ["prefill.device='cuda'"])
-    on_both, on_one = (memory_need(one, open_checkpoint("smollm2")) for one in (load_config(None, []), config))
+    plain, on_gpu = "model.weights=plain", "prefill.device='cuda'"
+    on_both, on_one = (
+        memory_need(load_config(None, given), open_checkpoint("smollm2")) for given in ([plain], [plain, on_gpu])
+    )
     assert on_one.weights_gb == on_both.weights_gb / 2
     assert on_one.kv_gb == on_both.kv_gb  # its mirror
 

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ import pytest_asyncio
 import torch
 from drive import ask, status, wait_idle
 from live import small_config
-from tiny_model import write_tiny_model
+from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
@@ -119,6 +120,20 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     assert after["blocks_copied_on_write"] - before["blocks_copied_on_write"] == 1
     assert after["handoffs_taken"] - before["handoffs_taken"] == 1
     assert after["blocks_written_back"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_latent_rows_go_through_host_memory_as_blocks_of_one_kind(tmp_path: Path, interpreted: None) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
+    config = small_config(*settings(str(tmp_path), prefill="cuda", decode="cuda"))
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        first = await ask(channel, PROMPT, 4)
+        assert [first.tokens] == on_cpu(str(tmp_path), PROMPT, greedy)
+        await wait_idle(channel)
+        again = await ask(channel, PROMPT, 4)
+        assert again.tokens == first.tokens and again.cached_tokens == BLOCK
 
 
 def test_a_device_that_is_not_there_is_named_in_one_sentence(model: str) -> None:

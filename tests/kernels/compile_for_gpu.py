@@ -22,8 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.app.bench_gpu_device import DECODE_INT8, OTHERS
-from mooncake.kernels import triton_attention, triton_coded_attention, triton_elementwise
-from mooncake.kernels.gpu import COPY_WORDS
+from mooncake.kernels import triton_attention, triton_coded_attention, triton_elementwise, triton_latent_attention
+from mooncake.kernels.gpu import COPY_WORDS, TURNED_PAIRS
 from mooncake.kernels.gpu_attention import (
     DECODE_ROWS,
     MERGED_PARTS,
@@ -31,9 +31,11 @@ from mooncake.kernels.gpu_attention import (
     PREFILL_ROWS,
     SHARED_ROWS,
     attention_launch,
+    merge_warps,
     most_rows,
     reads_pairs,
 )
+from mooncake.kernels.gpu_latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
 from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
@@ -101,7 +103,7 @@ def attention_cases() -> Iterator[Case]:
                 programs=launch.per_processor,
                 targets=(90,),
             )
-    for head_dim, sinks in ((64, False), (128, False), (256, False), (64, True)):
+    for head_dim, sinks in ((64, False), (128, False), (256, False), (576, False), (64, True)):
         yield Case(
             f"merge-{head_dim}{'-sinks' if sinks else ''}",
             triton_attention.merge,
@@ -111,8 +113,11 @@ def attention_cases() -> Iterator[Case]:
                 **dict.fromkeys(("merge_tokens", "merge_starts", "merge_rows", "num_tokens"), "*i32"),
                 "output": "*bf16",
             },
-            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": head_dim, "SINKS": sinks, "PARTS": MERGED_PARTS},
-            num_warps=1,
+            {
+                **{"NUM_HEADS": 32, "HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)},
+                **{"SINKS": sinks, "PARTS": MERGED_PARTS},
+            },
+            num_warps=merge_warps(head_dim),
             programs=MERGES_PER_PROCESSOR if head_dim <= 128 else 1,
         )
 
@@ -224,6 +229,52 @@ def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, r
     )
 
 
+def latent_cases() -> Iterator[Case]:
+    for shape, num_heads in (("deepseek-v3", 128), ("kimi-k2", 64), ("moonlight", 16)):
+        for block_tokens in (64, 16):
+            for rows in (DECODE_ROWS, LATENT_ROWS):
+                if rows < num_heads and rows == DECODE_ROWS:
+                    continue  # never planned but in float32
+                yield _latent(f"{shape}-page{block_tokens}", num_heads, 576, block_tokens, rows, "bfloat16", "bfloat16")
+        yield _latent(shape, num_heads, 576, 64, LATENT_ROWS, "bfloat16", "int8")
+        yield _latent(shape, num_heads, 576, 64, DECODE_ROWS, "float32", "float32")
+    yield _latent("moonlight", 16, 576, 64, DECODE_ROWS, "bfloat16", "int8")
+    yield _latent("tiny", 6, 32, 16, DECODE_ROWS, "float32", "float32")
+
+
+def _latent(shape: str, num_heads: int, head_dim: int, block_tokens: int, rows: int, query: str, pages: str) -> Case:
+    wide, scaled = query == "float32", pages in SCALED
+    launch, packing, (main, rest) = (
+        latent_launch(rows, wide, scaled),
+        pack_latent(num_heads, wide),
+        column_parts(head_dim),
+    )
+    return Case(
+        f"attend-latent-{shape}-{query}-{pages}-{rows}",
+        triton_latent_attention.attend_latent,
+        {
+            "query": POINTERS[query],
+            "cache": POINTERS[pages],
+            **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
+            "output": POINTERS[query],
+            **dict.fromkeys(("query_stride", "block_stride", "scale_block_stride", "table_stride"), "i32"),
+            "softmax_scale": "fp32",
+        },
+        {
+            **{"NUM_HEADS": num_heads, "PARTS": packing.parts, "GROUP": packing.group},
+            **{"GROUP_PAD": packing.group_pad, "HEAD_DIM": head_dim, "MAIN": main, "REST": rest},
+            **{"ROW_STRIDE": head_dim + 4 * scaled, "SCALE_ROW_STRIDE": (head_dim // 4 + 1) * scaled},
+            **{"BLOCK_TOKENS": block_tokens, "TILE_TOKENS": packing.tile_tokens(rows), "KEYS": launch.keys},
+            **{"SCALED": scaled, "WIDE": wide},
+        },
+        launch.num_warps,
+        launch.num_stages,
+        launch.per_processor,
+        plain=frozenset({"table_stride"}),
+    )
+
+
 def elementwise_cases() -> Iterator[Case]:
     for width in (576, 4096):
         for has_update in (False, True):
@@ -244,9 +295,14 @@ def elementwise_cases() -> Iterator[Case]:
         {"gate_up": "*bf16", "output": "*bf16", "width": "i32", "stride": "i32"},
         {"BLOCK": 1024},
     )
-    for pages, kv_heads in (("bfloat16", 8), ("int8", 8), ("float8", 8), ("bfloat16", 0)):  # 0: queries alone
+    for pages, kv_heads, half in (
+        *(("bfloat16", 8, 64), ("int8", 8, 64), ("float8", 8, 64)),
+        *(("bfloat16", 0, 64), ("bfloat16", 1, 288), ("int8", 1, 288)),  # 0: queries alone; 288: latent rows
+    ):
+        name = f"rope-write-{pages}" if kv_heads else "rope-queries"
+        half_pad = triton.next_power_of_2(half)
         yield Case(
-            f"rope-write-{pages}" if kv_heads else "rope-queries",
+            name if half == 64 else f"{name}-latent",
             triton_elementwise.rope_write_kv,
             {
                 "qkv": "*bf16",
@@ -264,8 +320,8 @@ def elementwise_cases() -> Iterator[Case]:
                 ),
             },
             {
-                **{"NUM_HEADS": 32, "HEADS_PAD": 32, "HALF": 64, "HALF_PAD": 64},
-                **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1)},
+                **{"NUM_HEADS": 32, "HEADS": TURNED_PAIRS // half_pad, "HALF": half, "HALF_PAD": half_pad},
+                **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1), "HAS_VALUES": half == 64},
                 **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "ROTATED": True, "SCALED": pages != "bfloat16"},
                 "MAX_CODE": 448.0 if pages == "float8" else 127.0,
             },
@@ -364,7 +420,7 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 
 
 def main(patterns: list[str]) -> None:
-    for case in (*attention_cases(), *elementwise_cases()):
+    for case in (*attention_cases(), *latent_cases(), *elementwise_cases()):
         if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
             continue
         for capability in case.targets:

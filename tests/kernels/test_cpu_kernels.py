@@ -12,6 +12,7 @@ import torch
 from mooncake.kernels import Kernels, reference, warn_of_unused_units
 from mooncake.kernels.cpu import CpuKernels, check_mirrors
 from mooncake.kernels.cpu_build import load_library
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Coding
 from mooncake.precision import cpu_features
 
@@ -502,6 +503,43 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(
         torch.testing.assert_close(layer(hidden), exact.float(), atol=2e-3, rtol=1e-4)
         rows = torch.tensor([0, 47, 3])
         torch.testing.assert_close(layer.rows(rows), (values * codes.scales[:, None])[rows])
+
+
+def in_groups(outputs: int, inputs: int, group: int, bits: int, has_offsets: bool, dtype: torch.dtype) -> GroupedCodes:
+    """Random codes with float16 scales; of 4 bits they stand for float4, as an example of any table."""
+    shape = outputs, inputs // group
+    offsets = torch.randn(shape).half().float() if has_offsets else None
+    scales = (torch.randn(shape) / 8).half().float()
+    if bits == 8:
+        return GroupedCodes(torch.randint(-128, 128, (outputs, inputs)).to(torch.int8), scales, offsets, None, dtype)
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    return GroupedCodes(torch.randint(16, (outputs, inputs)).to(torch.uint8), scales, offsets, levels, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])
+@pytest.mark.parametrize("group", [16, 32, 192, 576])
+def test_codes_in_groups_give_the_bits_of_their_weights(
+    cpu: CpuKernels, dtype: torch.dtype, bits: int, has_offsets: bool, group: int
+) -> None:
+    torch.manual_seed(7)
+    codes, bias = in_groups(100, 1152, group, bits, has_offsets, dtype), torch.randn(100)
+    coded, plain = cpu.panel_linear(codes, bias), cpu.panel_linear(codes.weights(), bias)
+    assert coded.num_bytes < plain.num_bytes
+    for num_tokens in (1, 7, 12, 13, 100):
+        hidden = torch.randn(num_tokens, 1152)
+        assert torch.equal(coded(hidden), plain(hidden)), num_tokens
+    rows = torch.tensor([99, 0, 42])
+    assert torch.equal(coded.rows(rows), codes.weights()[rows].float())
+    torch.testing.assert_close(reference.linear(codes, bias)(hidden), plain(hidden), rtol=0.02, atol=2.0)
+
+
+def test_codes_of_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
+    width = int(cpu.library.mc_panel_width()) // 2
+    codes, hidden = in_groups(4 * width, 64, 32, 4, False, torch.float32), torch.randn(3, 64)
+    coded, plain = (cpu.panel_linear(each, is_gated=True) for each in (codes, codes.weights()))
+    assert torch.equal(coded(hidden), plain(hidden))
 
 
 def test_w8a8_bears_channels_that_are_much_larger_than_the_rest(cpu: CpuKernels) -> None:

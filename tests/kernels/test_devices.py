@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tiny_lora import activated, greedy, write_adapter
-from tiny_model import write_tiny_model
+from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, ModelError
 from mooncake.kernels.triton_launch import INTERPRETED
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -42,6 +42,24 @@ def test_an_engine_on_a_gpu_gives_the_tokens_of_transformers(models: tuple[Path,
         answers = llm.generate(PROMPTS, GREEDY, adapter=names)
     for name, prompt, answer in zip(names, PROMPTS, answers, strict=True):
         assert answer.token_ids == greedy(by_name[name], prompt, 3)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
+@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
+def test_latent_attention_on_a_gpu_gives_the_tokens_of_a_cpu(kv_dtype: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
+    found = []
+    for device in ("cpu", "cuda"):
+        options = {"kv_gb": 0.005, "block_tokens": 16, "chunk_tokens": 32, "kv_dtype": kv_dtype}
+        with LLM(str(tmp_path), device=device, **options) as llm:
+            found.append([answer.token_ids for answer in llm.generate(PROMPTS[:2], GREEDY)])
+    assert found[1] == found[0]
+
+
+def test_rows_wider_than_a_gpu_takes_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "deepseek_v3", **(LATENT | {"kv_lora_rank": 640}))
+    with pytest.raises(ModelError, match="keeps more of a token than the 576 numbers that GPUs take"):
+        LLM(str(tmp_path), device="cuda")
 
 
 def test_an_engine_over_two_processes_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_gpu
 
 from mooncake.kernels import reference
 from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
@@ -17,55 +18,12 @@ pytestmark = pytest.mark.skipif(
     reason="triton was imported without a GPU and without its interpreter",
 )
 
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 SINKS = torch.tensor([-3.0, 0.0, 1.0, 2.5, 6.0, 60.0], device=DEVICE)  # of the six heads; the last sees little else
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 @pytest.fixture(scope="module")
 def kernels() -> GpuKernels:
     return GpuKernels(DEVICE)
-
-
-class Batch:
-    """A ragged batch over a cache whose unwritten places hold NaN: whoever reads them is found out."""
-
-    def __init__(
-        self,
-        queries: list[int],
-        contexts: list[int],
-        dtype: torch.dtype = torch.float32,
-        num_heads: int = 6,
-        num_kv_heads: int = 2,
-        head_dim: int = 16,
-        block_tokens: int = 16,
-        seed: int = 0,
-        shared_blocks: int = 0,
-    ) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        per_sequence = -(-max(contexts) // block_tokens)
-        num_blocks = len(contexts) * per_sequence + 1
-        order = torch.randperm(num_blocks - 1, generator=generator) + 1
-        tables = order[: len(contexts) * per_sequence].view(len(contexts), per_sequence)
-        if shared_blocks:
-            tables = tables.clone()
-            tables[:, :shared_blocks] = tables[0, :shared_blocks]
-        cache = torch.full((num_blocks, 3, 2, num_kv_heads, block_tokens, head_dim), float("nan"))
-        for table, context in zip(tables, contexts, strict=True):
-            for at in range(context):
-                entry = cache[table[at // block_tokens], :, :, :, at % block_tokens]
-                entry.copy_(torch.randn(entry.shape, generator=generator))
-        self.cache = cache.to(dtype).to(DEVICE)
-        self.layer = self.cache[:, 1]
-        self.query = torch.randn(sum(queries), num_heads, head_dim, generator=generator).to(dtype).to(DEVICE)
-        self.tables = tables.int().contiguous().to(DEVICE)
-        self.starts = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32, device=DEVICE)
-        self.contexts = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-        self.scale = head_dim**-0.5
-
-    @property
-    def arguments(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
-        return self.query, self.layer, self.tables, self.starts, self.contexts, self.scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -149,17 +107,7 @@ def test_a_cascade_over_a_shared_prefix_equals_the_flat_pass(kernels: GpuKernels
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
-def check_within_rounding(batch: Batch, actual: torch.Tensor, layer: torch.Tensor) -> None:
-    """Against the definition in float32. Of long contexts all means are small: what counts is the error in each row's
-    own deviations, of which bfloat16 weights cost a hundredth or two."""
-    query, _, *rest = batch.arguments
-    expected = reference.paged_attention(query.float(), layer.float(), *rest)
-    deviation = expected.std(-1, keepdim=True)
-    torch.testing.assert_close(actual.float() / deviation, expected / deviation, atol=5e-2, rtol=1e-2)
-
-
 AS_SERVED = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}  # of an 8B model
-needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter takes other tiles, and minutes")
 
 
 @needs_gpu

@@ -27,6 +27,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model_config import LatentAttention, Routing
 from mooncake.types import KVLayout, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -52,6 +53,14 @@ SHAPE: dict[str, Any] = {
     "eos_ids": (1,),
 }
 LLAMA = {"tie_embeddings": False, "qkv_bias": False, "qk_norm": False, "sliding_window": None}
+LATENT = LLAMA | {
+    "num_heads": 20,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "rotary_dim": 8,
+    "attention_scale": 0.25,
+    "latent": LatentAttention(rank=24, rope_dim=8, nope_dim=8, value_dim=12, query_rank=16),
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama sharing": LLAMA
@@ -73,18 +82,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": LLAMA | {"qkv_bias": True, "num_experts": 3, "experts_per_token": 2, "shared_expert_size": 32},
     "glm4": LLAMA | {"qkv_bias": True, "rotary_dim": 8},
     "cohere2": LLAMA | {"tie_embeddings": True, "layer_windows": (24, 0), "logit_divisor": 4.0},
+    "deepseek_v3": LATENT
+    | {"num_experts": 6, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
+    | {
+        "routing": Routing(
+            num_dense_layers=1, expert_size=24, scoring="sigmoid", factor=2.5, num_groups=3, top_groups=2
+        )
+    },
     "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 
 
 def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None) -> dict[str, list[int]]:
-    kv_heads = model.config.num_kv_heads
     layout = KVLayout(
         num_layers=len(model.config.kv_owners),
-        num_kv_heads=kv_heads,
-        head_dim=16,
+        num_kv_heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
         block_tokens=BLOCK_TOKENS,
         dtype="float32",
+        num_kinds=model.config.kv_kinds,
     )
     config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
     cache = DeviceCache(layout, 40, DEVICE) if isinstance(model, GpuModel) else KVCache(layout, 40)
@@ -182,26 +198,36 @@ class Counting(GpuModel):
         self.num_tables += captured.tables is not before
 
 
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3)
+WINDOWED = LLAMA | {"sliding_window": 24}
+DENSE = LATENT | {"routing": Routing(num_dense_layers=2, expert_size=0, scoring="sigmoid", factor=1.0)}
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("family", "changes", "sampling"),
     [
-        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
-        pytest.param(SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3), marks=pytest.mark.slow),
+        ("llama", WINDOWED, GREEDY),
+        pytest.param("llama", WINDOWED, DRAWN, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", DENSE, GREEDY, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
-def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(sampling: SamplingParams) -> None:
+def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(
+    family: str, changes: dict[str, Any], sampling: SamplingParams
+) -> None:
     """The interpreter has no graphs, but all that is around them."""
-    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA | {"sliding_window": 24}))
+    config = ModelConfig(architecture=family, **(SHAPE | changes))
+    made = OTHER_FAMILIES.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     random = np.random.default_rng(2)
     prompts = [random.integers(0, 101, length, dtype=np.uint32) for length in (14, 3, 29)]  # two cross into a new block
 
-    def build(kernels: PlannedKernels) -> CausalLM:
-        return CausalLM(config, weights, kernels=kernels)
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return made(config, weights, kernels=kernels)
 
     model = Counting(build, max_blocks=16, dtype=torch.float32, buckets=(1, 2, 4))
-    expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts, sampling)
+    expected = tokens_of(made(config, weights, kernels=reference), prompts, sampling)
     assert tokens_of(model, prompts, sampling) == expected
     assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"

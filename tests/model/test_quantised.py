@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from published import NEW_TOKENS, SHAPE, Published, logits_of
 from quantised import (
     INT8,
     Format,
@@ -28,19 +29,17 @@ from quantised import (
     packed,
     words,
     write_mxfp4,
-    write_quantised,
 )
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.checkpoint import HFCheckpoint, open_checkpoint
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales
-from mooncake.model import CausalLM, ForwardBatch, NoHook
+from mooncake.model import CausalLM
 from mooncake.model.dequantise import dequantised
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights, WeightsOnDemand
@@ -49,9 +48,7 @@ from mooncake.model.weights import load_weights
 from mooncake.precision import Coding, resolve_precision
 from mooncake.quantised import CodedWeight, Layout
 
-SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.2}
 TEXT = "the quick brown fox jumps over"
-NEW_TOKENS = 12
 
 FORMATS: dict[str, Callable[[], Format]] = {
     "int8": int8,
@@ -80,54 +77,11 @@ FORMATS: dict[str, Callable[[], Format]] = {
 }
 
 
-class Published:
-    """A folder of codes, and transformers' own model with the values that they stand for."""
-
-    def __init__(self, folder: Path, form: Format, family: str = "llama", **changes: Any) -> None:
-        self.folder = folder
-        self.theirs = write_tiny_model(folder, family, **(SHAPE | changes))
-        write_quantised(folder, self.theirs, form)
-
-    @property
-    def checkpoint(self) -> HFCheckpoint:
-        checkpoint = open_checkpoint(str(self.folder))
-        assert isinstance(checkpoint, HFCheckpoint)
-        return checkpoint
-
-    @torch.no_grad()
-    def greedy(self, prompt: list[int]) -> tuple[int, ...]:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tuple(tokens[len(prompt) :])
-
-    def edit(self, **changes: object) -> None:
-        """Of quantization_config; None removes a key."""
-        file = self.folder / "config.json"
-        tree = json.loads(file.read_text())
-        settings = tree["quantization_config"] | changes
-        tree["quantization_config"] = {key: value for key, value in settings.items() if value is not None}
-        file.write_text(json.dumps(tree))
-
-    def edit_tensors(self, **changes: torch.Tensor | None) -> None:
-        """Of the first layer's q_proj; None removes one."""
-        file = self.folder / "model.safetensors"
-        module = "model.layers.0.self_attn.q_proj."
-        tensors: dict[str, Any] = load_file(file) | {module + part: tensor for part, tensor in changes.items()}
-        save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
-
-
 def answer(model: Path, **options: Any) -> tuple[list[int], tuple[int, ...]]:
     """Prompt and greedy answer of an engine in this process."""
     with LLM(str(model), kv_gb=0.01, block_tokens=16, chunk_tokens=16, **options) as llm:
         sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         return [int(i) for i in llm.tokenizer.encode(TEXT)], tuple(llm.generate([TEXT], sampling)[0].token_ids)
-
-
-def logits_of(model: CausalLM, checkpoint: HFCheckpoint, dtype: str = "float32") -> torch.Tensor:
-    rows = torch.arange(40)
-    batch = ForwardBatch.of_prompt(rows * 37 % 300, 16, rows)
-    return model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook())
 
 
 # What the codes stand for

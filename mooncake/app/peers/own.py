@@ -83,7 +83,14 @@ class OwnEngine:
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._chain = Chain.of(kv_fingerprint(checkpoint.digest, layout))
         self._model = TimedModel(
-            load_model(checkpoint, precision.dtype, config.max_model_len, precision.coding, codes=precision.codes)
+            load_model(
+                checkpoint,
+                precision.dtype,
+                config.max_model_len,
+                precision.coding,
+                codes=precision.codes,
+                keeps_groups=precision.keeps_groups,
+            )
         )
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         prefault_in_background(self.cache.memory)

@@ -5,7 +5,7 @@
 // reused prefixes agree.
 #pragma once
 
-#include "activations.h"
+#include "grouped.h"
 
 namespace mooncake {
 
@@ -243,27 +243,49 @@ void deliver(const PackedLinear& layer, const Activations& x, const Target& targ
 
 // sums[row][PANEL] of the rows in some strips, in vectors; of each plane of a strip.
 template <WeightKind KIND>
-void sum_in_vectors(const Activations& x, const char* panel, int64_t inputs, int64_t from_strip, int64_t to_strip, float* sums,
-                    float* wide) {
+void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
+                    float* near) {
     constexpr int SIZE = sizeof(Held<KIND>);
-    const int64_t count = to_strip - from_strip;
-    const bool is_single = count == 1;
+    const char* panel = layer.panel(index);
+    const int64_t inputs = layer.padded(), count = to_strip - from_strip;
+    const bool is_single = count == 1, is_coded = layer.code_bits;
+    if constexpr (KIND == FLOATS || KIND == BF16S)
+        if (is_single && is_coded) {
+            const auto& loops = layer.code_bits == 4 ? MULTIPLY_CODES<KIND, 4> : MULTIPLY_CODES<KIND, 8>;
+            return loops[x.strips.height(from_strip) - 1](layer, panel, x.strip(from_strip), sums);
+        }
     const bool is_widened = SIZE < 4 && !x.unit && !is_single;
     const int64_t step = is_single ? inputs : DEEP, size = x.unit ? SIZE : 4;
     for (int64_t k = 0; k < inputs; k += step) {
         const int deep = int(std::min(step, inputs - k));
         const char* part = panel + k * PANEL * SIZE;
-        if (is_widened) widen_part<KIND>(part, deep, wide);
-        float* to = sums;
         Ahead ahead{part + deep * PANEL * SIZE, is_single ? -1 : int((deep * PANEL * SIZE / 64 + count - 1) / count)};
+        if (is_coded) {
+            unpack_part(layer, index, k, k + deep, x.unit, near);
+            ahead.lines = 0;
+        } else if (is_widened) {
+            widen_part<KIND>(part, deep, near);
+        }
+        if (is_coded || is_widened) part = (const char*)near;
+        float* to = sums;
         for (int64_t strip = from_strip; strip < to_strip; strip++) {
             const int height = x.strips.height(strip) * x.planes;
             const char* at = x.strip(strip) + k * height * size;
-            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, is_widened ? (const char*)wide : part, deep, to, k == 0, ahead);
+            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, part, deep, to, k == 0, ahead);
             to += height * PANEL;
             ahead.at += ahead.lines * 64;
         }
     }
+}
+
+// `count` panels as tiles take them.
+inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, int64_t count) {
+    if (!layer.code_bits) return layer.panel(index);
+    static thread_local Scratch scratch;
+    const int64_t bytes = layer.row_bytes() * PANEL;
+    char* panels = scratch.start<char>(count * bytes);
+    for (int64_t i = 0; i < count; i++) unpack_part(layer, index + i, 0, layer.inputs, ROW_UNIT, panels + i * bytes);
+    return panels;
 }
 
 // One strip waits for its weights; several bring the next panel's near, each a part of them.
@@ -273,7 +295,7 @@ void product_in_tiles(const PackedLinear& layer, const Activations& x, const Tar
     constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // of a panel, for every 64 bytes of a row
     alignas(64) float sums[TILE_STRIP * PANEL];
     Tiles tiles(x.strips.height(from_strip) * x.planes);
-    const char* panel = layer.panel(index);
+    const char* panel = panels_for_tiles(layer, index, 1);
     const int64_t count = to_strip - from_strip;
     const int lines = int((PANEL_LINES + count - 1) / count);
     const char* ahead = panel + (count == 1 ? AHEAD_IN_TILES : x.row_bytes * PANEL);
@@ -292,8 +314,8 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
     static thread_local Scratch scratch;
     const int64_t first = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first;
     scratch.start(rows * x.planes * PANEL + DEEP * PANEL + 64);
-    float *sums = scratch.take(rows * x.planes * PANEL), *wide = scratch.take(DEEP * PANEL);
-    sum_in_vectors<KIND>(x, layer.panel(index), layer.padded(), from_strip, to_strip, sums, wide);
+    float *sums = scratch.take(rows * x.planes * PANEL), *near = scratch.take(DEEP * PANEL);
+    sum_in_vectors<KIND>(layer, index, x, from_strip, to_strip, sums, near);
     if constexpr (KIND == WIDE_CODES) {
         vi middles[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) middles[v] = load_as<vi>(layer.sums + index * PANEL + v * W) * 128;
@@ -314,7 +336,7 @@ void product_of_two(const PackedLinear& layer, const Activations& x, const Targe
     alignas(64) float sums[TILE_STRIP * PANEL];
     const int rows = int(x.strips.rows), height = rows * x.planes;
     Tiles tiles(height);
-    multiply_two<KIND>(x.strip(0), height, layer.panel(index), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
+    multiply_two<KIND>(x.strip(0), height, panels_for_tiles(layer, index, 2), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
     for (int i = 0; i < 2; i++) {
         float* of_panel = sums + i * TILE_ROWS * PANEL;
         if (KIND == WIDE_CODES) join_planes(of_panel, rows);

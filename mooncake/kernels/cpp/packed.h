@@ -42,16 +42,22 @@ struct PackedLinear {
     const float* bias;    // [outputs] or null
     const float* scales;  // [outputs], of int8 weights
     const int32_t* sums;  // [outputs]: sums of codes, for activations that are codes, too
+    const float* levels;  // [16]: what grouped codes of 4 bits stand for
     int64_t inputs, outputs;
     int32_t kind;
     int32_t is_gated;     // each panel has W gates and then their W ups: `outputs` counts both
     int32_t hadamard;     // inputs in a block of the transform before coding; 1 for none
+    int32_t code_bits;    // 4 or 8: panels hold grouped codes (see grouped.h), multiplied as weights of `kind`; 0: weights
+    int32_t group;        // inputs that share a scale, of grouped codes
+    int32_t has_offsets;
 
     int weight_bytes() const { return kind == FLOATS ? 4 : kind == BF16S ? 2 : 1; }
     int64_t row_bytes() const { return (inputs * weight_bytes() + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT; }
     int64_t padded() const { return row_bytes() / weight_bytes(); }  // inputs
     int64_t num_panels() const { return (outputs + PANEL - 1) / PANEL; }
-    const char* panel(int64_t index) const { return (const char*)panels + index * row_bytes() * PANEL; }
+    int64_t group_bytes() const { return PANEL * (int64_t(sizeof(float)) * (1 + has_offsets) + group * code_bits / 8); }
+    int64_t panel_bytes() const { return code_bits ? inputs / group * group_bytes() : row_bytes() * PANEL; }
+    const char* panel(int64_t index) const { return (const char*)panels + index * panel_bytes(); }
 };
 
 // Row of the published matrix that is output `at` of a packed one; gates come first in the published one.
@@ -79,8 +85,8 @@ template <WeightKind KIND> void pack(const PackedLinear& layer, const Held<KIND>
     });
 }
 
-// Row `at` of the packed matrix as float32 [inputs].
-inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
+// Row `at` of a packed matrix of weights as float32 [inputs].
+inline void unpack_weights(const PackedLinear& layer, int64_t at, float* out) {
     with_kind(layer.kind, [&](auto kind) {
         const auto* panel = (const Held<kind>*)layer.panel(at / PANEL);
         for (int64_t k = 0; k < layer.inputs; k++) out[k] = to_float(panel[place<kind>(k, at % PANEL)]);

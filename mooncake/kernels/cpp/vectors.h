@@ -130,9 +130,10 @@ inline void pairs_of(const bf16* first, const bf16* second, vi* pairs) {
 }
 
 inline vi pairs_of(vf first, vf second) {
-#if defined(__AVX512BF16__)
-    const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)first));
-    return (vi)low | (vi)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)second)) << 16;
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    const vi step = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i of_lanes = (__m512i)(step | (step + 16) << 16);  // words: of the first, and of the second
+    return (vi)_mm512_permutexvar_epi16(of_lanes, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #else
     bf16 narrow[2][W];
     store(narrow[0], first);

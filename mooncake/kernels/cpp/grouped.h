@@ -1,0 +1,208 @@
+// Weights that came as codes of 4 or 8 bits, with a scale and maybe an offset for each group of inputs of an output. They stay so in
+// memory and are made float32 or bfloat16 right before they are multiplied, a part of a panel at a time.
+//
+// A weight is level * scale + offset, rounded once to float32 (the product is exact: a level has at most 8 bits, a scale at most 16),
+// then once to bfloat16 in a model of that: the bits that the published values have. So products give the same bits, too.
+#pragma once
+
+#include "activations.h"
+
+namespace mooncake {
+
+constexpr int CODES_AHEAD = 6144;  // bytes to prefetch ahead, as of other weights
+
+// Of each panel, group by group: PANEL scales, PANEL offsets if there are any, and the codes in units of PANEL * 4 bytes. A unit has
+// the codes of 4 inputs, input after input, or of 8: a lane of 32 bits for each output, the first input in the lowest bits.
+template <int BITS> constexpr int UNIT_CODES = 32 / BITS;
+
+// What a unit's codes for input `at` stand for, of vector v of outputs.
+template <int BITS> inline vf level_of(const char* unit, int at, int v, const float* levels) {
+    if constexpr (BITS == 8) {
+        return load((const int8_t*)unit + at * PANEL + v * W);
+    } else {
+        const vi lanes = load_as<vi>(unit + v * W * 4);
+#if defined(__AVX512F__)
+        return (vf)_mm512_permutexvar_ps((__m512i)((vu)lanes >> 4 * at), _mm512_loadu_ps(levels));  // of 4 bits, whatever is above them
+#elif defined(__AVX2__)
+        const __m256i places = (__m256i)((vu)lanes >> 4 * at);
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), places);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels + 8), places);
+        return (vf)_mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(places, 28));
+#else
+        vf out;
+        for (int i = 0; i < W; i++) out[i] = levels[lanes[i] >> 4 * at & 15];
+        return out;
+#endif
+    }
+}
+
+// One group of a panel.
+struct Group {
+    vf scales[PANEL_VECS], offsets[PANEL_VECS];
+    const char* codes;
+
+    Group(const PackedLinear& layer, const char* at) {
+        const auto* numbers = (const float*)at;
+        for (int v = 0; v < PANEL_VECS; v++) {
+            scales[v] = load(numbers + v * W);
+            offsets[v] = layer.has_offsets ? load(numbers + PANEL + v * W) : vf{};
+        }
+        codes = at + PANEL * sizeof(float) * (1 + layer.has_offsets);
+    }
+
+    template <int BITS> vf weights(const char* unit, int at, int v, const float* levels) const {
+        return level_of<BITS>(unit, at, v, levels) * scales[v] + offsets[v];
+    }
+};
+
+inline vf rounded_to_bf16(vf weights) {
+    bf16 narrow[W];
+    store(narrow, weights);
+    return load(narrow);
+}
+
+inline void prefetch_codes(const char* at) {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + CODES_AHEAD + v * W * 4, 0, NEAR);
+}
+
+// How unpacked weights lie: float32 [input][PANEL], the same rounded to bfloat16, or pairs of bfloat16 [input / 2][PANEL].
+enum class Form { FLOATS, ROUNDED, PAIRS };
+
+template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, const char* panel, int64_t from, int64_t to, void* out) {
+    constexpr int N = UNIT_CODES<BITS>;
+    char* at = (char*)out;
+    for (int64_t k = from; k < to;) {
+        const Group group(layer, panel + k / layer.group * layer.group_bytes());
+        const int64_t stop = std::min((k / layer.group + 1) * layer.group, to);
+        const char* codes = group.codes + k % layer.group / N * PANEL * 4;
+        for (; k < stop; k += N, codes += PANEL * 4, at += N * PANEL * (FORM == Form::PAIRS ? 2 : 4)) {
+            prefetch_codes(codes);
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) {
+                vf before{};
+#pragma GCC unroll 8
+                for (int i = 0; i < N; i++) {
+                    vf weights = group.weights<BITS>(codes, i, v, layer.levels);
+                    if (FORM == Form::ROUNDED) weights = rounded_to_bf16(weights);
+                    if (FORM != Form::PAIRS)
+                        store((float*)at + i * PANEL + v * W, weights);
+                    else if (i % 2)
+                        store((int32_t*)at + i / 2 * PANEL + v * W, pairs_of(before, weights));
+                    before = weights;
+                }
+            }
+        }
+    }
+}
+
+// sums[row][PANEL] of a strip of ROWS rows with a whole panel: as `multiply` and `multiply_units` form them, without the weights going
+// through memory.
+template <WeightKind KIND, int BITS, int ROWS>
+void multiply_codes(const PackedLinear& layer, const char* panel, const char* strip, float* sums) {
+    constexpr bool IN_PAIRS = KIND == BF16S && MULTIPLIES_BF16;
+    constexpr int N = UNIT_CODES<BITS>;
+    vf acc[ROWS][PANEL_VECS] = {};
+    for (int64_t groups = layer.inputs / layer.group; groups > 0; groups--, panel += layer.group_bytes()) {
+        const Group group(layer, panel);
+        const char* codes = group.codes;
+        for (int64_t k = 0; k < layer.group; k += N, codes += PANEL * 4) {
+            prefetch_codes(codes);
+#pragma GCC unroll 8
+            for (int i = 0; i < N; i += 1 + IN_PAIRS, strip += ROWS * 4) {
+                std::conditional_t<IN_PAIRS, vi, vf> weights[PANEL_VECS];
+#pragma GCC unroll 2
+                for (int v = 0; v < PANEL_VECS; v++) {
+                    const vf first = group.weights<BITS>(codes, i, v, layer.levels);
+                    if constexpr (IN_PAIRS)
+                        weights[v] = pairs_of(first, group.weights<BITS>(codes, i + 1, v, layer.levels));
+                    else
+                        weights[v] = KIND == BF16S ? rounded_to_bf16(first) : first;
+                }
+#pragma GCC unroll 12
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < PANEL_VECS; v++)
+                        if constexpr (IN_PAIRS)
+                            acc[r][v] = add_products(acc[r][v], ((const uint32_t*)strip)[r], weights[v]);
+                        else
+                            acc[r][v] += weights[v] * ((const float*)strip)[r];
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) store(sums + r * PANEL + v * W, acc[r][v]);
+}
+
+using MultiplyCodes = void (*)(const PackedLinear&, const char*, const char*, float*);
+
+template <WeightKind KIND, int BITS, size_t... I> constexpr auto loops_of_codes(std::index_sequence<I...>) {
+    return std::array<MultiplyCodes, STRIP>{multiply_codes<KIND, BITS, int(I) + 1>...};
+}
+
+// By strip height; for KIND FLOATS or BF16S.
+template <WeightKind KIND, int BITS> constexpr auto MULTIPLY_CODES = loops_of_codes<KIND, BITS>(std::make_index_sequence<STRIP>());
+
+// Inputs from .. to of a panel; both are multiples of 8. `form` is what products with activations of that unit take.
+inline void unpack_part(const PackedLinear& layer, int64_t index, int64_t from, int64_t to, int unit, void* out) {
+    const auto with_bits = [&](auto bits) {
+        const auto with_form = [&](auto form) {
+            unpack_groups<bits, form>(layer, layer.panel(index), from, to, out);
+        };
+        if (layer.kind == FLOATS)
+            with_form(std::integral_constant<Form, Form::FLOATS>{});
+        else if (unit)
+            with_form(std::integral_constant<Form, Form::PAIRS>{});
+        else
+            with_form(std::integral_constant<Form, Form::ROUNDED>{});
+    };
+    if (layer.code_bits == 4)
+        with_bits(std::integral_constant<int, 4>{});
+    else
+        with_bits(std::integral_constant<int, 8>{});
+}
+
+// `codes` [outputs][inputs], a byte each; scales and offsets [outputs][inputs / group].
+inline void pack_groups(const PackedLinear& layer, const uint8_t* codes, const float* scales, const float* offsets, char* panels,
+                        int threads) {
+    const int64_t K = layer.inputs, groups = K / layer.group;
+    const bool are_bytes = layer.code_bits == 8;
+    parallel(layer.num_panels(), threads, [&](int64_t p) {
+        char* panel = panels + p * layer.panel_bytes();
+        std::memset(panel, 0, layer.panel_bytes());
+        for (int i = 0; i < PANEL && p * PANEL + i < layer.outputs; i++) {
+            const int64_t row = source_row(layer, p * PANEL + i);
+            for (int64_t g = 0; g < groups; g++) {
+                char* record = panel + g * layer.group_bytes();
+                ((float*)record)[i] = scales[row * groups + g];
+                if (layer.has_offsets) ((float*)record)[PANEL + i] = offsets[row * groups + g];
+                char* to = record + PANEL * sizeof(float) * (1 + layer.has_offsets);
+                const uint8_t* from = codes + row * K + g * layer.group;
+                for (int64_t k = 0; k < layer.group; k++)
+                    if (are_bytes)
+                        to[k * PANEL + i] = char(from[k]);
+                    else
+                        ((uint32_t*)to)[k / 8 * PANEL + i] |= uint32_t(from[k]) << k % 8 * 4;
+            }
+        }
+    });
+}
+
+// Row `at` of the packed matrix as float32 [inputs].
+inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
+    if (!layer.code_bits) return unpack_weights(layer, at, out);
+    alignas(64) float part[8 * PANEL];
+    PackedLinear floats = layer;
+    floats.kind = FLOATS;
+    for (int64_t k = 0; k < layer.inputs; k += 8) {
+        unpack_part(floats, at / PANEL, k, k + 8, 0, part);
+        for (int i = 0; i < 8; i++) {
+            const float weight = part[i * PANEL + at % PANEL];
+            out[k + i] = layer.kind == BF16S ? to_float(to_bf16(weight)) : weight;
+        }
+    }
+}
+
+}  // namespace mooncake

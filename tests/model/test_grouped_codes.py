@@ -1,0 +1,125 @@
+"""Codes in groups that stay codes in memory (GGUF's blocks, GPTQ, AWQ): they give the bits that their values give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from published import Published, logits_of
+from quantised import Format, awq, fp8, gptq, packed
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ConfigError
+from mooncake.kernels.grouped import GroupedCodes
+from mooncake.key_scales import KeyScales
+from mooncake.model import CausalLM, ForwardBatch, NoHook
+from mooncake.model.gguf_codes import GROUPED_KINDS, grouped_codes
+from mooncake.model.key_channels import with_scaled_keys
+from mooncake.model.layers import WeightsOnDemand
+from mooncake.model.load import load_model
+from mooncake.model.weights import load_weights
+from mooncake.precision import resolve_precision
+
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where blocks of a kind have float16 numbers, if not at their beginning alone."""
+
+TAKEN: dict[str, Callable[[], Format]] = {
+    "GPTQ 4 bits": lambda: gptq(4, 32),
+    "GPTQ 4 bits, symmetric": lambda: gptq(4, 32, symmetric=True),
+    "GPTQ 8 bits": lambda: gptq(8, 32),
+    "AWQ": lambda: awq(32),
+    "packed 4 bits": lambda: packed(4, 16),
+    "packed 4 bits with zeros": lambda: packed(4, 32, symmetric=False),
+    "packed 8 bits with zeros": lambda: packed(8, symmetric=False),
+}
+NOT_TAKEN: dict[str, Callable[[], Format]] = {
+    "scattered groups": lambda: gptq(4, 16, order=True),
+    "float8": lambda: fp8((32, 32)),
+}
+PROJECTION = "model.layers.1.self_attn.v_proj.weight"
+
+
+@pytest.mark.parametrize("kind", sorted(GROUPED_KINDS))
+def test_blocks_of_gguf_are_read_as_what_they_stand_for(kind: str) -> None:
+    """Of random bytes: every code and every scale occurs."""
+    quantisation = GGMLQuantizationType[kind]
+    block, block_bytes = GGML_QUANT_SIZES[quantisation]
+    rng = np.random.default_rng(1)
+    raw = rng.integers(0, 256, (24, block_bytes), dtype=np.uint8)
+    for place in HALVES.get(kind, (0,)):
+        raw[:, place : place + 2] = rng.normal(0, 0.05, 24).astype(np.float16).view(np.uint8).reshape(24, 2)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, quantisation).reshape(8, 3 * block))
+    codes = grouped_codes(kind, raw.flatten(), (8, 3 * block), torch.float32)
+    assert codes is not None and torch.equal(codes.weights(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
+    """SmolLM2-135M comes as Q4_1 with a Q8_0 table: codes take a fifth of float32's memory, and change no logit."""
+    checkpoint = open_checkpoint("smollm2")
+    coded, plain = (load_model(checkpoint, dtype, 64, keeps_groups=keeps) for keeps in (True, False))
+    rows = torch.arange(40)
+    batch = ForwardBatch.of_prompt(rows * 997 % checkpoint.config.vocab_size, 16, rows)
+    logits = [
+        model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook()) for model in (coded, plain)
+    ]
+    assert torch.equal(*logits)
+    sizes = [model._fused.weight_bytes for model in (coded, plain) if isinstance(model, CausalLM) and model._fused]
+    assert sizes[0] < (0.21 if dtype == "float32" else 0.42) * sizes[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", TAKEN.values(), ids=TAKEN)
+def test_quantised_folders_keep_their_codes(form: Callable[[], Format], dtype: str, tmp_path: Path) -> None:
+    checkpoint = Published(tmp_path / "tiny", form()).checkpoint
+    weights = load_weights(checkpoint, dtype, keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand)
+    codes = weights.codes(PROJECTION)
+    assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[PROJECTION])
+    coded, plain = (load_model(checkpoint, dtype, keeps_groups=keeps) for keeps in (True, False))
+    assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
+    assert torch.equal(logits_of(coded, checkpoint, dtype), logits_of(plain, checkpoint, dtype))
+
+
+@pytest.mark.parametrize("form", NOT_TAKEN.values(), ids=NOT_TAKEN)
+def test_what_is_cut_otherwise_becomes_values(form: Callable[[], Format], tmp_path: Path) -> None:
+    checkpoint = Published(tmp_path / "tiny", form()).checkpoint
+    weights = load_weights(checkpoint, "float32", keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand) and weights.codes(PROJECTION) is None
+
+
+def test_families_of_a_pass_of_their_own_keep_codes_too(tmp_path: Path) -> None:
+    checkpoint = Published(tmp_path / "tiny", gptq(4, 32, bias=None), "gemma3_text").checkpoint
+    coded, plain = (load_model(checkpoint, "float32", keeps_groups=keeps) for keeps in (True, False))
+    assert torch.equal(logits_of(coded, checkpoint), logits_of(plain, checkpoint))  # type: ignore[arg-type]
+
+
+def test_factors_of_key_channels_go_into_scales_and_offsets(tmp_path: Path) -> None:
+    checkpoint = Published(tmp_path / "tiny", awq(32)).checkpoint
+    config = checkpoint.config
+    shape = len(config.kv_owners), config.num_kv_heads, config.head_dim // 2
+    scales = KeyScales(np.random.default_rng(0).integers(-2, 3, shape).astype(np.int8))
+    weights = with_scaled_keys(load_weights(checkpoint, "float32", keeps_groups=True), config, scales)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    assert isinstance(weights, WeightsOnDemand)
+    codes = weights.codes(name)
+    assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[name])
+
+
+def test_codes_are_kept_in_float32_on_cpus_unless_told_otherwise() -> None:
+    def keeps(weights: str, *devices: str, dtype: str = "float32") -> bool:
+        return resolve_precision(dtype, weights=weights, devices=devices or ("cpu",)).keeps_groups
+
+    assert keeps("auto") and keeps("stored") and keeps("stored", dtype="bfloat16")
+    assert not keeps("plain") and not keeps("int8") and not keeps("auto", "cpu", "cuda")
+    assert not keeps("auto", dtype="bfloat16")
+    with pytest.raises(ConfigError, match="for CPUs"):
+        keeps("stored", "cpu", "cuda")
+    auto, plain = (resolve_precision("float32", weights=weights) for weights in ("auto", "plain"))
+    assert auto.identity("d") == plain.identity("d"), "their KV is the same to the bit"
