@@ -1,8 +1,8 @@
-"""Waiting for nodes that are on their way back: a role without a node is mostly one that is being started again.
+"""Waiting for nodes that are coming back: a role without a node is usually one whose process is being restarted.
 
-A supervisor restarts a process that died, and a conductor that has just started has not heard of its nodes yet.
-Requests wait that out, but only for a while after a role lost its last node; later ones are refused at once. It knows
-neither nodes nor requests, only that something about the nodes has changed.
+A supervisor restarts a process that died, and a conductor that has just started has not heard from its nodes yet.
+Requests wait, but only for a limited time after a role lost its last node; later ones are refused at once. This module
+knows neither nodes nor requests, only that the set of nodes has changed.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Callable
 
 
 class Absence:
-    """One owner, one event loop. ``patience_s`` 0: nobody waits."""
+    """One owner, one event loop. With ``patience_s`` 0 nobody waits."""
 
     def __init__(self, patience_s: float, clock: Callable[[], float]) -> None:
         self._patience_s = patience_s
         self._clock = clock
-        self._since: float | None = clock()  # that a role has no node; None: every role has one
-        self._is_leaving = False  # but the last one of a role is about to go
+        self._since: float | None = clock()  # when some role was first without a node; None: every role has one
+        self._is_leaving = False  # the last node of some role is draining
         self._change = asyncio.Event()
 
     def changed(self, is_anyone_missing: bool, is_anyone_leaving: bool = False) -> None:
-        """The nodes are others than they were: whoever waits looks again. A node that only finishes what it has is
-        leaving, and missing once it is gone."""
+        """The set of nodes has changed: wake every waiter to look again. A node that drains counts as leaving, and
+        as missing once it is gone."""
         self._is_leaving = is_anyone_leaving
         if not is_anyone_missing:
             self._since = None
@@ -34,7 +34,7 @@ class Absence:
         self._change = asyncio.Event()
 
     def until(self) -> float:
-        """How long it is worth waiting from now on: while a node is leaving, without an end."""
+        """Time until which waiting is worthwhile; infinite while a node is leaving."""
         if self._since is None and self._is_leaving:
             return math.inf
         return (self._clock() if self._since is None else self._since) + self._patience_s

@@ -1,14 +1,14 @@
-"""Whether a request is let in: now, later, or not at all, before anything was spent on it.
+"""Admission control: whether a request may enter now, later, or not at all, before anything is spent on it.
 
-Pure: times are given, what is random comes from a generator that is given, and nothing is sent from here. It follows
-the admitted requests from placement to their end, because that is what decides how full decoding will be at the time
-when a new one gets there. Rules, from the paper's to ours:
+Pure: times and the random generator are arguments, and nothing is sent from here. It follows admitted requests from
+placement to their end, because they determine how busy decoding will be when a new request gets there. The rules, from
+the paper's to ours:
 
-    none        everybody
-    baseline    TTFT now; decode load when the prefill has ended (a late refusal wastes the prefill)
-    early       TTFT and the decode load of now, both on arrival; the two loads swing against each other
-    predicted   TTFT, and the decode load at the time when this prefill will end, with one decode time for all
-    lookahead   as predicted, for the node that was chosen, over sampled lengths of everybody's answers: TBT and KV room
+    none        admit everyone
+    baseline    TTFT on arrival; decode load once the prefill has ended (a late refusal wastes the prefill)
+    early       TTFT and the current decode load, both on arrival; the two loads oscillate against each other
+    predicted   TTFT, and the decode load at the time this prefill will end, assuming one decode time for all
+    lookahead   as predicted, but for the chosen node and over sampled answer lengths: both TBT and KV room
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from conductor.scheduler import Placement
 from conductor.view import NONE, Bools, Floats, Question, RequestFacts
 from conductor.waits import MAX_RETRY_S, RecentRoom
 
-NUM_SAMPLES = 16  # futures looked at
-CONFIDENCE = 0.9  # share of the futures in which it must fit
-TBT_ROOM = 0.85  # of the limit, for a step when a request joins: its longest gaps come later, or before its first step
-COMFORT = 0.7  # below this share of the limits, for certain, no future is sampled
+NUM_SAMPLES = 16  # sampled futures
+CONFIDENCE = 0.9  # fraction of the futures in which the request must fit
+TBT_ROOM = 0.85  # of the limit, for the step a request joins: its longest gaps come later, or before its first step
+COMFORT = 0.7  # if all loads are certainly below this fraction of the limits, no future is sampled
 MIN_RETRY_S = 0.05
-MAX_REFUSED = 1024  # refusals that are looked at again
-DECODE_TIME_RATE = 0.02  # of the running mean of decode times
-FIRST_DECODE_S = 10.0  # before any was seen
+MAX_REFUSED = 1024  # refusals that are re-examined later
+DECODE_TIME_RATE = 0.02  # smoothing factor of the mean decode time
+FIRST_DECODE_S = 10.0  # assumed until a decode time has been seen
 
 
 class Mode(StrEnum):
-    OFF = "off"  # everybody; what would have been refused is counted
-    SOFT = "soft"  # later
-    HARD = "hard"  # refused with a retry time
+    OFF = "off"  # admit everyone, but count what would have been refused
+    SOFT = "soft"  # let it wait
+    HARD = "hard"  # refuse it with a retry time
 
 
 class Verdict(NamedTuple):
-    """Loads are predictions over limits: 1 is exactly at the limit. ``retry_after_s`` is when it might be let in."""
+    """Predicted loads over their limits: 1 is exactly at the limit. ``retry_after_s`` is when the request might fit."""
 
     is_admitted: bool
     prefill_load: float
     decode_load: float
     retry_after_s: float = 0.0
-    is_kept: bool = False  # refused for others whose time has come
+    is_kept: bool = False  # refused because the room is reserved for clients with an appointment
 
     @property
     def load(self) -> float:
@@ -61,7 +61,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of service, in ms. TBT is the mean of the longest tenth of a request's gaps."""
+    """Service-level limits in ms. TBT is the mean of the longest tenth of a request's token gaps."""
 
     ttft_ms: float = float("inf")
     tbt_ms: float = float("inf")
@@ -72,18 +72,18 @@ class AdmissionStats:
     admitted: int = 0
     refused: int = 0
     refused_after_prefill: int = 0
-    could_have_served: int = 0  # refused, and when its time came there was room after all
-    looked_back: int = 0  # refusals of which that is known
-    came_as_told: int = 0  # at the time that an earlier refusal had told
-    came_in_vain: int = 0  # of those: refused again
+    could_have_served: int = 0  # refused, though there was room by the time it would have decoded
+    looked_back: int = 0  # refusals for which that is known
+    came_as_told: int = 0  # came back at the time an earlier refusal had given
+    came_in_vain: int = 0  # of those, refused again
 
 
 class Coming(NamedTuple):
-    """What a rule is told of the request: where it would go, and when it would begin to decode (s)."""
+    """A candidate as a rule sees it: where it would go and when (s) it would begin to decode."""
 
     question: Question
     placement: Placement
-    decode: int  # index into the view; NONE: it needs none
+    decode: int  # index into the view; NONE: no decode node needed
     kind: Kind
     max_tokens: int
     now: float
@@ -91,12 +91,12 @@ class Coming(NamedTuple):
 
     @property
     def prefill_wait_ms(self) -> float:
-        """Before its prompt is computed."""
+        """Time in the queue before its prompt is computed."""
         return self.placement.breakdown.queue_ms + self.placement.breakdown.fetch_ms
 
 
 class Admission:
-    """One owner. ``decide`` changes nothing but counts; the methods below it follow a request that was let in."""
+    """One owner. ``decide`` changes only counters; the methods below it follow an admitted request."""
 
     def __init__(
         self,
@@ -115,25 +115,25 @@ class Admission:
         self.appointments = Appointments()
         self.stats = AdmissionStats()
         self.rng = rng if rng is not None else np.random.default_rng(0)
-        self.decode_s = FIRST_DECODE_S  # mean time that a request decodes
+        self.decode_s = FIRST_DECODE_S  # running mean of a request's decode time
         self._refused: deque[tuple[float, float, str]] = deque(maxlen=MAX_REFUSED)
-        self._prompts: dict[Ticket, bytes] = {}  # the last full block of each
+        self._prompts: dict[Ticket, bytes] = {}  # the last full block of each prompt
 
     @property
     def looks_late(self) -> bool:
-        """Whether ``prefill_ended`` wants to be asked a question."""
+        """Whether ``prefill_ended`` needs a question."""
         return self.rule is baseline
 
     def decide(
         self, question: Question, placement: Placement, now: float, max_tokens: int, band: Band = Band.NORMAL
     ) -> Verdict:
-        """Whether the request fits where it would be placed, and is not in the way of who was told to come now."""
+        """Whether the request fits where it would be placed without taking the room of a client with an appointment."""
         self._look_back(question, now)
         coming = self._coming(question, placement, now, max_tokens)
         verdict = self._judge(coming)
         self.recent_room.found(coming.prefill_wait_ms, verdict.decode_load, now)
         name = (question.facts.keys[-1] if question.facts.keys else b"", question.facts.num_tokens)
-        is_told = self.mode is Mode.HARD and band is not Band.BATCH  # others wait, and are not refused
+        is_told = self.mode is Mode.HARD and band is not Band.BATCH  # the batch class waits instead of being refused
         comes_as_told = is_told and self.appointments.comes(name, now)
         self.stats.came_as_told += comes_as_told
         if not comes_as_told and band is not Band.URGENT and verdict.is_admitted and self.appointments.is_owed(now):
@@ -154,8 +154,8 @@ class Admission:
     def fits(
         self, question: Question, placement: Placement, now: float, max_tokens: int, rng: np.random.Generator
     ) -> bool:
-        """As ``decide``, for somebody who only wants to know: nothing is counted, and what is drawn comes from ``rng``
-        and is forgotten, so that what is decided afterwards is what it would have been."""
+        """As ``decide``, but without side effects: nothing is counted, and random numbers come from ``rng``, so that
+        later decisions are unaffected."""
         own, lengths = self.rng, self.flights.lengths
         self.rng, self.flights.lengths = rng, lengths.copy()
         try:
@@ -177,7 +177,7 @@ class Admission:
         return Verdict(fits, prefill_load, decode_load)
 
     def admitted(self, ticket: Ticket, facts: RequestFacts, max_tokens: int, placement: Placement, now: float) -> None:
-        """It was placed and booked."""
+        """The request was placed and booked."""
         if facts.keys:
             self._prompts[ticket] = facts.keys[-1]
         if not ticket.decode_id:
@@ -188,7 +188,8 @@ class Admission:
         self.flights.add(ticket, kind, max_tokens, joins_at, lengths)
 
     def prefill_ended(self, ticket: Ticket, question: Question | None, now: float) -> bool:
-        """The first token is there. False: drop the request. Only a rule that ``looks_late`` has a question."""
+        """The first token is there. Returns False to drop the request. Only a rule that ``looks_late`` gets a
+        question."""
         self.flights.joined(ticket, now)
         if question is None or not ticket.decode_id:
             return True
@@ -199,7 +200,7 @@ class Admission:
         return keeps or self.mode is Mode.OFF
 
     def finished(self, ticket: Ticket, now: float, output_tokens: int = 0) -> None:
-        """The request has ended; ``output_tokens`` of a whole answer, 0 when it was cut short."""
+        """The request has ended; ``output_tokens`` is the length of a complete answer, or 0 if it was cut short."""
         kind, joined_at = self.flights.remove(ticket)
         last = self._prompts.pop(ticket, None)
         if last is not None and output_tokens:
@@ -210,8 +211,8 @@ class Admission:
                 self.decode_s += DECODE_TIME_RATE * (now - joined_at - self.decode_s)
 
     def _retry_s(self, coming: Coming, verdict: Verdict) -> float:
-        """What it took lately; before anything is known, until the later of both has room if nobody else comes: the
-        queue in front shrinks by a ms a ms, and sequences end."""
+        """The wait that recent requests needed. Before anything is known: the later of the two times at which the
+        prefill queue and the decode node would have room if nobody else came."""
         wait_s: float = self.recent_room.typical_wait_s(self.limits.ttft_ms - coming.placement.breakdown.prefill_ms)
         if not wait_s:
             wait_s = (coming.placement.predicted_ttft_ms - self.limits.ttft_ms) / 1e3
@@ -220,8 +221,8 @@ class Admission:
         return min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S)
 
     def _until_room_s(self, coming: Coming, decode_load: float) -> float:
-        """When enough of the sequences on the node have ended, by their median futures. A retry is placed anew: of as
-        many nodes that are as full, the first one has room so many times sooner."""
+        """When enough sequences on the node will have ended, by their median sampled lengths. A retry may go to any
+        node, so with n nodes equally full the first one has room n times sooner."""
         assert coming.placement.decode is not None
         num_nodes = len(coming.question.view.decode.nodes)
         left_s = np.sort(self.flights.left_s(coming.placement.decode.node_id, coming.now, self._step_s(coming)))
@@ -234,7 +235,7 @@ class Admission:
         return max(coming.placement.breakdown.step_ms, 0.01) / 1e3
 
     def _look_back(self, question: Question, now: float) -> None:
-        """Of requests that were refused for decode load: would they have found room when they got there?"""
+        """Check earlier refusals for decode load: would there have been room when they got there?"""
         while self._refused and self._refused[0][0] <= now:
             _, _, node_id = self._refused.popleft()
             decode = question.view.decode_at.get(node_id, NONE)
@@ -254,19 +255,19 @@ def no_rule(admission: Admission, coming: Coming) -> float:
 
 
 def baseline(admission: Admission, coming: Coming) -> float:
-    """On arrival only the prefill counts; decoding is looked at when the prefill has ended."""
+    """On arrival only the prefill counts; the decode load is checked when the prefill has ended."""
     return 0.0
 
 
 def early(admission: Admission, coming: Coming) -> float:
-    """The decode load of now: requests that are still in prefill do not count, which makes it swing."""
+    """The current decode load. It ignores requests still in prefill, which is why it oscillates."""
     here = admission.flights.on(_decode_id(coming), coming.now)
     return _step_load(admission, coming.question, coming.decode, here, float(coming.question.facts.num_tokens))
 
 
 def predicted(admission: Admission, coming: Coming) -> float:
-    """The mean decode load of the system when this prefill ends: everybody whose prefill ends before has joined, and
-    everybody has left who has then decoded for the mean time (arXiv 2407.00079 §7.4)."""
+    """The mean decode load of the whole system when this prefill ends: every request whose prefill ends earlier has
+    joined, and every request has left after the mean decode time (arXiv 2407.00079 §7.4)."""
     side, flights = coming.question.view.decode, admission.flights
     num_nodes = max(len(side.nodes), 1)
     count, context = flights.decoding_at(coming.joins_at, admission.decode_s)
@@ -277,9 +278,9 @@ def predicted(admission: Admission, coming: Coming) -> float:
 
 
 def lookahead(admission: Admission, coming: Coming) -> float:
-    """The chosen node in sampled futures: the step when this request joins, and the most KV that it will ever need.
+    """The chosen node in sampled futures: the step this request joins, and the peak KV it will ever need.
 
-    A load above 1 means that it does not fit in enough of them.
+    A load above 1 means that the request fits in too few of them.
     """
     side, d, facts = coming.question.view.decode, coming.decode, coming.question.facts
     step_ms, sequence_ms, context_ms = side.step_ms.item(d), side.sequence_ms.item(d), side.context_ms.item(d)
@@ -293,23 +294,24 @@ def lookahead(admission: Admission, coming: Coming) -> float:
     limit_ms = TBT_ROOM * admission.limits.tbt_ms
     if worst <= COMFORT * limit_ms and most <= COMFORT * total_tokens:
         return max(worst / limit_ms, most / total_tokens)
-    batch, context = flights.on(_decode_id(coming), coming.now)  # who decodes now, not who is booked: the pace of now
+    batch, context = flights.on(_decode_id(coming), coming.now)  # decoding now: what sets the pace
     step_s = max(step_ms + sequence_ms * max(batch, 1.0) + context_ms * context, 0.01) / 1e3
     lengths = admission.lengths
     left, held, decodes = flights.futures(rows, coming.now, coming.joins_at, step_s, lengths, admission.rng)
     own = lengths.sample(coming.kind, coming.max_tokens, NUM_SAMPLES, admission.rng)
-    left = np.concatenate((left, own[:, None]), axis=1)  # [samples, sequences]: tokens to come when it joins
+    left = np.concatenate((left, own[:, None]), axis=1)  # [samples, sequences]: tokens still to generate when it joins
     held = np.concatenate((held, np.full((NUM_SAMPLES, 1), float(facts.num_tokens))), axis=1)
     is_there = left > 0.0
     steps_with = is_there & np.append(decodes, True)
     steps = step_ms + sequence_ms * steps_with.sum(axis=1) + context_ms * (held * steps_with).sum(axis=1)
-    loads = np.maximum(steps / limit_ms, _peak_tokens(left, held * is_there) / total_tokens)
+    loads = np.maximum(steps / limit_ms, peak_tokens(left, held * is_there) / total_tokens)
     return float(np.quantile(loads, CONFIDENCE))
 
 
-def _peak_tokens(left: Floats, held: Floats) -> Floats:
-    """[samples]: the most KV tokens at once. Between two ends memory only grows, so it peaks just before an end: with
-    sequences in order of what is left, at the i-th end all later ones are there, grown by what the i-th had left."""
+def peak_tokens(left: Floats, held: Floats) -> Floats:
+    """[samples]: peak number of KV tokens. Memory only grows between two ends, so it peaks just before an end. With
+    sequences sorted by tokens left, all later ones are still there at the i-th end, each grown by what the i-th had
+    left."""
     order = np.argsort(left, axis=1)
     left = np.take_along_axis(left, order, axis=1)
     held = np.take_along_axis(held, order, axis=1)
@@ -320,7 +322,7 @@ def _peak_tokens(left: Floats, held: Floats) -> Floats:
 
 
 def _step_load(admission: Admission, question: Question, d: int, here: tuple[float, float], new_tokens: float) -> float:
-    """One step with ``here`` (sequences, context tokens) and, when it brings tokens, one more; over the limit."""
+    """Time over limit of one step of ``here`` (sequences, context tokens), plus one sequence if it brings tokens."""
     side = question.view.decode
     batch, context = here
     batch += new_tokens > 0.0
@@ -333,7 +335,7 @@ def _decode_id(coming: Coming) -> str:
 
 
 class Flights:
-    """Admitted requests from placement to end, as columns: what they hold, when they join, how long they may become."""
+    """Admitted requests from placement to end, stored as columns: KV held, time of joining, possible lengths."""
 
     def __init__(self) -> None:
         self._row: dict[Ticket, int] = {}
@@ -343,9 +345,9 @@ class Flights:
         self.is_open: Bools = np.zeros(0, dtype=bool)
         self.is_decoding: Bools = np.zeros(0, dtype=bool)
         self.joins_at: Floats = np.zeros(0)
-        self.context: Floats = np.zeros(0)  # tokens of the prompt
-        self.limit: Floats = np.zeros(0)  # most tokens of the answer
-        self.lengths: Floats = np.zeros((0, NUM_SAMPLES))  # that the answer may get
+        self.context: Floats = np.zeros(0)  # prompt tokens
+        self.limit: Floats = np.zeros(0)  # maximum answer tokens
+        self.lengths: Floats = np.zeros((0, NUM_SAMPLES))  # sampled answer lengths
         self._grow(64)
 
     def __len__(self) -> int:
@@ -367,7 +369,7 @@ class Flights:
             self.is_decoding[row], self.joins_at[row] = True, now
 
     def remove(self, ticket: Ticket) -> tuple[Kind | None, float]:
-        """Its kind and when it joined (inf: never); nothing when it is not known or was removed before."""
+        """Returns its kind and when it joined (inf: never); None if it is unknown or already removed."""
         row = self._row.pop(ticket, None)
         if row is None:
             return None, np.inf
@@ -384,13 +386,14 @@ class Flights:
         return list(self._by_node.get(node_id, ()))
 
     def on(self, node_id: str, now: float) -> tuple[float, float]:
-        """Sequences that decode on the node now, and their context tokens."""
+        """Sequences decoding on the node now, and their context tokens."""
         rows = self.rows(node_id)
         there = self.is_decoding[rows]
         return float(there.sum()), float((self.context[rows] * there).sum())
 
     def decoding_at(self, when: float, decode_s: float) -> tuple[float, float]:
-        """Of the whole system, at a later time: who has joined by then, and not decoded for ``decode_s`` yet."""
+        """Over the whole system at a later time: sequences that have joined and have not yet decoded for
+        ``decode_s``."""
         there = self.is_open & (self.joins_at <= when) & (self.joins_at + decode_s > when)
         return float(np.count_nonzero(there)), float(self.context[there].sum())
 
@@ -405,8 +408,9 @@ class Flights:
     def futures(
         self, rows: list[int], now: float, when: float, step_s: float, lengths: OutputLengths, rng: np.random.Generator
     ) -> tuple[Floats, Floats, Bools]:
-        """[samples, rows]: tokens that each sequence has still to come at ``when`` (0: it has ended), and KV tokens it
-        holds then; [rows]: whether it decodes by then. Lengths that a sequence has outgrown are drawn anew."""
+        """[samples, rows]: tokens that each sequence still has to generate at ``when`` (0: it has ended), and the KV
+        tokens it holds then; [rows]: whether it is decoding by then. Lengths that a sequence has outgrown are drawn
+        again."""
         generated = self._generated(rows, now, step_s)
         sampled = self.lengths[rows]
         for at in np.flatnonzero((sampled <= generated[:, None]).any(axis=1)):
@@ -424,13 +428,13 @@ class Flights:
         return left, self.context[rows] + then, self.joins_at[rows] <= when
 
     def _generated(self, rows: list[int], now: float, step_s: float) -> Floats:
-        """Tokens so far, guessed from the time: one a step."""
+        """Tokens generated so far, estimated from the time: one per step."""
         since = np.where(self.is_decoding[rows], np.maximum(now - self.joins_at[rows], 0.0), 0.0)
         result: Floats = np.minimum(since / step_s, self.limit[rows])
         return result
 
     def _grow(self, size: int) -> None:
-        """Columns of ``size`` rows that begin with the old ones."""
+        """Grow the columns to ``size`` rows, keeping the existing ones."""
         old = len(self.context)
         more = size - old
         for name in ("is_open", "is_decoding"):

@@ -1,4 +1,4 @@
-"""What ingress asks of the core of the conductor, and what it gets: token ids in, deltas of tokens out.
+"""The interface between ingress and the conductor's core: token ids in, deltas of tokens out.
 
 Ingress knows text, HTTP and gRPC; the core knows nodes, placement and hand-offs. Neither imports the other.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
 
-DRAIN_S = 10.0  # that requests under way have to end when the conductor is asked to stop
+DRAIN_S = 10.0  # how long requests in progress may finish when the conductor is asked to stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class InferenceRequest:
     deadline: float
     salt: str = ""
     session: str = ""
-    priority: int = 0  # lower runs first on every node, and goes in first; 100 and more: idle capacity only
-    adapter: str = ""  # digest of the adapter that answers; "": the model itself
-    adapter_start: int = 0  # the token of the prompt from which on it acts
+    priority: int = 0  # lower runs first on every node and enters first; 100 and above: only idle capacity
+    adapter: str = ""  # digest of the adapter; "": the base model
+    adapter_start: int = 0  # index of the first prompt token the adapter acts on
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class RequestSummary:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New tokens of one answer, number ``choice``. Its last delta carries the finish reason and the summary, and may
-    carry no token."""
+    """New tokens of answer number ``choice``. The last delta of an answer carries the finish reason and the summary,
+    and may have no tokens."""
 
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None
     summary: RequestSummary | None = None
     choice: int = 0
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token, when asked for: of all but the first
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # if requested, before any token: all but the first
 
 
 class Generator(Protocol):
@@ -61,12 +61,12 @@ class Generator(Protocol):
     def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """Stream deltas until every answer has a finish reason. Closing the generator cancels the request everywhere.
 
-        Raises MooncakeError: InvalidRequest, Overloaded (before anything was spent), NodeUnavailable or HandoffFailed
+        Raises MooncakeError: InvalidRequest, Overloaded (before anything is spent), NodeUnavailable or HandoffFailed
         (after the retries), DeadlineExceeded.
         """
         ...
 
     def end_choice(self, request_id: str, choice: int) -> None:
-        """Nobody needs more of one of the answers: it is complete, and no delta of it follows. Who says so of the last
-        one closes the generator. Idempotent."""
+        """End one of the answers early: it is complete, and no further delta of it follows. To end the last answer,
+        close the generator instead. Idempotent."""
         ...

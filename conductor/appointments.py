@@ -1,11 +1,11 @@
-"""Places that are kept for clients who were refused and told when to come back.
+"""Room reserved for clients that were refused and told when to come back.
 
-A retry time alone is a forecast of what strangers will do: whoever asks when there is room takes it, and those who come
-back as they were told find it gone. So a refusal is an appointment. It is made for when all who have one before will
-have been let in, at the pace of the last minute, and nobody without one goes in before those whose time has come.
+A retry time alone only predicts what others will do: whoever asks first when there is room takes it, and clients that
+come back as told find it gone. So a refusal is an appointment. It is set for when everyone with an earlier one will
+have been admitted, at the pace of the last minute, and nobody without one enters before those whose time has come.
 
-Clients who never come back would leave room empty. So what waits counts by the share of appointments that were kept
-lately, and while most are not, no place is kept for anybody. Pure: times (s) are given.
+Clients that never return would leave room unused. So the number of clients expected is weighted by the fraction of
+recent appointments that were kept, and while most are not, no room is reserved. Pure: times (s) are arguments.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from collections.abc import Hashable
 
 from conductor.waits import MAX_RETRY_S
 
-PACE_S = 60.0  # in which requests are counted that were let in
-EARLY_S = 0.5  # that a client may come before its time
-GRACE_S = 2.0  # that its place is kept beyond it: it was told whole seconds, rounded up
-FORGET = 0.98  # how much less an appointment counts with each one after it
+PACE_S = 60.0  # window over which admissions are counted
+EARLY_S = 0.5  # a client may come this much before its time
+GRACE_S = 2.0  # its room is reserved this much beyond it: it was told whole seconds, rounded up
+FORGET = 0.98  # decay of an appointment's weight with each later one
 KEPT_BY_MOST = 0.5
 MAX_APPOINTMENTS = 4096
 
 
 class Appointments:
-    """Who has one is known by a name; who asks for the same has the same."""
+    """A client is known by a name; asking again under a name keeps its appointment."""
 
     def __init__(self) -> None:
         self._due: dict[Hashable, float] = {}
-        self._queue: list[tuple[float, int, Hashable]] = []  # a heap; in it are also those that are over
+        self._queue: list[tuple[float, int, Hashable]] = []  # a heap; it still contains cancelled ones
         self._number = 0
-        self._let_in: deque[float] = deque()  # in the last PACE_S
+        self._let_in: deque[float] = deque()  # times of admissions in the last PACE_S
         self._first_s = float("inf")
         self._kept = self._missed = 1.0
 
@@ -40,15 +40,16 @@ class Appointments:
 
     @property
     def kept_share(self) -> float:
-        """Of appointments, lately: that the client came, whether or not there was room. A half at first."""
+        """Fraction of recent appointments for which the client came, whether or not there was room. Starts at one
+        half."""
         return self._kept / (self._kept + self._missed)
 
     def make(self, name: Hashable, likely_s: float, now: float, comes_as_told: bool = False) -> float:
-        """What to tell who is refused, at most ``MAX_RETRY_S``; beyond it, there is no appointment.
+        """The retry time for a refused client, at most ``MAX_RETRY_S``; a longer wait gets no appointment.
 
-        ``likely_s`` is the wait by what strangers found lately. It is all that is said to who ``comes_as_told`` and
-        finds no room: it stays in front of those who have their time still to come. Who asks too early keeps its time:
-        asking again and again neither loses a place nor fills the book.
+        ``likely_s`` is the wait that others needed lately. A client that ``comes_as_told`` and finds no room is given
+        just that: it stays ahead of those whose time is still to come. One that asks too early keeps its time, so
+        asking again and again neither loses the place nor fills the book.
         """
         if not comes_as_told and (due := self._due.get(name)) is not None:
             return due - now
@@ -62,7 +63,7 @@ class Appointments:
         return told_s
 
     def comes(self, name: Hashable, now: float) -> bool:
-        """Somebody asks: whether it has an appointment, and for now."""
+        """A client asks: returns whether it has an appointment that is due."""
         self._forget_missed(now)
         due = self._due.get(name)
         if due is None or now < due - EARLY_S:
@@ -71,19 +72,19 @@ class Appointments:
         return True
 
     def let_in(self, name: Hashable, now: float) -> None:
-        """Whoever it is."""
+        """A client was admitted, with or without an appointment."""
         self._due.pop(name, None)
         self._first_s = min(self._first_s, now)
         self._let_in.append(now)
         self._forget_let_in(now)
 
     def is_owed(self, now: float) -> bool:
-        """Whether room is to be kept for somebody whose time has come."""
+        """Whether room must be reserved for someone whose time has come."""
         self._forget_missed(now)
         return bool(self._queue) and self._queue[0][0] <= now and self.kept_share > KEPT_BY_MOST
 
     def _behind_all_s(self, now: float) -> float:
-        """Until all have been let in who will come, and one more. 0: nobody is expected."""
+        """Time until everyone who is expected, and one more, has been admitted. 0: nobody is expected."""
         self._forget_let_in(now)
         expected = self.kept_share * len(self._due)
         if expected < 1.0:

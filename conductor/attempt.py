@@ -1,4 +1,4 @@
-"""One try of a request on one (prefill, decode) pair: the two calls, their timers, and how each of them may end.
+"""One attempt at a request on one (prefill, decode) pair: the two calls, their timers, and how each may end.
 
 What messages mean is decided by ``merge``; this knows nothing of other attempts, of placement or of the client.
 """
@@ -36,7 +36,7 @@ from mooncake.types import Role, TokenIds
 log = logging.getLogger(__name__)
 
 END_CHOICE_TIMEOUT_S = 5.0
-INBOX_LIMIT = 256  # messages held for a client that reads slowly; beyond, gRPC's flow control holds the nodes back
+INBOX_LIMIT = 256  # messages buffered for a slow client; beyond that gRPC's flow control holds the nodes back
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 
 
@@ -47,8 +47,8 @@ class WireRequests:
 
 
 def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placement, epoch: int) -> WireRequests:
-    """What the two nodes are told. Ids are made unique by the epoch: a client may use one twice, and a retry may meet
-    what is left of the attempt before it."""
+    """The requests to the two nodes. Ids include the epoch to be unique: a client may reuse one, and a retry may
+    meet what is left of the attempt before it."""
     handoff_id = f"{epoch:016x}"
     request_id = f"{request.request_id}/{handoff_id}"
     data = tokens_to_wire(tokens)
@@ -94,7 +94,7 @@ def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
 
 
 class AttemptFailed(Exception):
-    """``is_retryable`` says whether another try may help."""
+    """``is_retryable`` says whether another attempt may help."""
 
     def __init__(self, error: MooncakeError, is_retryable: bool = True) -> None:
         super().__init__(str(error))
@@ -104,7 +104,7 @@ class AttemptFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """A side's call is over. ``error`` is None when it ended well; ``is_lost`` when its node could not be reached."""
+    """One side's call has ended. ``error`` is None on success; ``is_lost`` means that its node could not be reached."""
 
     error: MooncakeError | None = None
     is_lost: bool = False
@@ -120,7 +120,7 @@ _Said = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | _Ended | _Repo
 
 
 class _Inbox:
-    """What both sides said, in order of arrival. An error set by ``fail`` comes after what was said before it."""
+    """Messages of both sides in order of arrival. An error set by ``fail`` is delivered after what came before it."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -158,10 +158,10 @@ _DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.Deco
 
 
 class Attempt:
-    """Both calls are made when it is built. ``next`` until a finish reason or an error; ``close`` in any case.
+    """Building it makes both calls. Call ``next`` until a finish reason or an error, and ``close`` in any case.
 
-    ``on_prefilled`` is told once, when the prompt is computed, though a beam search says nothing then; ``on_lost`` at
-    once of a node that cannot be reached, also when this attempt no longer needs it.
+    ``on_prefilled`` is called once the prompt is computed, even for a beam search, which emits nothing then.
+    ``on_lost`` is called as soon as a node cannot be reached, even if this attempt no longer needs it.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ class Attempt:
         self._inbox = _Inbox(INBOX_LIMIT)
         self._closed = False
         self._has_expired = False
-        self.lost_nodes: list[NodeInfo] = []  # could not be reached
-        self._took: set[Role] = set()  # nodes that have the call
+        self.lost_nodes: list[NodeInfo] = []  # nodes that could not be reached
+        self._took: set[Role] = set()  # roles whose node accepted the call
         self._nodes: dict[Role, NodeInfo] = {Role.PREFILL: placement.prefill}
         left_s = max(deadline - clock(), 0.0)
         self._timers = [self._loop.call_later(left_s, self._deadline_is_over)]
@@ -216,11 +216,11 @@ class Attempt:
 
     @property
     def met_nobody(self) -> bool:
-        """A lost node was gone before it had the call: it did not die of this request."""
+        """Whether a lost node was gone before it accepted the call: then this request did not kill it."""
         return any(info in self.lost_nodes and role not in self._took for role, info in self._nodes.items())
 
     async def next(self) -> Delta:
-        """The next delta (its summary is not filled in). Raises AttemptFailed, or DeadlineExceeded."""
+        """The next delta (without its summary). Raises AttemptFailed or DeadlineExceeded."""
         while True:
             role, said = await self._inbox.get()
             was_prefilled = self.merger.is_prefilled
@@ -238,7 +238,7 @@ class Attempt:
                 self._inbox.post(role, _Ended(error, is_lost=True))
 
     def end_choice(self, choice: int) -> None:
-        """Nobody needs more of it: tell the decode node, once at a time."""
+        """Nobody needs more of this answer: tell the decode node, once at a time."""
         self.merger.end_choice(choice)
         decode = self.placement.decode
         if decode is None or choice in self._ending or self._closed:
@@ -256,7 +256,7 @@ class Attempt:
             del self._ending[choice]
 
     def close(self) -> None:
-        """Stop both nodes' work on this at once (cancelling frees their blocks), and end the hand-off's states."""
+        """Stop the work of both nodes at once (cancelling frees their blocks), and close the hand-off's lifecycle."""
         if self._closed:
             return
         self._closed = True
@@ -281,7 +281,7 @@ class Attempt:
                     return self.merger.prefill_said(said)
                 case decode_pb2.DecodeResponse():
                     if self.merger.is_unwanted(said.choice):
-                        self.end_choice(said.choice)  # it had not begun when it was told
+                        self.end_choice(said.choice)  # it had not started when it was told to end
                     return self.merger.decode_said(said)
                 case _ReportIsLate():
                     return self.merger.report_is_late()
@@ -329,7 +329,7 @@ class Attempt:
         except asyncio.CancelledError:
             if self._closed:
                 raise
-            # grpc.aio says so when the other side cancelled: its server is stopping
+            # grpc.aio reports this when the other side cancelled: its server is stopping
             ended = _Ended(NodeUnavailable(f"{peer} stopped"), is_lost=True)
         if ended.is_lost and not self._closed:
             self._on_lost(self._nodes[role])
@@ -347,5 +347,5 @@ class Attempt:
         if not told and isinstance(error, NodeUnavailable):
             return _Ended(error, is_lost=True)
         if not told and isinstance(error, InternalError):
-            return _Ended(error)  # a crash in one node's handler, or a broken stream
+            return _Ended(error)  # a crash in the node's handler, or a broken stream
         return _Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

@@ -14,7 +14,8 @@ from mooncake.errors import ConfigError
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Milliseconds: a step's fixed part, a token, a pair of tokens; of decode a sequence and a token of context."""
+    """Milliseconds of a step: its fixed part, per token, per pair of tokens; for decode per sequence and context
+    token."""
 
     prefill_step_ms: float = 0.0
     prefill_token_ms: float = 0.0
@@ -37,7 +38,7 @@ class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_calibration(path: Path) -> StartCosts:
-    """What a conductor starts from. Raises ConfigError."""
+    """The costs a conductor starts from. Raises ConfigError."""
     try:
         found = msgspec.toml.decode(path.read_bytes(), type=Calibration)
     except OSError as error:
@@ -58,7 +59,7 @@ def read_calibration(path: Path) -> StartCosts:
 
 
 def calibration_toml(name: str, start: StartCosts, source: str) -> str:
-    """The same facts as text."""
+    """``start`` as text that ``read_calibration`` reads."""
     prefill, decode, transfer = start.prefill, start.decode, start.transfer
     speed = 1e-6 / transfer.byte_ms if transfer.byte_ms else 0.0
     return f"""# Written by mooncake calibrate: {source}

@@ -1,6 +1,6 @@
-"""Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to give them up when nobody asks.
+"""Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to drop them when demand is over.
 
-I/O only, in the background; a copy that fails costs nothing but its second try.
+I/O only, in the background; a failed copy costs nothing but a second attempt.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The conductor without its face: registry, index, costs, fleet and dispatcher, and how they hear of each other.
+"""The conductor without its interfaces: registry, index, costs, fleet and dispatcher, and how they are wired together.
 
-One place decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and knows no
-text; ``service`` brings the messages of nodes, ingress the requests.
+The one place that decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and
+knows no text; ``service`` brings the nodes' messages, ingress the requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from conductor.dispatch import Dispatcher, ModelFacts
 from conductor.fleet import Fleet
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
+from conductor.role_requests import RoleRequests
 from conductor.role_shift import RoleShift
 from conductor.subscriber import Subscriber
 from conductor.ward import Ward
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
-from mooncake.errors import InvalidRequest, MooncakeError
+from mooncake.errors import MooncakeError
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
 
@@ -34,7 +35,7 @@ TICK_S = 0.1
 
 
 class Core:
-    """Build on a running event loop, ``start``, and ``stop``. ``clock`` gives monotonic seconds."""
+    """Build it on a running event loop, then ``start`` and ``stop``. ``clock`` gives monotonic seconds."""
 
     def __init__(
         self, config: Config, model: ModelFacts, directory: Directory, clock: Callable[[], float] = time.monotonic
@@ -57,23 +58,21 @@ class Core:
         self.ward = Ward(config.health, self.registry, self.costs, self.channels, self.dispatcher.is_free_of, clock)
         self.dispatcher.on_corrupt = self.ward.corrupt
         self._watches_health = config.health.watch
-        self.roles: RoleShift | None = None
+        self.role_requests = RoleRequests(self.registry)
+        self._role_shift: RoleShift | None = None
         if section.balance:
-            self.roles = RoleShift(section, self.fleet, model.shape.block_tokens, self.set_role, self._unwant)
-            self.dispatcher.on_arrival.append(self.roles.arrived)
+            self._role_shift = RoleShift(section, self.fleet, model.shape.block_tokens, self.role_requests)
+            self.dispatcher.on_arrival.append(self._role_shift.arrived)
         self.copier: Copier | None = None
         if section.replicate:
             self.copier = Copier(section, self.fleet, self.registry, self.channels)
             self.dispatcher.on_arrival.append(self.copier.arrived)
-        self.num_switches = 0
-        self.switched_last = ""  # node id
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
-        self._wanted: dict[str, Role] = {}  # by node id: roles asked for
         self._seen_version = 0  # of the registry
 
     async def start(self) -> None:
-        """With what the directory knows of an earlier life, or of another conductor."""
+        """Start with what the directory knows from an earlier run or from another conductor."""
         for known in await self.directory.load():
             self._restore(known)
         self.directory.start(self.index.blocks_of)
@@ -96,14 +95,11 @@ class Core:
         known = self.registry.get(info.node_id)
         is_new = known is None or known.info.incarnation != info.incarnation
         replaced = self.registry.register(info, self.clock())
-        if self._wanted.get(info.node_id) is info.role:
-            self._unwant(info.node_id)
-            self.num_switches += 1
-            self.switched_last = info.node_id
+        self.role_requests.registered(info)
         if replaced is not None:
             self._drop(replaced, "was started anew")
-        if self.roles is not None:
-            self.roles.registered(info, self.clock())
+        if self._role_shift is not None:
+            self._role_shift.registered(info, self.clock())
         if is_new:
             self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
@@ -111,36 +107,14 @@ class Core:
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
-        """Whether the node is known. Raises StaleEpoch when it was replaced."""
+        """Returns whether the node is known. Raises StaleEpoch when it was replaced."""
         known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
         if known:
             self.fleet.heard(node_id, load)
         return known
 
-    def set_role(self, node_id: str, role: Role) -> None:
-        """Want a node to switch; it is told with its next heartbeats. Raises InvalidRequest when it cannot."""
-        node = self.registry.get(node_id)
-        if node is None:
-            raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
-        if node.info.role is role:
-            self._unwant(node_id)
-            return
-        if not node.info.can_switch or role not in (Role.PREFILL, Role.DECODE):
-            raise InvalidRequest(f"{node_id} cannot become a {role} node (start it with cluster.switchable)", "node_id")
-        others = [other for other in self.registry.usable(node.info.role) if other.info.node_id != node_id]
-        if not [other for other in others if other.info.node_id not in self._wanted]:
-            raise InvalidRequest(f"{node_id} is the last {node.info.role} node", "node_id")
-        self._wanted[node_id] = role
-
-    def _unwant(self, node_id: str) -> None:
-        self._wanted.pop(node_id, None)
-
-    def wanted_role(self, node_id: str) -> Role | None:
-        """The role that a node has been asked to switch to and does not have yet."""
-        return self._wanted.get(node_id)
-
     def _restore(self, known: KnownNode) -> None:
-        """Take a node in on the word of the directory: as a suspect, until it is heard."""
+        """Register a node from the directory, as a suspect until it is heard from."""
         try:
             info = info_from_bytes(known.description)
             self.registry.register(info, self.clock())
@@ -154,7 +128,7 @@ class Core:
         log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
     def waiting_for(self) -> list[Role]:
-        """Roles without a live node that serving needs."""
+        """Roles that serving needs and that have no live node."""
         needed = (Role.PREFILL,) if self._is_coupled else (Role.PREFILL, Role.DECODE)
         return [role for role in needed if not self._has(NodeState.LIVE, role)]
 
@@ -162,8 +136,8 @@ class Core:
         now = self.clock()
         for info in self.registry.tick(now):
             self._drop(info, "has stopped heartbeating")
-            if self.roles is not None:
-                self.roles.gone(info.node_id, now)
+            if self._role_shift is not None:
+                self._role_shift.gone(info.node_id, now)
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
@@ -171,8 +145,8 @@ class Core:
             self.dispatcher.absence.changed(bool(are_gone), is_anyone_leaving=bool(without_live))
         if self._watches_health:
             self.ward.tick(now)
-        if self.roles is not None:
-            self.roles.tick(now)
+        if self._role_shift is not None:
+            self._role_shift.tick(now)
         if self.copier is not None:
             self.copier.tick(now)
 
@@ -181,7 +155,7 @@ class Core:
 
     def _drop(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
-        self._unwant(info.node_id)  # it was wanted of this life: a later one would switch out of the blue
+        self.role_requests.withdraw(info.node_id)  # a later process would switch unexpectedly
         self.subscriber.forget(info.node_id)
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
@@ -201,7 +175,7 @@ class Core:
             await asyncio.sleep(TICK_S)
             pause_s = self.clock() - before - TICK_S
             try:
-                if pause_s > self.heartbeat_interval_s:  # this process was stopped, or starved
+                if pause_s > self.heartbeat_interval_s:  # this process was stopped or starved
                     self.registry.excuse(pause_s)
                     self.ward.excuse()
                 self.tick()

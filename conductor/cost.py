@@ -1,8 +1,8 @@
-"""Predicted milliseconds, fitted online to what nodes measure: prefill, decode steps, transfers.
+"""Predicted milliseconds of prefills, decode steps and transfers, fitted online to what nodes measure.
 
-Pure. No coefficient is written here: before the first sample of its kind, or a start value from ``mooncake calibrate``,
-a prediction is unknown and counts as 0, which leaves the choice to load. A new node starts from what all nodes together
-have shown, and soon speaks for itself. A sample far from what was predicted counts less: one hiccup moves nothing.
+Pure. No coefficient is hard-coded: before the first sample of its kind, or a start value from ``mooncake calibrate``, a
+prediction is unknown and counts as 0, which leaves the choice to load. A new node starts from what all nodes together
+have shown until it has samples of its own. A sample far from its prediction counts less, so one hiccup changes nothing.
 
     prefill   a + b·new + c·new·(prefix + new/2)        (FAST'25 Eq. 1: linear layers and causal attention)
     step      a + b·batch + c·context                   (decode)
@@ -18,18 +18,18 @@ from functools import partial
 from itertools import combinations
 from typing import NamedTuple
 
-FORGETTING = 0.98  # a sample's weight after one newer sample: about the last 50 count
+FORGETTING = 0.98  # a sample's weight decays by this with each newer one: about the last 50 count
 NEVER = 1.0  # forgets nothing
-PRIOR_SAMPLES = 2.0  # how many samples of its own the experience of all nodes is worth to a node
+PRIOR_SAMPLES = 2.0  # samples of its own that the experience of all nodes is worth to a node
 MAX_FITS = 100_000  # pairs of peers remembered
 ALL_NODES = ""
-HUBER = 2.5  # typical errors beyond which a sample counts less
-ERROR_RATE = 0.05  # of the running means of errors
-MIN_ERROR, MAX_ERROR = 0.02, 4.0  # of |ln(measured / predicted)|
-LOST = 0.5  # a usual error above which nothing is as it was
-WARM_SAMPLES, REFIT_SAMPLES = 16, 16  # at first each sample is judged by a fresh fit, later by one of few samples ago
-NOISE = 0.05  # of every measurement, at least, however well few of them agree
-ATTENTION_SHARE = 3e-4  # of a token's own cost that seeing one more token is thought to be, until prompts show it
+HUBER = 2.5  # in typical errors: a sample further off counts less
+ERROR_RATE = 0.05  # smoothing factor of the mean error
+MIN_ERROR, MAX_ERROR = 0.02, 4.0  # bounds on |ln(measured / predicted)|
+LOST = 0.5  # above this typical error, earlier samples no longer apply
+WARM_SAMPLES, REFIT_SAMPLES = 16, 16  # at first each sample is judged by a fresh fit, later by a slightly older one
+NOISE = 0.05  # of every measurement, at least, however well a few of them agree
+ATTENTION_SHARE = 3e-4  # prior: cost of attending to one more token, over a token's own cost
 _PAIR = "\x00"
 _RIDGE = 1e-9
 
@@ -39,7 +39,8 @@ _SUBSETS = {n: [s for size in range(n, 0, -1) for s in combinations(range(n), si
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """ms of computing ``new`` tokens behind ``prefix`` cached ones, in steps of ``chunk`` tokens (0: one step)."""
+    """Milliseconds to compute ``new`` tokens after ``prefix`` cached ones, in steps of ``chunk`` tokens (0: one
+    step)."""
 
     step_ms: float = 0.0
     token_ms: float = 0.0
@@ -53,7 +54,7 @@ class PrefillCost:
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """ms of one step of ``batch`` sequences with ``context`` KV tokens in all."""
+    """Milliseconds of one step of ``batch`` sequences with ``context`` KV tokens in total."""
 
     step_ms: float = 0.0
     sequence_ms: float = 0.0
@@ -76,7 +77,7 @@ class TransferCost:
 
 @dataclass(frozen=True, slots=True)
 class StartCosts:
-    """What a calibration found, to begin with. Kinds that are not known stay unknown."""
+    """The costs a calibration found. Kinds it did not measure stay unknown."""
 
     prefill: PrefillCost = PrefillCost()
     decode: DecodeCost = DecodeCost()
@@ -90,13 +91,13 @@ class Changed(NamedTuple):
 
 
 class LinearFit:
-    """Recursive least squares with forgetting, relative errors, Huber's weights and non-negative coefficients.
+    """Recursive least squares with forgetting, relative errors, Huber weights and non-negative coefficients.
 
-    Errors are divided by ms to the power ``relative``: at 1 a short sample tells as much as a long one. ``scales``
-    bring the features near 1, so that the normal equations stay well conditioned. ``last_share`` is how large the last
-    coefficient is thought to be, over the one before it, as long as the samples do not say (0: nothing is thought):
-    short prompts hardly tell what grows with the square of their length, and long ones would be predicted by their
-    noise. ``error`` is the running mean of |ln(measured / predicted)|, each prediction made before its sample was seen.
+    Errors are divided by ms to the power ``relative``: at 1 a short sample counts as much as a long one. ``scales``
+    bring the features near 1, which keeps the normal equations well conditioned. ``last_share`` is a prior for the last
+    coefficient over the one before it (0: no prior): short prompts hardly reveal the quadratic term, and without a
+    prior long ones would be predicted from noise. ``error`` is the running mean of |ln(measured / predicted)|, each
+    prediction made before its sample was seen.
     """
 
     __slots__ = (
@@ -128,22 +129,22 @@ class LinearFit:
         self._last_share = last_share
         self._moment = [[0.0] * size for _ in range(size)]
         self._target = [0.0] * size
-        self._power = 0.0  # of what is measured, squared
-        self._weight = 0.0  # samples that still count
+        self._power = 0.0  # sum of squared measurements, weighted
+        self._weight = 0.0  # number of samples, weighted
         self._shaped: tuple[int, list[float]] | None = None
-        self._coefficients: Coefficients | None = None  # of few samples ago, to judge the next one by
+        self._coefficients: Coefficients | None = None  # slightly older, to judge the next sample by
         self.num_samples = 0
         self.error = 0.0
 
     def observe(self, features: Coefficients, ms: float) -> None:
-        """Values that cannot be measurements (zero, negative, NaN, huge) are ignored: they come from outside."""
+        """Ignores values that cannot be measurements (zero, negative, NaN, huge): they come from other processes."""
         if not 1e-6 <= ms <= 1e9:
             return
         for value in features:
             if not 0.0 <= value < 1e18:
                 return
         weight = self._judge(features, ms)
-        # What was true before counts for less when it is far from what is measured now.
+        # Earlier samples count for less when they are far from what is measured now.
         forgetting = max(self._forgetting - 0.25 * max(self.error - LOST, 0.0), 0.5)
         unit = ms**self._relative
         x = [value / scale / unit for value, scale in zip(features, self._scales, strict=True)]
@@ -159,7 +160,8 @@ class LinearFit:
         self.num_samples += 1
 
     def coefficients(self, prior: LinearFit | None = None) -> Coefficients | None:
-        """The best non-negative coefficients, with ``prior`` worth PRIOR_SAMPLES; None when nothing was measured."""
+        """The best non-negative coefficients, with ``prior`` worth PRIOR_SAMPLES; None when nothing has been
+        measured."""
         moment, target, power, weight = self._moment, self._target, self._power, self._weight
         if prior is not None and prior is not self and prior._weight:
             slower = self._times_slower(prior)
@@ -178,24 +180,23 @@ class LinearFit:
         if self._last_share:
             explained = sum(a * b for a, b in zip(found, target, strict=True))
             noise = max(power - explained, NOISE * NOISE * power) / weight
-            found = self._without_doubt(moment, target, noise)
+            found = self._shrink_last(moment, target, noise)
         return tuple(value / scale for value, scale in zip(found, self._scales, strict=True))
 
-    def _without_doubt(self, moment: list[list[float]], target: list[float], noise: float) -> list[float]:
-        """The coefficients with the last one drawn towards 0: a normal distribution of ``last_share`` before anything
-        is measured, against what samples with so much ``noise`` (squared) can tell."""
+    def _shrink_last(self, moment: list[list[float]], target: list[float], noise: float) -> list[float]:
+        """The coefficients with the last one shrunk towards 0: a normal prior of width ``last_share``, weighed
+        against samples with this ``noise`` (variance)."""
         others = _non_negative([row[:-1] for row in moment[:-1]], target[:-1])
         spread = self._last_share * others[-1] * self._scales[-1] / self._scales[-2]
         if not spread:
             return [*others, 0.0]
-        most = (
-            sum(moment[i][i] for i in range(len(target))) / _RIDGE**0.5
-        )  # as much is as good as 0, and stays solvable
-        doubted = [*moment[:-1], [*moment[-1][:-1], moment[-1][-1] + min(noise / spread**2, most)]]
-        return _non_negative(doubted, target)
+        trace = sum(moment[i][i] for i in range(len(target)))
+        precision = min(noise / spread**2, trace / _RIDGE**0.5)  # beyond, the last is 0 and solving unstable
+        return _non_negative([*moment[:-1], [*moment[-1][:-1], moment[-1][-1] + precision]], target)
 
     def _times_slower(self, prior: LinearFit) -> float:
-        """What multiple of ``prior``'s prediction fits best: it lends its shape, not its speed. 1 without samples."""
+        """The factor on ``prior``'s prediction that fits best: a prior lends its shape, not its speed. 1 without
+        samples."""
         shape = prior._shape()
         found = sum(a * b for a, b in zip(shape, self._target, strict=True))
         norm = sum(
@@ -204,13 +205,13 @@ class LinearFit:
         return min(max(found / norm, 1e-9), 1e9) if norm > 0.0 and found > 0.0 else 1.0
 
     def _shape(self) -> list[float]:
-        """The coefficients, scaled, of few samples ago: as a shape that is good enough, and it is asked for often."""
+        """The scaled coefficients, slightly out of date: asked for often, and good enough as a shape."""
         if self._shaped is None or self.num_samples >= self._shaped[0] + REFIT_SAMPLES:
             self._shaped = (self.num_samples, _non_negative(self._moment, self._target))
         return self._shaped[1]
 
     def _judge(self, features: Coefficients, ms: float) -> float:
-        """How much the sample counts: less the farther it is from the prediction, in units of the usual error."""
+        """The weight of a sample: lower the further it is from the prediction, in units of the typical error."""
         count = self.num_samples
         if count and (count < WARM_SAMPLES or count % REFIT_SAMPLES == 0):
             self._coefficients = self.coefficients()
@@ -219,14 +220,14 @@ class LinearFit:
         predicted = sum(c * value for c, value in zip(self._coefficients, features, strict=True))
         error = min(abs(math.log(ms / predicted)), MAX_ERROR) if predicted > 0 else MAX_ERROR
         usual = max(self.error, MIN_ERROR)
-        # The usual error follows slowly, so that a few wild samples do not become usual and a lasting change does.
+        # The typical error adapts slowly: a few wild samples do not become typical, but a lasting change does.
         rate = max(ERROR_RATE, 1.0 / count)
         self.error += rate * (min(error, 4.0 * usual) - self.error)
         return min(1.0, HUBER * usual / error) if error else 1.0
 
 
 def _non_negative(moment: list[list[float]], target: list[float]) -> list[float]:
-    """argmin θᵀMθ − 2θᵀt with θ ≥ 0, by trying every set of coefficients that are not zero (7 for three)."""
+    """argmin θᵀMθ − 2θᵀt with θ ≥ 0, by trying every support (7 for three coefficients)."""
     size = len(target)
     ridge = _RIDGE * sum(moment[i][i] for i in range(size))
     best, best_cost = [0.0] * size, 0.0
@@ -244,12 +245,12 @@ def _non_negative(moment: list[list[float]], target: list[float]) -> list[float]
             for i, value in zip(subset, solution, strict=True):
                 best[i] = value
         if len(subset) == size:
-            break  # nothing is better than the free minimum when it is allowed
+            break  # the unconstrained minimum is feasible, so nothing can be better
     return best
 
 
 def _solve(rows: list[list[float]], target: list[float]) -> list[float] | None:
-    """The solution of a small symmetric positive system by elimination; None when it is singular."""
+    """Solve a small symmetric positive definite system by elimination; None when it is singular."""
     size = len(target)
     rows = [[*row, value] for row, value in zip(rows, target, strict=True)]
     for i in range(size):
@@ -268,7 +269,7 @@ def _solve(rows: list[list[float]], target: list[float]) -> list[float] | None:
 
 
 def _solve_three(rows: list[list[float]], target: list[float]) -> list[float] | None:
-    """``_solve`` written out for the usual case."""
+    """``_solve`` unrolled for the usual case."""
     (a, b, c), (d, e, f), (g, h, i) = rows
     x, y, z = target
     if not a > 0.0:
@@ -293,12 +294,12 @@ _TRANSFER_SCALES = (1.0, 1e6)
 
 
 class CostModel:
-    """One owner. Answers are cached until the node itself reports again; what all nodes together show is asked for
-    under ALL_NODES. ``take_changed`` names whose answers have changed since it was asked last."""
+    """One owner. Results are cached until the node reports again. ALL_NODES is the name for the fit over all nodes.
+    ``take_changed`` lists the costs that have changed since the last call."""
 
     def __init__(self, start: StartCosts | None = None, forgetting: float = FORGETTING) -> None:
-        # Prompts wait for one another: a ms that is wrong by the long ones matters as well. Squares of errors over ms
-        # are what errors of many independent parts ask for.
+        # Prompts queue behind one another, so the errors of long ones matter in ms as well: a power between 1 (purely
+        # relative errors) and the 0.5 that fits a sum of many independent parts.
         self._prefill = _Fits(_PREFILL_SCALES, forgetting, relative=0.7, last_share=ATTENTION_SHARE)
         self._decode = _Fits(_DECODE_SCALES, forgetting)
         self._transfer = _Fits(_TRANSFER_SCALES, forgetting)
@@ -316,7 +317,8 @@ class CostModel:
         self._transfer.observe(_pair(node_id, peer), (1.0, float(num_bytes)), ms)
 
     def forget(self, node_id: str) -> None:
-        """The node is gone; another process of the same id measures anew. What all have shown stays."""
+        """The node is gone; another process with the same id is measured afresh. The fit over all nodes keeps its
+        samples."""
         self._prefill.forget(lambda name: name == node_id)
         self._decode.forget(lambda name: name == node_id)
         self._transfer.forget(lambda name: node_id in name.split(_PAIR))
@@ -334,7 +336,7 @@ class CostModel:
         return TransferCost(found[0], found[1], True) if found else TransferCost()
 
     def transfer_of_all(self) -> TransferCost:
-        """What stands in for a pair that has moved nothing yet."""
+        """The cost assumed for a pair that has moved nothing yet."""
         found = self._transfer.coefficients(ALL_NODES)
         return TransferCost(found[0], found[1], True) if found else TransferCost()
 
@@ -342,11 +344,12 @@ class CostModel:
         return [(node_id, peer) for node_id, _, peer in (name.partition(_PAIR) for name in self._transfer.names())]
 
     def error(self, kind: str, node_id: str = ALL_NODES) -> float:
-        """Mean |ln(measured / predicted)| of lately, for ``kind`` prefill, decode or transfer; 0 when unknown."""
+        """Recent mean |ln(measured / predicted)| for ``kind`` prefill, decode or transfer; 0 when unknown."""
         return {"prefill": self._prefill, "decode": self._decode, "transfer": self._transfer}[kind].error(node_id)
 
     def take_changed(self, limit: int) -> list[Changed]:
-        """Up to ``limit`` costs that have changed, each told once. ALL_NODES stands for all without samples."""
+        """Up to ``limit`` changed costs, each reported once. ALL_NODES stands for every node without samples of its
+        own."""
         changed: list[Changed] = []
         for kind, fits in (("prefill", self._prefill), ("decode", self._decode), ("transfer", self._transfer)):
             while fits.changed and len(changed) < limit:
@@ -358,7 +361,7 @@ class CostModel:
         return node_id in (self._prefill if kind == "prefill" else self._decode).names()
 
     def start_from(self, start: StartCosts) -> None:
-        """Believe a calibration until nodes say otherwise."""
+        """Use a calibration until nodes report otherwise."""
         for tokens in (64, 512, 4096, 32768):
             for prefix in (0, 8192):
                 if start.prefill.is_known:
@@ -373,14 +376,14 @@ class CostModel:
 
 
 class _Fits:
-    """One fit a name, and one over all of them that stands in for names without samples."""
+    """One fit per name, and one over all of them for names without samples."""
 
     def __init__(self, scales: Coefficients, forgetting: float, relative: float = 1.0, last_share: float = 0.0) -> None:
         self._make_fit = partial(LinearFit, scales, relative, last_share, forgetting)
         self._all = self._make_fit()
         self._fits: dict[str, LinearFit] = {}
         self._cached: dict[str, Coefficients | None] = {}
-        self.changed: dict[str, None] = {}  # a set that keeps its order
+        self.changed: dict[str, None] = {}  # an ordered set
 
     def observe(self, name: str, features: Coefficients, ms: float) -> None:
         self._all.observe(features, ms)

@@ -1,9 +1,9 @@
-"""Runs requests: name their blocks, place them, tell both nodes at once, merge what they say into one stream.
+"""Runs requests: names their blocks, places them, calls both nodes at once, merges their messages into one stream.
 
 It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
-here and nowhere else: an attempt that fails is taken off both nodes and tried on another pair, from the last token
-that the client has seen, which sampling keyed by position makes exact. What a request has come to stands in its
-``journey``, what its failures have shown in ``retry``; here are the calls, the waiting and the books.
+here and nowhere else: a failed attempt is cancelled on both nodes and retried on another pair, from the last token that
+the client has seen; sampling keyed by position makes that exact. A request's progress is in its ``journey``, what its
+failures have taught in ``retry``; this module makes the calls, waits and keeps the books.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ from mooncake.types import PrefillReport, Role, TokenIds
 
 log = logging.getLogger(__name__)
 
-MAX_QUEUED_DELTAS = 64  # of answers that go on by themselves, for a client that reads slowly
+MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that reads slowly
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the dispatcher needs to know of the model: names of blocks, their size, and what ends an answer."""
+    """What the dispatcher needs to know of the model: the seed of block names, block sizes, and the end-of-sequence
+    ids."""
 
     kv_fingerprint: str
     shape: Shape
@@ -65,15 +66,15 @@ class ModelFacts:
 
 @dataclass(slots=True)
 class _Running(Journey):
-    """A journey with what runs for it now."""
+    """A journey with the attempt and tasks that run for it now."""
 
     attempt: Attempt | None = None
-    parts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # answers that go on by themselves
+    parts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by choice: answers that continue separately
 
 
 class Dispatcher:
-    """Implements ``conductor.api.Generator``. One event loop; shared state is read and written without an await
-    between."""
+    """Implements ``conductor.api.Generator``. One event loop; there is no await between reading and writing shared
+    state."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Dispatcher:
     ) -> None:
         self._limits = config.conductor
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
-        self._is_coupled = config.cluster.coupled > 0  # nodes that take prompts give whole answers, and keep their KV
+        self._is_coupled = config.cluster.coupled > 0  # prefill nodes give whole answers, and keep their KV
         self._model = model
         self._fleet = fleet
         self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
@@ -96,11 +97,11 @@ class Dispatcher:
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
-        self._attempts: dict[int, set[Attempt]] = {}  # by incarnation of node
+        self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._journeys: dict[str, _Running] = {}  # by request id
         self.stats = DispatchStats()
-        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # told of every request, once
-        self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # bytes went wrong between them
+        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # called once per request
+        self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # told which nodes corrupted bytes
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
@@ -126,11 +127,11 @@ class Dispatcher:
         journey.ended.add(choice)
         if choice in journey.parts:
             journey.parts[choice].cancel()
-        elif journey.attempt is not None and not journey.is_whole:  # the end of the last ends the attempt
+        elif journey.attempt is not None and not journey.is_whole:  # ending the last one ends the attempt
             journey.attempt.end_choice(choice)
 
     async def _deltas(self, journey: _Running) -> AsyncGenerator[Delta, None]:
-        """Try until every answer is complete."""
+        """Retry until every answer is complete."""
         while True:
             attempt = journey.attempt = await self._placed(journey)
             try:
@@ -155,7 +156,7 @@ class Dispatcher:
                 return
 
     async def _each_alone(self, journey: _Running) -> AsyncGenerator[Delta, None]:
-        """The answers of a failed attempt have become different prompts: each goes on by itself."""
+        """After a failed attempt the answers are different prompts: each continues separately."""
         deltas: asyncio.Queue[Delta] = asyncio.Queue(MAX_QUEUED_DELTAS)
 
         async def go_on(choice: int) -> None:
@@ -176,7 +177,7 @@ class Dispatcher:
                 await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in tasks if task.done()]:
                     tasks.discard(task)
-                    if not task.cancelled():  # nobody wanted it any more
+                    if not task.cancelled():  # cancelled: nobody wanted it any more
                         task.result()
                 if not getting.done():
                     continue
@@ -193,7 +194,7 @@ class Dispatcher:
             await asyncio.gather(getting, *journey.parts.values(), return_exceptions=True)
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
-        """A node is out of the cluster: whatever runs there fails now and is tried elsewhere."""
+        """A node has left the cluster: whatever runs there fails now and is retried elsewhere."""
         for attempt in list(self._attempts.get(info.incarnation, ())):
             attempt.lose(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
 
@@ -203,7 +204,7 @@ class Dispatcher:
         return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
 
     def is_free_of(self, info: NodeInfo) -> bool:
-        """Nothing that was placed from here runs on the node."""
+        """Whether nothing placed from here runs on the node."""
         return info.incarnation not in self._attempts
 
     def _prefilled(self, ticket: Ticket) -> None:
@@ -214,7 +215,7 @@ class Dispatcher:
         self._fleet.registry.call_failed(info, self._clock())
 
     def _admit(self, request: InferenceRequest) -> _Running:
-        """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything was spent."""
+        """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything is spent."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
         now = self._clock()
@@ -231,17 +232,17 @@ class Dispatcher:
         return journey
 
     async def _placed(self, journey: _Running) -> Attempt:
-        """Start on a pair, or wait for a node that is on its way back. Raises as ``_let_in`` and ``_start``."""
+        """Start on a pair, or wait for a node that is coming back. Raises like ``_let_in`` and ``_start``."""
         while True:
             try:
                 await self._let_in(journey)
                 return self._start(journey)
             except NodeUnavailable as error:
                 if not await self.absence.change(min(self.absence.until(), journey.request.deadline)):
-                    raise journey.error or error from None  # why the last attempt failed tells more
+                    raise journey.error or error from None  # why the last attempt failed says more
 
     async def _let_in(self, journey: _Running) -> None:
-        """Wait for room where the limits say so. Who was let in once may try again. Raises as ``Door.enter``."""
+        """Wait for room where limits are set. A request admitted once may retry freely. Raises like ``Door.enter``."""
         if self.door.is_open or not journey.is_new:
             return
         request = journey.request
@@ -254,12 +255,12 @@ class Dispatcher:
             raise
 
     def _tell_in_vain(self, facts: RequestFacts, journey: _Running) -> None:
-        """Of a request that is not placed: it would have been work all the same."""
+        """Report the demand of a request that is not placed: the balancer counts it all the same."""
         with contextlib.suppress(NodeUnavailable, Overloaded):
             self._best(facts, journey, self._clock())
 
     def _facts(self, journey: _Running, tokens: TokenIds, now: float) -> RequestFacts:
-        """What placement depends on, of what is left of the request."""
+        """What placement depends on, for the remaining part of the request."""
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
         chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
@@ -268,21 +269,21 @@ class Dispatcher:
             keys=chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
-            # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.
+            # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
             budget_ms=(request.deadline - now) * 1e3 if journey.is_new else float("inf"),
             session=request.session,
             number=self.stats.requests,
         )
 
     def _start(self, journey: _Running) -> Attempt:
-        """Place what is left of the request, book it, and call both nodes. Raises as ``place``."""
+        """Place the remaining part of the request, book it, and call both nodes. Raises like ``place``."""
         request, now, tokens = journey.request, self._clock(), journey.tokens
         facts = self._facts(journey, tokens, now)
         placement = self._place(facts, journey, now)
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
         epoch = next(self._epochs)
-        requests = wire_requests(request, tokens, placement, epoch)  # before it is booked: it may not fit the wire
+        requests = wire_requests(request, tokens, placement, epoch)  # before booking: it may exceed the message size
         ticket = self._book(facts, placement, request.sampling.max_tokens, now)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
@@ -316,7 +317,7 @@ class Dispatcher:
         return attempt
 
     def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Ticket:
-        stays = placement.prefill.role is Role.DECODE  # its decode steps count as well
+        stays = placement.prefill.role is Role.DECODE  # its decode steps run there as well
         booked = placement._replace(decode=placement.prefill) if stays else placement
         ticket = self._scheduler.book(facts, booked, now)
         self.stats.tails += stays
@@ -324,15 +325,15 @@ class Dispatcher:
         return ticket
 
     def _place(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
-        """Elsewhere if there is an elsewhere; on nodes that failed but are alive when they are all of their role."""
+        """Avoid nodes that failed this request, unless they are alive and the only ones of their role."""
         registry, retries = self._fleet.registry, journey.retries
-        if retries.dead:  # some may have been heard since: a client reads late, or the request waited for them
+        if retries.dead:  # some may have been heard from since: a client reads late, or the request waited for them
             retries.heard(registry.live())
         usable = (_incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
         return self._best(facts._replace(excluded=retries.excluded(usable)), journey, now)
 
     def _best(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
-        """The scheduler's pair, or the decode node that has nearly the whole prompt."""
+        """The scheduler's pair, or the decode node that already holds nearly the whole prompt."""
         question = self._scheduler.ask(facts, now)
         placement = self._scheduler.choose(question)
         if journey.is_new:
@@ -345,7 +346,7 @@ class Dispatcher:
         return on_decode_node(question, placement, costs, self._limits.max_tail_tokens) or placement
 
     def _note(self, journey: _Running, attempt: Attempt, delta: Delta) -> Delta:
-        """Count one delta on its way to the client, and give it the summary once the prefill node has reported."""
+        """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
         if delta.tokens and journey.is_new:
             self._note_first(journey, attempt)
         self.stats.output_tokens += len(delta.tokens)
@@ -357,7 +358,7 @@ class Dispatcher:
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
 
     def _note_first(self, journey: _Running, attempt: Attempt) -> None:
-        """Its first token is there. Raises Overloaded as ``Door.look_late``."""
+        """The first token is there. Raises Overloaded like ``Door.look_late``."""
         now = self._clock()
         if self.door.looks_late:
             self.door.look_late(attempt.ticket, self._facts(journey, journey.tokens, now))
@@ -385,7 +386,7 @@ class Dispatcher:
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
 
     def _blame(self, attempt: Attempt) -> Failure:
-        """What became of the nodes of a failed attempt."""
+        """What happened to the nodes of a failed attempt."""
         return Failure(
             nodes=_incarnations(attempt.nodes),
             lost=_incarnations(attempt.lost_nodes),

@@ -1,7 +1,7 @@
-"""The way in: asks admission, and holds back or refuses who does not fit. The one place where a request waits for room.
+"""The entrance: asks admission, and delays or refuses what does not fit. The only place where a request waits for room.
 
-It knows loads and limits and no call to any node. What is decided is decided by ``admission`` and ``fairness``; here
-are the futures of those who wait, and the moments at which the next one is looked at again.
+It knows loads and limits but calls no node. ``admission`` and ``fairness`` decide; here are the futures of those who
+wait, and the moments at which the next one is considered again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from conductor.view import RequestFacts
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
 
-LOOK_S = 0.05  # those who wait are looked at so often, beside every end of a prefill or a request
-BATCH_LOAD = 0.5  # the batch class goes in below this load
+LOOK_S = 0.05  # how often waiting requests are reconsidered, besides after every end of a prefill or request
+BATCH_LOAD = 0.5  # the batch class enters below this load
 
 
 @dataclass(eq=False, slots=True)
@@ -30,10 +30,10 @@ class _Guest:
 
 
 class Door:
-    """One owner, one event loop. Without limits everybody walks through."""
+    """One owner, one event loop. Without limits everyone enters at once."""
 
     def __init__(self, scheduler: Scheduler, section: ConductorSection, clock: Callable[[], float]) -> None:
-        """Raises ConfigError for a rule or a mode that does not exist."""
+        """Raises ConfigError for an unknown rule or mode."""
         if section.admission not in ADMISSIONS:
             raise ConfigError(f"conductor.admission must be one of {', '.join(ADMISSIONS)}, got {section.admission!r}")
         if section.admission_mode not in tuple(Mode):
@@ -54,9 +54,9 @@ class Door:
     async def enter(
         self, facts: RequestFacts, max_tokens: int, deadline: float, tenant: str = "", band: Band = Band.NORMAL
     ) -> None:
-        """Return when the request may go on.
+        """Return when the request may proceed.
 
-        Raises Overloaded with a retry time, DeadlineExceeded when its time ran out while it waited, NodeUnavailable.
+        Raises Overloaded with a retry time, DeadlineExceeded when its time runs out while it waits, or NodeUnavailable.
         """
         if self.is_open:
             return
@@ -74,7 +74,7 @@ class Door:
             self._look()
 
     def joined(self, ticket: Ticket) -> None:
-        """Its prompt is computed."""
+        """The request's prompt is computed."""
         if not self.is_open:
             self.admission.prefill_ended(ticket, None, self._clock())
             self._look()
@@ -84,14 +84,14 @@ class Door:
         return self.admission.looks_late and not self.is_open
 
     def look_late(self, ticket: Ticket, facts: RequestFacts) -> None:
-        """Its first token is there. Raises Overloaded when decoding has no room for it after all."""
+        """The first token is there. Raises Overloaded when decoding has no room for it after all."""
         now, admission = self._clock(), self.admission
         keeps = admission.prefill_ended(ticket, self._scheduler.ask(facts, now), now)
         if not keeps and admission.mode is Mode.HARD:
             raise Overloaded("the time between tokens is past its limit", admission.decode_s)
 
     def ended(self, ticket: Ticket, output_tokens: int) -> None:
-        """``output_tokens`` of a whole answer, 0 for one that was cut short."""
+        """``output_tokens`` is the length of a complete answer, or 0 for one that was cut short."""
         if not self.is_open:
             self.admission.finished(ticket, self._clock(), output_tokens)
             self._look()
@@ -102,7 +102,7 @@ class Door:
         return self.admission.decide(question, self._scheduler.answer(question), now, max_tokens, band)
 
     def _fits(self, verdict: Verdict) -> bool:
-        """Nobody is held back for room that an empty cluster does not have either: it will not become emptier."""
+        """Nobody waits for room that even an empty cluster would not have."""
         return verdict.is_admitted or (self.admission.mode is Mode.SOFT and not len(self.admission.flights))
 
     def _goes_before_others(self, band: Band, verdict: Verdict) -> bool:
@@ -110,7 +110,7 @@ class Door:
         return (ahead is None or band < ahead.band) and self._has_capacity(band, verdict)
 
     def _has_capacity(self, band: Band, verdict: Verdict) -> bool:
-        """For the batch class only what nobody else uses."""
+        """The batch class only gets what nobody else uses."""
         return band is not Band.BATCH or verdict.load <= BATCH_LOAD or not len(self.admission.flights)
 
     async def _wait(self, guest: _Guest, deadline: float, tenant: str, band: Band) -> None:
@@ -128,8 +128,9 @@ class Door:
             self._room.remove(guest)
 
     def _look(self) -> None:
-        """Whether who is next fits now. One at a time: the next look comes when this one is booked. Who finds no node
-        is told so, and waits for one where everybody does; who has too little time left by now keeps nobody waiting."""
+        """Whether the next request fits now. One at a time: the next check comes when this one is booked. A request
+        that finds no node is released to wait for one like all others; one with too little time left no longer
+        blocks the queue."""
         while (waiting := self._room.peek(is_idle=True)) is not None:
             guest = waiting.item
             facts = guest.facts._replace(budget_ms=(waiting.deadline - self._clock()) * 1e3)

@@ -1,8 +1,8 @@
-"""The waiting room: who goes next among requests that have to wait. Bands first, then fairness, then deadlines.
+"""The waiting room: which waiting request goes next. Bands first, then fairness, then deadlines.
 
-Pure. A request of a higher band goes before all of lower ones. Inside a band the tenant goes first that was served the
-least for its weight; inside a tenant the request whose deadline is next. The batch class is the lowest band: it goes
-only into capacity that nobody else wants, and is told to yield when somebody does. The room is bounded.
+Pure. A higher band always goes before a lower one. Within a band, the tenant served least for its weight goes first;
+within a tenant, the request with the earliest deadline. The batch class is the lowest band: it only uses capacity that
+nobody else wants, and yields when somebody does. The room is bounded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BATCH_PRIORITY = 100
 
 
 def band_of(priority: int) -> Band:
-    """As clients say it: lower goes first, 0 is usual."""
+    """From the client's number: lower goes first, 0 is the default."""
     if priority >= BATCH_PRIORITY:
         return Band.BATCH
     return Band.URGENT if priority < 0 else Band.NORMAL
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Waiting(Generic[T]):
-    """One request in the room. ``cost`` is what serving it takes, in any unit that all share (tokens, ms)."""
+    """One waiting request. ``cost`` is what serving it takes, in any unit that all requests share (tokens, ms)."""
 
     item: T
     tenant: str
@@ -56,8 +56,8 @@ class _Tenant(Generic[T]):
 
 @dataclass(slots=True)
 class _BandRoom(Generic[T]):
-    """Tenants with somebody waiting. ``served`` is cost over weight; ``floor`` what the last one taken had: who comes
-    back after a pause starts there, so that nobody saves up turns."""
+    """Tenants with waiting requests. ``served`` is cost over weight; ``floor`` is that of the last tenant served. A
+    tenant that returns after a pause starts at the floor, so nobody saves up turns."""
 
     tenants: dict[str, _Tenant[T]] = field(default_factory=dict)
     served: dict[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class _BandRoom(Generic[T]):
 
 
 class WaitingRoom(Generic[T]):
-    """One owner. ``weights``: share of a tenant against others, 1 when not named."""
+    """One owner. ``weights``: a tenant's share relative to others; 1 when not listed."""
 
     def __init__(self, max_waiting: int, weights: dict[str, float] | None = None) -> None:
         self._max_waiting = max_waiting
@@ -78,7 +78,8 @@ class WaitingRoom(Generic[T]):
         return self._size
 
     def push(self, waiting: Waiting[T]) -> Waiting[T] | None:
-        """Whom there is no place for: nobody, or ``waiting`` itself, or a batch request that gives way to it."""
+        """Returns the request there is no place for: None, ``waiting`` itself, or a batch request that gives way to
+        it."""
         displaced = None
         if self._size >= self._max_waiting:
             displaced = self._give_way(waiting.band)
@@ -96,12 +97,12 @@ class WaitingRoom(Generic[T]):
         return displaced
 
     def peek(self, is_idle: bool) -> Waiting[T] | None:
-        """Who is next. The batch class only when the cluster ``is_idle``."""
+        """The next request. The batch class only when the cluster ``is_idle``."""
         found = self._next(is_idle)
         return found[1].heap[0][2] if found else None
 
     def pop(self, is_idle: bool) -> Waiting[T] | None:
-        """Take who is next, and charge its tenant."""
+        """Take the next request out, and charge its tenant."""
         found = self._next(is_idle)
         if found is None:
             return None
@@ -113,7 +114,7 @@ class WaitingRoom(Generic[T]):
         return waiting
 
     def expire(self, now: float) -> list[Waiting[T]]:
-        """Take out everybody whose deadline is over."""
+        """Take out every request whose deadline has passed."""
         late: list[Waiting[T]] = []
         for room in self._bands.values():
             for name, tenant in list(room.tenants.items()):
@@ -123,7 +124,7 @@ class WaitingRoom(Generic[T]):
         return late
 
     def remove(self, item: T) -> bool:
-        """Take out one request whose client went away. Whether it was there."""
+        """Take out a request whose client disconnected. Returns whether it was there."""
         for room in self._bands.values():
             for name, tenant in room.tenants.items():
                 for at, (_, _, waiting) in enumerate(tenant.heap):
@@ -142,7 +143,7 @@ class WaitingRoom(Generic[T]):
         return None
 
     def _give_way(self, band: Band) -> Waiting[T] | None:
-        """Take out the batch request that would go last, for somebody of a higher band."""
+        """Take out the batch request that would go last, to make room for a higher band."""
         room = self._bands[Band.BATCH]
         if band is Band.BATCH or not room.tenants:
             return None

@@ -1,7 +1,7 @@
-"""What the scheduler sees of the cluster: the view, and what was placed and not yet reported.
+"""What the scheduler sees of the cluster: the view, plus placements the nodes have not reported yet.
 
-Pure. Every placement is booked here at once, in the ``accounts`` of its nodes, and taken back when its work ends; the
-``view_keeper`` carries each change into the arrays that decisions look at.
+Pure. Every placement is booked here at once, in the ``accounts`` of its nodes, and released when its work ends; the
+``view_keeper`` carries each change into the arrays that decisions read.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class Fleet:
         chunk_tokens: int = 0,
         ssd_mb_per_s: float = 1000.0,
     ) -> None:
-        """``chunk_tokens`` of a prefill step; 0: whole prompts."""
+        """``chunk_tokens`` is the size of a prefill step; 0: whole prompts."""
         self.registry = registry
         self.costs = costs
         self.index = index
         self._ssd_byte_ms = 1e-3 / ssd_mb_per_s
         self._accounts: defaultdict[str, Account] = defaultdict(Account)
         self._keeper = ViewKeeper(registry, costs, index, self._accounts, chunk_tokens, self._ssd_byte_ms)
-        self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where the last request of each was placed
+        self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where each one's last request went
 
     def view(self, now: float) -> View:
-        """The cluster as it is. The object stays the same, and changes, until a node comes or goes."""
+        """The cluster as it is. The same object, updated in place, until a node comes or goes."""
         return self._keeper.look(now)
 
     def account(self, node_id: str) -> Account:
@@ -47,11 +47,12 @@ class Fleet:
 
     @property
     def open_work(self) -> dict[str, Account]:
-        """Nodes with something placed and not taken back. Empty when no request runs."""
+        """Nodes with bookings that were not released. Empty when no request runs."""
         return {node_id: account for node_id, account in self._accounts.items() if not account.is_empty}
 
     def session(self, session: str) -> tuple[int, int]:
-        """Where in the current view the session's last request was placed: (prefill, decode), NONE where it is gone."""
+        """Where the session's last request was placed, in the current view: (prefill, decode); NONE if that node is
+        gone."""
         prefill_id, decode_id = self._sessions.get(session, ("", ""))
         view = self._keeper.view
         if view is None:
@@ -89,7 +90,7 @@ class Fleet:
             self._keeper.show_store(ticket.source_id, account)
 
     def close(self, ticket: Ticket, now: float) -> None:
-        """The placement's work has ended, however it did."""
+        """The placement's work has ended, for whatever reason."""
         self.prefill_done(ticket, now)
         if ticket.decode_id and ticket.open_decode:
             account = self._accounts[ticket.decode_id]
@@ -101,12 +102,12 @@ class Fleet:
                 self.forget(node_id)
 
     def heard(self, node_id: str, load: NodeLoad) -> None:
-        """A heartbeat: what the node reports beyond our own placements is foreign."""
+        """A heartbeat: load the node reports beyond our own placements is foreign."""
         if self._accounts[node_id].hear(load):
             self._keeper.show(node_id)
 
     def forget(self, node_id: str) -> None:
-        """The node is gone. What is still open on it is taken back by its tickets, which keep the account alive."""
+        """The node is gone. Bookings still open there are released by their tickets, which keep the account alive."""
         account = self._accounts.get(node_id)
         if account is None:
             return

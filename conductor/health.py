@@ -1,8 +1,8 @@
-"""Which nodes are sick: slow against what was predicted of them, corrupting blocks, or silent when probed.
+"""Which nodes are sick: slower than predicted, corrupting blocks, or silent when probed.
 
-Pure: it is told what was measured and returns what to do. A node goes through a table of states: suspected nodes get
-work only when nobody else is left, then it is drained, isolated, probed, taken back on trial, and trusted again. Nobody
-is judged when everybody is slow: that is load, not sickness.
+Pure: it is told what was measured and returns what to do. A node moves through a table of states: a suspected node gets
+work only when no other is left, then it is drained, isolated, probed, taken back on probation, and trusted again.
+Nobody is judged when everybody is slow: that is load, not sickness.
 
     healthy → suspected → draining → isolated → probation → healthy
                   └→ healthy                 └→ isolated
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-MOST_DEVIATION = 1.0  # of one step, in ln
+MOST_DEVIATION = 1.0  # cap on one step's deviation, in ln
 
 
 class Health(StrEnum):
     HEALTHY = "healthy"
-    SUSPECTED = "suspected"  # work only when nobody else is left
+    SUSPECTED = "suspected"  # gets work only when no other node is left
     DRAINING = "draining"  # finishes what it has
     ISOLATED = "isolated"  # gets nothing but probes
-    PROBATION = "probation"  # works, and the first complaint isolates it again
+    PROBATION = "probation"  # works, but the first complaint isolates it again
 
 
 class Sign(StrEnum):
@@ -50,25 +50,25 @@ MOVES: Mapping[tuple[Health, Sign], Health] = {
 class HealthMove(NamedTuple):
     node_id: str
     to: Health
-    why: str  # "" of one that is well
+    why: str  # "" when it recovers
 
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    slow_ratio: float = 1.5  # times slower than usual, at least
-    slow_errors: float = 3.0  # and so many of its usual deviations
+    slow_ratio: float = 1.5  # this many times slower than usual
+    slow_errors: float = 3.0  # and by this many of its usual deviations
     missed_probes: int = 3
     checksum_errors: int = 2  # within ``memory_s``
     memory_s: float = 60.0
-    confirm_s: float = 5.0  # complaints go on for so long: it is drained
-    clear_s: float = 10.0  # none for so long: it is trusted again
+    confirm_s: float = 5.0  # after this long with complaints it is drained
+    clear_s: float = 10.0  # after this long without any it is trusted again
     probes_needed: int = 3
     probation_s: float = 60.0
-    max_share: float = 1 / 3  # of a role's nodes that may be out at once
+    max_share: float = 1 / 3  # of a role's nodes that may be out of service at once
 
 
 class _Pace:
-    """How a node's steps compare with what was predicted: ln(measured / predicted), lately and usually."""
+    """How a node's steps compare with their predictions: ln(measured / predicted), recent and long-term."""
 
     __slots__ = ("count", "deviation", "lately", "usual")
 
@@ -79,25 +79,25 @@ class _Pace:
         self.count = 0
 
     def add(self, log_ratio: float, learning: float) -> None:
-        """``learning``: 1 as usual, 0 not at all."""
+        """``learning``: rate of the long-term mean, 1 as usual, 0 not at all."""
         self.count += 1
         self.lately += max(0.15, 1.0 / self.count) * (log_ratio - self.lately)
         if self.count == 1:
             self.usual = log_ratio
-        # A hiccup is no reason to expect more of them, and soon forgotten.
+        # A hiccup neither predicts more of them nor is remembered for long.
         apart = min(abs(log_ratio - self.usual), MOST_DEVIATION)
         self.deviation += learning * max(0.03, 1.0 / (self.count + 4)) * (apart - self.deviation)
         self.usual += learning * max(0.01, 1.0 / self.count) * (log_ratio - self.usual)
 
     @property
     def slowness(self) -> float:
-        """ln of how many times slower it is than usual; 0 until there are samples to judge by."""
+        """ln of how many times slower than usual it is; 0 until there are enough samples."""
         return self.lately - self.usual if self.count >= 20 else 0.0
 
 
 @dataclass(slots=True)
 class _Record:
-    group: str  # role: who is compared with whom
+    group: str  # role: nodes are compared within it
     state: Health = Health.HEALTHY
     since: float = 0.0
     complained_since: float = math.inf
@@ -109,7 +109,7 @@ class _Record:
 
 
 class HealthWatch:
-    """One owner. Tell it what is measured; ``tick`` says who moves."""
+    """One owner. Tell it what is measured; ``tick`` returns which nodes change state."""
 
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self.limits = limits or HealthLimits()
@@ -117,7 +117,7 @@ class HealthWatch:
         self._paces: dict[str, _Pace] = {}
 
     def join(self, node_id: str, group: str, now: float) -> None:
-        """A node has registered. One that comes back under its id begins anew."""
+        """A node has registered. One that returns under its id starts afresh."""
         self._records[node_id] = _Record(group, since=now)
         self._paces[node_id] = _Pace()
 
@@ -130,39 +130,39 @@ class HealthWatch:
         return record.state if record else Health.HEALTHY
 
     def is_slow(self, node_id: str) -> bool:
-        """Slow lately, whatever is made of it."""
+        """Whether it has been slow lately, whatever its state."""
         pace = self._paces.get(node_id)
         return pace is not None and self._is_slow(pace)
 
     def may_be_slow(self, node_id: str) -> bool:
-        """Half-way there: what is measured now says nothing of what is usual."""
+        """Half-way to slow: current measurements should not shape what counts as usual."""
         pace = self._paces.get(node_id)
         return pace is not None and 2.0 * pace.slowness > self._slow_from(pace)
 
     def measured(self, node_id: str, ms: float, predicted_ms: float) -> None:
-        """One step. What is slow lately is not learned as usual, and hardly what may be, so that sickness does not
-        become normal."""
+        """One step. Slow steps do not adjust what counts as usual, and doubtful ones hardly do, so that sickness
+        does not become the norm."""
         pace = self._paces.get(node_id)
         if pace is not None and ms > 0.0 and predicted_ms > 0.0:
             learning = 0.0 if self._is_slow(pace) else 0.1 if self.may_be_slow(node_id) else 1.0
             pace.add(math.log(ms / predicted_ms), learning)
 
     def checksum_error(self, node_id: str, now: float) -> None:
-        """A block that the node wrote or kept had other bytes than it should."""
+        """A block that the node wrote or stored had the wrong bytes."""
         record = self._records.get(node_id)
         if record is not None:
             recent = [at for at in record.errors or [] if now - at < self.limits.memory_s]
             record.errors = [*recent[-63:], now]
 
     def probed(self, node_id: str, ok: bool) -> None:
-        """It was asked for a sign of life, or for a known result, and gave it in time or did not."""
+        """Whether it answered a probe, or computed a known result, in time."""
         record = self._records.get(node_id)
         if record is not None:
             record.missed = 0 if ok else record.missed + 1
             record.probes_ok = record.probes_ok + 1 if ok else 0
 
     def tick(self, now: float, empty: Iterable[str] = ()) -> list[HealthMove]:
-        """Judge everybody. ``empty``: nodes on which nothing runs."""
+        """Judge all nodes. ``empty``: nodes on which nothing runs."""
         is_empty = set(empty)
         moves = []
         for node_id, record in self._records.items():
@@ -178,7 +178,7 @@ class HealthWatch:
                 continue
             record.state, record.since = to, now
             if to is Health.ISOLATED:
-                record.probes_ok = 0  # those before were of a node at work
+                record.probes_ok = 0  # earlier ones were of a node at work
             if to is Health.PROBATION:
                 self._paces[node_id] = _Pace()
                 record.complained_since, record.errors = math.inf, None
@@ -222,12 +222,13 @@ class HealthWatch:
         return max(math.log(self.limits.slow_ratio), self.limits.slow_errors * pace.deviation)
 
     def _all_slow(self, group: str) -> bool:
-        """More than half of its kind are: the cause is not the node."""
+        """More than half of the group is slow: then the node is not the cause."""
         paces = [self._paces[name] for name, record in self._records.items() if record.group == group]
         return len(paces) > 1 and 2 * sum(map(self._is_slow, paces)) > len(paces)
 
     def _may_lose(self, group: str) -> bool:
-        """Whether one node more of the group may be taken out: never the last, nor more than a share of them."""
+        """Whether one more node of the group may be taken out of service: never the last, and never more than
+        ``max_share``."""
         of_group = [record for record in self._records.values() if record.group == group]
         out = sum(record.state in (Health.DRAINING, Health.ISOLATED) for record in of_group)
         return out + 1 < len(of_group) and out < max(1, int(self.limits.max_share * len(of_group)))

@@ -1,5 +1,5 @@
-"""One request from arrival to end, as far as it is known without any node: what the client has of its answers, what
-another attempt goes on from, and what is told of it at the end.
+"""One request from arrival to end, independent of nodes: what the client has of its answers, where another attempt
+continues, and what is reported at the end.
 
 Pure. ``retry`` learns from its failures, ``lifecycle`` is the table of its states, and ``dispatch`` runs it.
 """
@@ -27,11 +27,11 @@ class Journey:
     started_at: float  # s
     lifecycle: Lifecycle[RequestState]
     retries: Retries
-    emitted: list[list[int]]  # by answer: token ids that the client has
-    ended: set[int] = field(default_factory=set)  # answers that are complete, or that nobody wants any more
+    emitted: list[list[int]]  # by answer: token ids that the client has received
+    ended: set[int] = field(default_factory=set)  # answers that are complete or no longer wanted
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False
-    error: MooncakeError | None = None  # of the last attempt
+    error: MooncakeError | None = None  # the last attempt's
 
     @classmethod
     def begin(cls, request: InferenceRequest, now: float, max_retries: int) -> Self:
@@ -39,7 +39,7 @@ class Journey:
         return cls(request, now, request_lifecycle(request.request_id), Retries(max_retries), answers)
 
     def part(self, choice: int) -> Self:
-        """One answer of several as a request of its own. Its prompt was counted and reported already."""
+        """One of several answers as a request of its own. Its prompt has already been counted and reported."""
         request = replace(
             self.request,
             request_id=f"{self.request.request_id}#{choice}",
@@ -58,8 +58,8 @@ class Journey:
 
     @property
     def is_new(self) -> bool:
-        """No attempt at it has failed, charged or not, and nothing of it was told. What is not new was let in and
-        counted before, and is no longer refused for what is only predicted."""
+        """Whether no attempt has failed and no token was sent. Anything else was admitted and counted before, and is
+        no longer refused because of a mere prediction."""
         return not (self.retries.has_failed or self.num_emitted)
 
     @property
@@ -68,7 +68,7 @@ class Journey:
 
     @property
     def is_search(self) -> bool:
-        """A beam search says nothing before its end, so it always starts over."""
+        """A beam search emits nothing before its end, so a retry always starts over."""
         return self.request.sampling.beam_search is not None
 
     @property
@@ -78,18 +78,18 @@ class Journey:
 
     @property
     def num_kept(self) -> int:
-        """Tokens of the answer that another attempt goes on from."""
+        """Tokens of the answer that a retry continues from."""
         return 0 if self.is_search else self.num_emitted
 
     @property
     def tokens(self) -> TokenIds:
-        """To go on from; several answers only begin together."""
+        """Prompt tokens of the next attempt: several answers only start together."""
         if not self.num_kept:
             return self.request.tokens
         return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
 
     def take(self, delta: Delta) -> None:
-        """The client is about to have it."""
+        """A delta is about to go to the client."""
         if delta.tokens:
             if self.lifecycle.state is RequestState.PLACED:
                 self.lifecycle.move(RequestState.STREAMING)
@@ -98,8 +98,8 @@ class Journey:
             self.ended.add(delta.choice)
 
     def take_report(self, report: PrefillReport) -> PrefillReport:
-        """The first one counts, for a retry also finds what the request itself has stored. As it is told: of the prompt
-        that was asked, which may be shorter than what was computed."""
+        """Keep the first report: a retry would also find what this request itself has stored. The numbers are those
+        of the original prompt, which may be shorter than what was computed."""
         prompt = len(self.request.tokens)
         local = min(report.local_cached_tokens, prompt)
         pool = min(report.pool_cached_tokens, prompt - local)
@@ -115,7 +115,7 @@ class Journey:
         return report
 
     def ended_by(self, eos_ids: Iterable[int]) -> FinishReason | None:
-        """Why its one answer is complete, if it is: of failed attempts only the word that it ended was lost."""
+        """Why its single answer is already complete, if it is: the failed attempt lost only the finish reason."""
         sampling, emitted = self.request.sampling, self.emitted[0]
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
         if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in stop_ids:

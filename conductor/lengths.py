@@ -1,7 +1,7 @@
-"""How long answers become: decayed histograms of what was seen, by kind of request, and conditional on what is there.
+"""Distribution of answer lengths: decayed histograms by kind of request, conditional on what is already generated.
 
-Pure; what is random comes from a generator that is given. Point predictions of chat answers are hardly better than
-chance, so nothing here promises a length: it gives a distribution, and admission asks what fits with which likelihood.
+Pure; the random generator is an argument. Point predictions of chat answers are hardly better than chance, so this
+gives a distribution, and admission asks what fits with which probability.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from conductor.view import Floats
 
 HALF_LIFE = 2000  # requests of a kind after which a sample counts half
 MAX_KINDS = 20_000
-KNOWN_TURNS = 200_000  # prompts whose answers' lengths are remembered for the next turn
-TRUST = 30.0  # samples of its own that a kind needs to count as much as what it falls back to
+KNOWN_TURNS = 200_000  # prompts whose answer lengths are remembered for the next turn
+TRUST = 30.0  # samples at which a kind's own histogram counts as much as the one it falls back to
 STEPS_AN_OCTAVE = 4
 NUM_BINS = 20 * STEPS_AN_OCTAVE  # lengths up to 2^20
-_UPPER = np.ceil(2.0 ** (np.arange(1, NUM_BINS + 1) / STEPS_AN_OCTAVE))  # the longest answer of each bin
-_LOWER = np.concatenate(([0.0], _UPPER[:-1]))  # below the shortest
+_UPPER = np.ceil(2.0 ** (np.arange(1, NUM_BINS + 1) / STEPS_AN_OCTAVE))  # the longest answer in each bin
+_LOWER = np.concatenate(([0.0], _UPPER[:-1]))  # just below the shortest
 
 
 class Kind(NamedTuple):
-    """What is known of an answer before it begins. ``root`` names the prompt's first block (a system prompt mostly)."""
+    """What is known of an answer beforehand. ``root`` names the prompt's first block (usually a system prompt)."""
 
     root: bytes = b""
     input_tokens: int = 0
-    parent_tokens: int = 0  # answer of the conversation's last turn; 0: none
+    parent_tokens: int = 0  # length of the answer in the conversation's previous turn; 0: none
 
     def chain(self) -> tuple[tuple[object, ...], ...]:
-        """From the most specific class to the one of all."""
+        """From the most specific class to the one of all requests."""
         size, parent = self.input_tokens.bit_length(), self.parent_tokens.bit_length()
         return (self.root, size, parent), (size, parent), (size,), ()
 
 
 class _Histogram:
-    """Samples weigh more and more instead of old ones less and less: one addition a sample."""
+    """New samples weigh more and more instead of old ones less and less: one addition per sample."""
 
     __slots__ = ("counts", "total", "weight")
 
@@ -63,13 +63,13 @@ class _Histogram:
 
 
 class OutputLengths:
-    """One owner. Kinds that were seen rarely lean on broader ones."""
+    """One owner. Kinds with few samples fall back on broader ones."""
 
     def __init__(self) -> None:
         self._histograms: OrderedDict[tuple[object, ...], _Histogram] = OrderedDict({(): _Histogram()})
 
     def observe(self, kind: Kind, tokens: int) -> None:
-        """An answer of ``kind`` had so many tokens."""
+        """An answer of ``kind`` had this many tokens."""
         at = int(np.searchsorted(_UPPER, max(tokens, 1)))
         for name in kind.chain():
             histogram = self._histograms.get(name)
@@ -81,7 +81,7 @@ class OutputLengths:
             self._histograms.move_to_end(name)
 
     def distribution(self, kind: Kind) -> Floats:
-        """Probabilities over bins of lengths; all 0 before the first sample."""
+        """Probabilities over length bins; all 0 before the first sample."""
         found: Floats = np.zeros(NUM_BINS)
         for name in reversed(kind.chain()):
             histogram = self._histograms.get(name)
@@ -97,15 +97,15 @@ class OutputLengths:
         return float(share @ np.minimum((_LOWER + _UPPER) / 2, limit)) if share.any() else float(limit)
 
     def sample(self, kind: Kind, limit: int, count: int, rng: np.random.Generator, generated: int = 0) -> Floats:
-        """``count`` lengths that such an answer may get, given that it has ``generated`` tokens and goes on."""
+        """``count`` possible final lengths of such an answer, given that it has ``generated`` tokens and continues."""
         return sample_beyond(self.distribution(kind), np.full(count, float(generated)), limit, rng)
 
     def quantile(self, kind: Kind, share: float, limit: int, generated: int = 0) -> float:
-        """The length that ``share`` of such answers do not exceed."""
+        """The length that a fraction ``share`` of such answers does not exceed."""
         return float(_inverse(self.distribution(kind), np.array([share]), np.array([float(generated)]), limit)[0])
 
     def _forget_one(self) -> None:
-        """The kind that was not seen for longest; never the one of all."""
+        """Forget the kind not seen for longest, but never the one of all requests."""
         for name in self._histograms:
             if name:
                 del self._histograms[name]
@@ -113,18 +113,18 @@ class OutputLengths:
 
 
 class Turns:
-    """How long the answers were that conversations got lately, each by its prompt's last full block."""
+    """Recent answer lengths in conversations, each by its prompt's last full block."""
 
     def __init__(self) -> None:
         self._answers: OrderedDict[bytes, int] = OrderedDict()
 
     def kind(self, keys: Sequence[bytes], num_tokens: int) -> Kind:
-        """What is known of the answer to a prompt of these blocks."""
+        """What is known of the answer to a prompt with these blocks."""
         parent = next((self._answers[key] for key in reversed(keys) if key in self._answers), 0)
         return Kind(keys[0] if keys else b"", num_tokens, parent)
 
     def observe(self, last: bytes, tokens: int) -> None:
-        """The prompt that ends in block ``last`` got so many tokens."""
+        """The prompt ending in block ``last`` was answered with this many tokens."""
         self._answers[last] = tokens
         self._answers.move_to_end(last)
         if len(self._answers) > KNOWN_TURNS:
@@ -134,12 +134,12 @@ class Turns:
 def sample_beyond(
     distribution: Floats, generated: Floats, limit: int, rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """One length each, above ``generated``; ``limit`` where nothing is known or nothing so long was seen."""
+    """One length each, above ``generated``; ``limit`` if nothing is known or nothing that long was seen."""
     return _inverse(distribution, rng.random(len(generated)), generated, limit)
 
 
 def _inverse(distribution: Floats, share: Floats, generated: Floats, limit: int) -> Floats:
-    """Inverse of the distribution given that lengths exceed ``generated``; straight inside a bin."""
+    """Inverse CDF, conditional on lengths above ``generated``; linear within a bin."""
     edges = np.concatenate(([0.0], _UPPER))
     below = np.concatenate(([0.0], distribution.cumsum()))
     reached = np.interp(generated, edges, below)

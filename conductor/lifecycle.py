@@ -14,8 +14,8 @@ from mooncake.errors import InternalError
 
 
 class HandoffState(StrEnum):
-    RESERVED = "reserved"  # both nodes are told
-    STREAMING = "streaming"  # prefill has the first token; ranges are on their way
+    RESERVED = "reserved"  # both nodes have been told
+    STREAMING = "streaming"  # prefill has produced the first token; ranges are on their way
     COMMITTED = "committed"  # the decode node has verified every range and generates
     FAILED = "failed"
     EXPIRED = "expired"
@@ -23,11 +23,11 @@ class HandoffState(StrEnum):
 
 class RequestState(StrEnum):
     ADMITTED = "admitted"
-    PLACED = "placed"  # on a pair of nodes, no token from it yet
+    PLACED = "placed"  # on a pair of nodes, no token received yet
     STREAMING = "streaming"  # tokens reach the client
     FINISHED = "finished"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # the client went away
+    CANCELLED = "cancelled"  # the client disconnected
     EXPIRED = "expired"
 
 
@@ -54,7 +54,7 @@ S = TypeVar("S", bound=StrEnum)
 
 
 class Lifecycle(Generic[S]):
-    """Where one thing stands in its table."""
+    """The state of one request or hand-off in its table."""
 
     def __init__(self, name: str, moves: Mapping[S, frozenset[S]], start: S) -> None:
         self._name = name

@@ -1,4 +1,4 @@
-"""What the two nodes of an attempt say, merged into one stream of tokens without gap or repeat.
+"""Merges the messages of an attempt's two nodes into one stream of tokens without gaps or repeats.
 
 Pure: messages in, deltas out. It knows neither calls nor nodes nor the client; it moves the hand-off's state.
 """
@@ -16,10 +16,10 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 
 class Merger:
-    """Two streams in, one without gap or repeat for each answer out. Pure.
+    """Two streams in; for each answer, one without gaps or repeats out.
 
-    ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives the whole
-    answers. Without ``tells_first`` its tokens are only between the nodes (beams are chosen at the end).
+    ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives whole
+    answers. Without ``tells_first`` the prefill node's tokens are not passed on (beams are chosen at the end).
     """
 
     def __init__(
@@ -32,9 +32,9 @@ class Merger:
         self._tells_first = tells_first
         self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
-        self._withheld: Delta | None = None  # the last word, while the report is awaited
+        self._withheld: Delta | None = None  # the last delta, held until the report arrives
         self._prefill_is_over = False
-        self.is_prefilled = False  # the prompt is computed: somebody has a token of it
+        self.is_prefilled = False  # the prompt is computed and a token exists
         self.handoff = handoff
         self.report: PrefillReport | None = None
 
@@ -47,7 +47,7 @@ class Merger:
         return self.handoff is not None and self.handoff.state is HandoffState.STREAMING
 
     def end_choice(self, choice: int) -> None:
-        """Nobody wants to hear of it any more."""
+        """Nothing more of this answer is wanted."""
         self._open.discard(choice)
         self._unwanted.add(choice)
 
@@ -84,7 +84,7 @@ class Merger:
         return Delta(new, choice=choice) if new else None
 
     def prefill_ended(self, error: MooncakeError | None) -> Delta | None:
-        """The prefill node says no more. That only matters while the answers still depend on it."""
+        """The prefill node's call has ended. That only matters while the answers still depend on it."""
         self._prefill_is_over = True
         if not self._open:
             return self._say_withheld()
@@ -105,7 +105,7 @@ class Merger:
             self.handoff.move(HandoffState.COMMITTED)
 
     def _end(self, choice: int, reason: FinishReason, new: tuple[SampledToken, ...]) -> Delta | None:
-        """The last word of all waits for the prefill node's report."""
+        """The very last delta waits for the prefill node's report."""
         self._open.discard(choice)
         if self._open or self.report is not None or self._prefill_is_over:
             return Delta(new, reason, choice=choice)
@@ -117,7 +117,7 @@ class Merger:
         return delta
 
     def _new(self, choice: int, tokens: list[SampledToken]) -> tuple[SampledToken, ...]:
-        """Those not seen yet. Both nodes may tell the first token."""
+        """Tokens not seen yet. Both nodes may send the first token."""
         if choice >= len(self._expected):
             raise InternalError(f"there is no answer {choice}")
         if self.is_unwanted(choice):

@@ -1,6 +1,6 @@
-"""The default policy's search in C++: the answer that ``policies.milliseconds``, ``predict.explain`` and ``describe``
-give together, in a few microseconds. Built at first use; without a compiler those serve, and say so once.
-"""
+"""The default policy's search in C++: computes what ``policies.milliseconds``, ``predict.explain`` and ``describe``
+compute together, in a few microseconds. Built at first use; without a compiler the Python versions serve, with one
+warning."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("placing.cpp")
 KEYS_HEADER = Path(__file__).with_name("keys.h")
-# Python adds and multiplies in steps, too: without fused operations both round alike.
+# Python rounds after every operation; without fused multiply-add both round alike.
 FLAGS = ("-ffp-contract=off",)
 _from_buffer: Callable[..., ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 @functools.cache
 def load_search() -> ModuleType | None:
-    """The library, or None where it cannot be built."""
+    """The library, or None if it cannot be built."""
     return load_or_warn("placing", SOURCE, "placing")
 
 
 def load_or_warn(name: str, source: Path, otherwise: str) -> ModuleType | None:
-    """A library of ours. Where it cannot be built None, with a warning of what is done ``otherwise``."""
+    """Load one of our libraries. If it cannot be built: None, with a warning that says what happens ``otherwise``."""
     try:
         return load_module(name, source, [KEYS_HEADER], FLAGS)
     except BuildFailed as error:
@@ -46,7 +46,7 @@ Found = tuple[NodeInfo, NodeInfo | None, tuple[NodeInfo, ...], int, int, int, in
 
 
 class _View(ctypes.Structure):
-    """``View`` of placing.cpp."""
+    """Mirrors ``View`` in placing.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_prefill", "num_decode", "num_stores")),
@@ -85,7 +85,7 @@ class _View(ctypes.Structure):
 
 
 class NativeSearch:
-    """One owner. Keeps pointers into the arrays of the view that it saw last; the fleet changes those in place."""
+    """One owner. Keeps pointers into the arrays of the last view it saw; the fleet updates those in place."""
 
     def __init__(self, library: ModuleType, shape: Shape) -> None:
         self._place: Callable[..., tuple[int, int, int, int, int, int, int, bool, tuple[float, ...], int, int]]
@@ -97,7 +97,7 @@ class NativeSearch:
         self._scratch = np.zeros(0)
 
     def __call__(self, question: Question) -> Found:
-        """What a ``Placement`` consists of. Somebody must be allowed on each side that is needed."""
+        """The fields of a ``Placement``. Each required side must have an allowed node."""
         view, facts = question.view, question.facts
         if view is not self._view:
             self._look_at(view)
@@ -164,5 +164,5 @@ class NativeSearch:
 
 
 def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Of an array that is kept."""
+    """Of an array whose owner keeps it alive."""
     return ctypes.addressof(_from_buffer(array)) if array.size else 0

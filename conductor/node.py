@@ -1,6 +1,6 @@
-"""The conductor as one process: opens the model's tokenizer and configuration, puts core and ingress on the network.
+"""The conductor as one process: opens the model's tokenizer and configuration, and serves core and ingress.
 
-It reads no weights beyond their digest and never imports torch.
+It reads no weights (only their digest) and never imports torch.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class ConductorNode:
         )
 
     async def wait_fatal(self) -> MooncakeError:
-        """It goes on whatever happens."""
+        """Never returns: no failure is fatal to a conductor."""
         never: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
         return await never
 
     async def stop(self) -> None:
-        """Tell health checks, let requests under way end for up to ``DRAIN_S``, then close."""
+        """Fail health checks, let requests in progress finish for up to ``DRAIN_S``, then close."""
         if self._server is not None:
             await self._server.set_serving(False)
         if self._ingress is not None:

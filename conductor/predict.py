@@ -1,16 +1,16 @@
-"""Predicted milliseconds of every way to serve one request, as arrays over nodes, and of one way in full.
+"""Predicted milliseconds of every way to serve one request, as arrays over nodes, and the details of one way.
 
-Pure. The arrays are what the default policy searches; ``explain`` says what any policy's choice is expected to cost.
+Pure. The default policy searches the arrays; ``explain`` says what any policy's choice is expected to cost.
 
     TTFT(p)    = queue(p) + min over sources and cuts of [fetch(source → p, up to the cut) + prefill(p, the rest)]
-    handoff    = what is left of sending the blocks that d lacks when prefill ends; the last layer is always left
+    handoff    = what is left of sending the blocks that d lacks when prefill ends; the last layer always is
     total(p,d) = TTFT(p) + handoff(p → d) + expected tokens · step(d, one sequence more)
 
-Of a store's run any leading part may be fetched, but only two cuts can be best: where its DRAM ends and where the run
-ends. Up to the first, and from there to the second, each token more costs the same to fetch (the first from the SSD
-waits for what others are to read of it), while computing the rest, t·(N - k) + c·(N² - k²), falls faster the longer the
-cut k is: between two ends the sum bends downwards, and is least at one of them. (Steps of chunks add a sawtooth to
-that: at most one step's fixed ms are lost by not looking at its teeth.)
+Any leading part of a store's run may be fetched, but only two cuts can be optimal: the end of its DRAM part and the end
+of the run. Between them each further token costs the same to fetch (the first from the SSD also waits for the reads
+queued there), while the time to compute the rest, t·(N - k) + c·(N² - k²), falls faster the longer the cut k is: the
+sum is concave between two ends, so its minimum is at one of them. (Computing in chunks adds a sawtooth; ignoring its
+teeth loses at most the fixed ms of one step.)
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from conductor.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, Float
 
 
 class FirstToken(NamedTuple):
-    """Arrays over P: the fastest way to the first token on each prefill node, and what it computes then."""
+    """Arrays over P: the shortest time to the first token on each prefill node, and what the node then computes."""
 
     ttft_ms: Floats
     prefill_ms: Floats
 
 
 class Breakdown(NamedTuple):
-    """Predicted milliseconds of each part; 0 where nothing was measured yet."""
+    """Predicted milliseconds of each part; 0 where nothing has been measured yet."""
 
     queue_ms: float = 0.0
     fetch_ms: float = 0.0
@@ -41,7 +41,7 @@ class Breakdown(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One choice in full. ``source`` is the store that is really read from, which may be the one on the same host."""
+    """One choice in full. ``source`` is the store actually read from, which may be the one on the same host."""
 
     breakdown: Breakdown
     source: int
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
 
 
 def first_token(question: Question) -> FirstToken:
-    """Every prefill node with its own cache, its host's store, and the best few other stores, whatever is fastest."""
+    """The fastest of each prefill node's own cache, its host's store, and the best few other stores."""
     view, shape = question.view, question.shape
     everyone, is_unknown = np.arange(len(view.prefill.nodes)), ~view.prefill.known
     local = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
@@ -80,7 +80,7 @@ def first_token(question: Question) -> FirstToken:
 
 
 def prefill_array_ms(question: Question, cached: Floats) -> Floats:
-    """[P] ms of computing what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
+    """[P] ms to compute what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
     num_tokens, chunk = question.facts.num_tokens, question.shape.chunk_tokens
     step, token, half_pair = question.view.prefill.costs
     new = num_tokens - cached
@@ -92,14 +92,14 @@ def prefill_array_ms(question: Question, cached: Floats) -> Floats:
 
 
 def transfer_array_ms(question: Question, source: int, tokens: Floats) -> Floats:
-    """[P] ms of fetching so many tokens from one store, which shares its way out among all that read."""
+    """[P] ms to fetch this many tokens from one store, whose bandwidth all its readers share."""
     view, shape = question.view, question.shape
     num_bytes = tokens * (shape.block_bytes / shape.block_tokens * (view.stores.sending_flows.item(source) + 1.0))
     return np.where(tokens > 0.0, view.link_ms(view.fetch_link[source], num_bytes), 0.0)
 
 
 def local_ttft_ms(question: Question) -> Floats:
-    """[P]: queue, reading from the store on the same host, and prefill; nothing from elsewhere."""
+    """[P]: queue, reading from the store on the same host, and prefill; nothing from other hosts."""
     shape, view = question.shape, question.view
     own = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
     with_home = np.minimum(question.own_blocks() * shape.block_tokens, question.usable_tokens)
@@ -111,14 +111,14 @@ def local_ttft_ms(question: Question) -> Floats:
 
 
 def sent_bytes(question: Question) -> Floats:
-    """[D]: of the prompt's blocks that each decode node lacks."""
+    """[D]: bytes of the prompt's blocks that each decode node lacks."""
     total = -(-question.facts.num_tokens // question.shape.block_tokens)
     result: Floats = (total - question.decode_runs) * question.shape.block_bytes
     return result
 
 
 def decode_work_ms(question: Question) -> Floats:
-    """[D]: the expected answer, one step a token, beside what the node runs already; inf where it must not go, or
+    """[D]: the expected answer, one step per token, next to what the node already runs. inf where it must not go, or
     does not fit with its answer, unless it fits nowhere."""
     side, facts, shape = question.view.decode, question.facts, question.shape
     work = (side.next_step_ms + side.context_ms * facts.num_tokens) * facts.expected_tokens + side.tie_ms
@@ -164,7 +164,7 @@ _Way = tuple[int, int, float, float]  # source, cached tokens, ms to fetch, ms t
 
 
 def _fastest(question: Question, p: int, local: int, sources: Iterable[int]) -> _Way:
-    """From one of ``sources``, or from none of them. While nothing is known the longest run is the best."""
+    """The best of ``sources``, or of using none. While costs are unknown the longest run is the best."""
     best = (NONE, local, 0.0, _prefill_ms(question, p, local))
     for source in sources:
         if source == NONE or not question.store_runs[source]:
@@ -181,7 +181,7 @@ def _fastest(question: Question, p: int, local: int, sources: Iterable[int]) -> 
 
 
 def _way(question: Question, p: int, local: int, source: int) -> _Way:
-    """With the store's whole run."""
+    """Fetching the store's whole run."""
     cached = question.store_tokens.item(source)
     if cached <= local:
         return NONE, local, 0.0, _prefill_ms(question, p, local)
@@ -189,14 +189,14 @@ def _way(question: Question, p: int, local: int, source: int) -> _Way:
 
 
 def _way_to(question: Question, p: int, local: int, source: int, cached: float) -> _Way:
-    """Fetching what lies between ``local`` and ``cached`` tokens."""
+    """Fetching the tokens from ``local`` up to ``cached``."""
     fetch_ms = _fetch_ms(question, p, source, local, cached)
     return source, int(cached), fetch_ms, _prefill_ms(question, p, int(cached))
 
 
 def _fetch_ms(question: Question, p: int, source: int, local: int, cached: float) -> float:
-    """Reads share a store's way out; those on its own host do not use it. Reads of its SSD take turns, which some may
-    do while the prompt waits for its own."""
+    """Readers share a store's outgoing bandwidth, except those on its own host. Reads of its SSD take turns, and the
+    ones ahead may run while the prompt waits in the node's queue."""
     view, shape = question.view, question.shape
     num_bytes = (cached - local) * shape.block_bytes / shape.block_tokens
     if source != view.prefill.home[p]:

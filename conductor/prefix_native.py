@@ -1,6 +1,5 @@
-"""The prefix index's table in C++: the same answers as ``prefix_table.PrefixTable``, in a fraction of the time and the
-memory. Built at first use; without a compiler the Python table serves, and says so once.
-"""
+"""The prefix index's table in C++: the same answers as ``prefix_table.PrefixTable`` in a fraction of the time and
+memory. Built at first use; without a compiler the Python table serves, with one warning."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ RECORD_BYTES = INDEX_KEY_BYTES + 1
 
 
 def new_table(max_blocks: int, native: bool = True) -> PrefixTable | NativeTable:
-    """The fastest table that this machine can have."""
+    """The fastest table available on this machine."""
     library = _load() if native else None
     return PrefixTable(max_blocks) if library is None else NativeTable(library, max_blocks)
 
@@ -33,7 +32,7 @@ def _load() -> ModuleType | None:
 
 
 class NativeTable:
-    """As ``PrefixTable``. Raises ValueError or TypeError for a key that is none."""
+    """Like ``PrefixTable``. Raises ValueError or TypeError for something that is not a key."""
 
     def __init__(self, library: ModuleType, max_blocks: int) -> None:
         self._library = library
@@ -70,5 +69,5 @@ class NativeTable:
 
 
 def _bits(slots: int) -> bytes:
-    """Whole words of 64 bits."""
+    """A bit set as 64-bit words."""
     return slots.to_bytes((slots.bit_length() + 63) // 64 * 8, "little")

@@ -1,9 +1,9 @@
-"""Prompts that wait for a prefill node: what it will hold once they are computed, before its cache can say so.
+"""Prompts waiting for a prefill node: what it will hold once they are computed, before its cache can report it.
 
-Pure soft state beside the prefix index. What a prompt adds to what its node holds is marked every few blocks and at its
-end, from booking to the first token. Beyond what some cache holds a mark implies all before it, so the deepest one that
-a new prompt shares is found by bisection. ``promises.cpp`` is the same in C++; this is the definition, and serves where
-that cannot be built.
+Pure soft state beside the prefix index. What a prompt adds to its node's cache is marked every few blocks and at its
+end, from booking to the first token. Beyond what some cache holds, a mark implies all blocks before it, so the deepest
+mark that a new prompt shares is found by bisection. ``promises.cpp`` is the same in C++; this is the reference, and
+serves where that cannot be built.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from collections.abc import Sequence
 from conductor.accounts import Ticket
 from conductor.view import Floats, View
 
-MARK_TOKENS = 1024  # between two marks
+MARK_TOKENS = 1024  # distance between two marks
 
 
 def stride_blocks(block_tokens: int) -> int:
-    """Blocks between two marks."""
+    """Distance between two marks in blocks."""
     return max(1, MARK_TOKENS // block_tokens)
 
 
 class Promises:
-    """One owner. A ticket's marks stand until it is ``kept``, which it is once or more."""
+    """One owner. A ticket's marks stand until ``kept``, which may be called more than once."""
 
     def __init__(self, block_tokens: int) -> None:
         self._stride = stride_blocks(block_tokens)
-        self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each prompt that waits with it
-        self._marks: dict[Ticket, tuple[list[bytes], int]] = {}  # and the prompt's blocks where it ends between two
-        self._ends: dict[int, int] = {}  # how many prompts end so, by their blocks
+        self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each waiting prompt that has it
+        self._marks: dict[Ticket, tuple[list[bytes], int]] = {}  # and length in blocks if between two
+        self._ends: dict[int, int] = {}  # number of prompts of each length in blocks
 
     def __len__(self) -> int:
         return len(self._marks)
@@ -65,7 +65,7 @@ class Promises:
                 nodes[mark] = waiting[:at] + waiting[at + 1 :]
 
     def count(self, keys: Sequence[bytes], view: View, runs: Floats, longest: int) -> None:
-        """Raise the runs of those prefill nodes that wait for more of ``keys`` than the ``longest`` run in a cache."""
+        """Raise the runs of prefill nodes that will hold more of ``keys`` than the ``longest`` run in a cache."""
         if not self._nodes:
             return
         depth = self._depth(keys, longest)
@@ -75,7 +75,7 @@ class Promises:
                     runs[view.prefill.slots.item(at)] = depth
 
     def _depth(self, keys: Sequence[bytes], held: int) -> int:
-        """How many leading blocks of ``keys`` end with the deepest mark beyond ``held`` blocks; 0: none."""
+        """How many leading blocks of ``keys`` the deepest mark beyond ``held`` blocks covers; 0: there is none."""
         nodes, stride = self._nodes, self._stride
         base = low = held // stride
         high = len(keys) // stride

@@ -1,6 +1,5 @@
-"""Promises in C++: the same answers as ``promises.Promises``, in a fraction of the time. Built at first use; without a
-compiler the Python ones serve, and say so once.
-"""
+"""Promises in C++: the same answers as ``promises.Promises`` in a fraction of the time. Built at first use; without
+a compiler the Python version serves, with one warning."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ SOURCE = Path(__file__).with_name("promises.cpp")
 
 
 def new_promises(block_tokens: int, native: bool = True) -> Promises | NativePromises:
-    """The fastest that this machine can have."""
+    """The fastest version available on this machine."""
     library = _load() if native else None
     return Promises(block_tokens) if library is None else NativePromises(library, block_tokens)
 
@@ -30,13 +29,13 @@ def _load() -> ModuleType | None:
 
 
 class NativePromises:
-    """As ``Promises``."""
+    """Like ``Promises``."""
 
     def __init__(self, library: ModuleType, block_tokens: int) -> None:
         self._give, self._keep, self._deepest = library.give, library.keep, library.deepest
         self._all: int = library.new_promises(stride_blocks(block_tokens))
         self._numbers: dict[Ticket, int] = {}
-        self._node_ids: list[str] = [""]  # by number, which are given out again
+        self._node_ids: list[str] = [""]  # by number; numbers are reused
         weakref.finalize(self, library.delete_promises, self._all)
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""Who is in the cluster and fit for work: nodes by id, their incarnation, state and last reported load.
+"""Who is in the cluster and usable: nodes by id, with incarnation, state and last reported load.
 
-Pure: time is an argument and nothing is sent from here. A node's states are a table; a process that has been replaced
-by a newer one of the same id is refused for ever, so that two of them cannot take turns.
+Pure: time is an argument and nothing is sent from here. A node's states are a table; a process that was replaced by a
+newer one of the same id is refused for ever, so that the two cannot take turns.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 
 MAX_NODES = 4096
-REPLACED_KEPT = 64  # incarnations remembered as replaced, a node id
-GONE_KEPT = 4096  # node ids of which the last incarnation is remembered after it fell silent
-MISSED_HEARTBEATS = 3  # after so many, a node is suspect
+REPLACED_KEPT = 64  # replaced incarnations remembered per node id
+GONE_KEPT = 4096  # node ids whose last incarnation is remembered after they fell silent
+MISSED_HEARTBEATS = 3  # after this many a node is suspect
 
 
 class NodeState(StrEnum):
     LIVE = "live"
-    SUSPECT = "suspect"  # a call failed or heartbeats are late: work only when no live node of its role is left
+    SUSPECT = "suspect"  # a call failed or heartbeats are late: gets work only if no live node of its role is left
     DRAINING = "draining"  # finishes what it has
     GONE = "gone"
 
@@ -63,7 +63,7 @@ TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """What a node says of itself when it registers. ``segment`` is None for a node without registered memory."""
+    """What a node says about itself when it registers. ``segment`` is None for a node without registered memory."""
 
     node_id: str
     role: Role
@@ -74,7 +74,7 @@ class NodeInfo:
     block_tokens: int = 0
     max_sequences: int = 0
     can_switch: bool = False  # between prefill and decode
-    device: str = ""  # that it computes on
+    device: str = ""  # the device it computes on
 
     @property
     def host_id(self) -> str:
@@ -82,7 +82,7 @@ class NodeInfo:
 
 
 class NodeLoad(NamedTuple):
-    """What a node last said about its work; tokens and blocks."""
+    """A node's last report of its work, in tokens and blocks."""
 
     running: int = 0
     waiting: int = 0
@@ -99,13 +99,13 @@ class Node:
     state: NodeState
     heard_at: float
     load: NodeLoad = field(default_factory=NodeLoad)
-    suspect_until: float = 0.0  # heartbeats before then do not clear a failed call
+    suspect_until: float = 0.0  # heartbeats before this time do not clear a failed call
     health: Health = Health.HEALTHY
-    why: str = ""  # it is not healthy
+    why: str = ""  # why it is not healthy
 
     @property
     def standing(self) -> NodeState:
-        """Its state as far as work is concerned: a sick node counts for less than it says of itself."""
+        """Its state as far as work is concerned: a sick node ranks lower than its own state says."""
         if self.state is NodeState.LIVE:
             return _STANDING.get(self.health, NodeState.LIVE)
         return NodeState.DRAINING if self.health in (Health.DRAINING, Health.ISOLATED) else self.state
@@ -119,7 +119,7 @@ _STANDING = {
 
 
 class Registry:
-    """One owner. Every method that reads the time is given it (seconds, monotonic)."""
+    """One owner. Methods that need the time take it as an argument (seconds, monotonic)."""
 
     def __init__(self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float) -> None:
         self._fingerprint = kv_fingerprint
@@ -129,13 +129,14 @@ class Registry:
         self._suspect_s = 2 * interval_s
         self._nodes: dict[str, Node] = {}
         self._replaced: dict[str, deque[int]] = {}
-        self._gone: dict[str, int] = {}  # incarnations that fell silent, by node id: they may only be asleep
+        self._gone: dict[str, int] = {}  # by node id: incarnations that fell silent; they may only be asleep
         self.version = 0  # changes whenever the set of nodes or a state does
 
     def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
-        """Take a node in; the incarnation it replaces, if any.
+        """Add a node. Returns the incarnation it replaces, if any.
 
-        Raises ConfigError when its KV is of another kind, or the cluster is full; StaleEpoch when it was replaced.
+        Raises ConfigError when its KV fingerprint differs or the cluster is full; StaleEpoch when it was itself
+        replaced.
         """
         self._check_kind(info)
         self._refuse_replaced(info.node_id, info.incarnation)
@@ -154,7 +155,7 @@ class Registry:
         return old.info if old else None
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool, now: float) -> bool:
-        """Whether the node is known; if not it must register. Raises StaleEpoch when it was replaced."""
+        """Returns whether the node is known; if not it must register. Raises StaleEpoch when it was replaced."""
         self._refuse_replaced(node_id, incarnation)
         node = self._nodes.get(node_id)
         if node is None or node.info.incarnation != incarnation:
@@ -167,31 +168,31 @@ class Registry:
         return True
 
     def call_failed(self, info: NodeInfo, now: float) -> None:
-        """A call to the node found nobody. It gets no work until a heartbeat that is surely younger than that."""
+        """A call could not reach the node. It gets no work until a heartbeat that is certainly newer than the call."""
         node = self._nodes.get(info.node_id)
         if node is not None and node.info.incarnation == info.incarnation:
             node.suspect_until = now + self._suspect_s
             self._move(node, NodeEvent.CALL_FAILED)
 
     def judge(self, node_id: str, health: Health, why: str) -> None:
-        """How the node is found to be."""
+        """Set a node's health."""
         node = self._nodes.get(node_id)
         if node is not None:
             node.health, node.why = health, why
             self.version += 1
 
     def is_draining(self, info: NodeInfo) -> bool:
-        """Whether the node has said that it is about to leave."""
+        """Whether the node has announced that it is leaving."""
         node = self._nodes.get(info.node_id)
         return node is not None and node.info.incarnation == info.incarnation and node.state is NodeState.DRAINING
 
     def excuse(self, pause_s: float) -> None:
-        """The conductor itself was not listening for so long: nobody's silence counts."""
+        """The conductor itself was not listening for this long: silence during that time does not count."""
         for node in self._nodes.values():
             node.heard_at += pause_s
 
     def tick(self, now: float) -> list[NodeInfo]:
-        """Judge silence. The nodes that are gone with this call; they are forgotten."""
+        """Check for silent nodes. Returns the ones that are gone as of this call; they are forgotten."""
         gone = []
         for node in self._nodes.values():
             silent_s = now - node.heard_at
@@ -211,16 +212,16 @@ class Registry:
         return self._nodes.get(node_id)
 
     def nodes(self) -> Iterable[Node]:
-        """All that are not gone, by id."""
+        """All nodes that are not gone, by id."""
         return (self._nodes[node_id] for node_id in sorted(self._nodes))
 
     def live(self) -> frozenset[int]:
-        """Incarnations of the nodes that are heard."""
+        """Incarnations of the nodes that are being heard from."""
         return frozenset(node.info.incarnation for node in self._nodes.values() if node.state is NodeState.LIVE)
 
     def usable(self, role: Role) -> list[Node]:
-        """Nodes that may be given work, by id: the live ones, or the suspects when none is live, or else the sick ones:
-        slow answers are better than none, and wrong bytes are found out."""
+        """Nodes that may get work, by id: the live ones; if none, the suspects; if none, the sick ones: slow answers
+        are better than none, and wrong bytes are detected."""
         of_role = [node for node in self.nodes() if node.info.role is role]
         for standing in (NodeState.LIVE, NodeState.SUSPECT):
             if found := [node for node in of_role if node.standing is standing]:
@@ -228,7 +229,7 @@ class Registry:
         return [node for node in of_role if node.state is NodeState.LIVE]
 
     def most_tokens(self) -> int:
-        """Of one sequence, that the decode node with the most memory can hold; 0 while none has said."""
+        """The longest sequence, in tokens, that the decode node with the most memory can hold; 0 while unknown."""
         nodes = (node for node in self._nodes.values() if node.info.role is Role.DECODE)
         return max((node.load.blocks_total for node in nodes), default=0) * self.block_tokens
 

@@ -1,10 +1,10 @@
-"""Hot prefixes: which to copy to more hosts before everybody has fetched them, and which copies to give up again.
+"""Hot prefixes: which to copy to more hosts before everyone has fetched them, and which copies to drop again.
 
-Pure. Replicas mostly follow from placement: whoever fetches a prefix has it from then on. That is too slow when a crowd
-comes at once, because all of them fetch from one host. So prefixes are watched at a few depths; one that needs more
-nodes than hold it is copied in the background, as far as all who ask for it are alike, the copies bounded in number and
-in flight. When nobody has asked for it during its time to live, the nodes that came to hold it for the crowd, by a copy
-or by a fetch, give it up where nothing was built on it; those that had it before keep it.
+Pure. Replication mostly follows from placement: whoever fetches a prefix has it from then on. That is too slow for a
+sudden crowd, because all of it fetches from one host. So prefixes are watched at a few depths; one that needs more
+nodes than hold it is copied in the background, up to the point where the crowd's prompts diverge, with bounds on the
+number of copies and on those in flight. When nobody has asked for it during its time to live, the nodes that got it for
+the crowd, by a copy or a fetch, drop it unless something was built on it; those that had it before keep it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from conductor.prefix_index import PrefixIndex
 from conductor.view import NONE, Bools, Question, View
 from mooncake.types import BlockKey
 
-DEPTHS = tuple(2**power for power in range(2, 16))  # blocks at which prefixes are watched
+DEPTHS = tuple(2**power for power in range(2, 16))  # prefix lengths in blocks that are watched
 MAX_WATCHED = 4096
 MAX_CROWDS = 256
 LOOK_S = 0.25  # between two ticks
-NOBODY = 0.5  # requests of lately: who comes now has a prefix to himself
+NOBODY = 0.5  # in recent requests: below this, whoever comes has the prefix to itself
 
 
 class Copy(NamedTuple):
-    """``target`` shall read these blocks from ``source``."""
+    """``target`` should read these blocks from ``source``."""
 
     source: str
     target: str
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
 
 
 class Reclaim(NamedTuple):
-    """``node_id`` is to give up these blocks, from the last one on, as far as nothing is built on them."""
+    """``node_id`` should drop these blocks, from the last one on, unless something is built on them."""
 
     node_id: str
     keys: tuple[BlockKey, ...]
@@ -47,52 +47,52 @@ class Reclaim(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class ReplicationLimits:
     half_life_s: float = 3.0  # of a prefix's heat: a crowd shows within a second
-    min_requests: float = 5.0  # of lately: a few long prompts are no crowd
-    busy: float = 0.5  # share of a node that one prefix may take before another node shall hold it
+    min_requests: float = 5.0  # recent ones: a few long prompts are not a crowd
+    busy: float = 0.5  # fraction of a node that one prefix may take before another node should hold it
     max_in_flight: int = 8
-    max_copies: int = 32  # of one prefix, made here
+    max_copies: int = 32  # of one prefix, made by us
     ttl_s: float = 120.0
-    copy_timeout_s: float = 30.0  # a copy of which nothing is heard
+    copy_timeout_s: float = 30.0  # a copy not heard from for this long
 
 
 @dataclass(slots=True)
 class _Watched:
-    """A prefix of a depth that is watched."""
+    """A prefix of a watched length."""
 
-    keys: tuple[BlockKey, ...]  # that all who asked for it lately had in common: it, and perhaps more
-    homes: frozenset[str]  # stores that had it before they came
-    heat: float = 0.0  # ms of prefill asked for, decayed
-    requests: float = 0.0  # decayed
+    keys: tuple[BlockKey, ...]  # what all recent requests for it have in common: it, and perhaps more
+    homes: frozenset[str]  # stores that had it before the requests came
+    heat: float = 0.0  # decayed ms of prefill requested
+    requests: float = 0.0  # decayed count
     heated_at: float = 0.0
     asked_at: float = 0.0
 
 
 @dataclass(slots=True)
 class _Crowd:
-    """A prefix that took more nodes than one."""
+    """A prefix that took more than one node."""
 
     keys: tuple[BlockKey, ...]
-    homes: frozenset[str]  # that had it before
-    copies: set[str] = field(default_factory=set)  # nodes that were sent it
+    homes: frozenset[str]  # nodes that had it before
+    copies: set[str] = field(default_factory=set)  # nodes it was sent to
 
 
 class Replicator:
-    """One owner. ``asked`` for every request, ``tick`` as often as copies may begin."""
+    """One owner. Call ``asked`` for every request, and ``tick`` as often as copies may start."""
 
     def __init__(self, limits: ReplicationLimits | None = None) -> None:
         self.limits = limits or ReplicationLimits()
-        self._watched: OrderedDict[bytes, _Watched] = OrderedDict()  # by the last key of what is watched
-        self._hot: set[bytes] = set()  # of those, that one node cannot do alone
+        self._watched: OrderedDict[bytes, _Watched] = OrderedDict()  # by the watched prefix's last key
+        self._hot: set[bytes] = set()  # of these, the ones too much for a single node
         self._crowds: dict[bytes, _Crowd] = {}  # by their last key
-        self._in_flight: dict[Copy, float] = {}  # since when
+        self._in_flight: dict[Copy, float] = {}  # start times
 
     @property
     def has_crowds(self) -> bool:
-        """Whether a ``tick`` may say anything."""
+        """Whether a ``tick`` may return anything."""
         return bool(self._hot or self._crowds)
 
     def asked(self, question: Question, prefill_ms: float, now: float) -> None:
-        """A request came that takes ``prefill_ms`` of a prefill node that holds its prefix."""
+        """A request arrived that takes ``prefill_ms`` of a prefill node that holds its prefix."""
         keys = cast("Sequence[BlockKey]", question.facts.keys)
         whole = tuple(keys[: DEPTHS[-1]])
         runs = question.store_runs
@@ -116,14 +116,14 @@ class Replicator:
                 self._hot.add(name)
 
     def tick(self, view: View, index: PrefixIndex, now: float) -> list[Copy | Reclaim]:
-        """What to copy and what to give up."""
+        """What to copy and what to drop."""
         for copy, since in list(self._in_flight.items()):
             if now - since > self.limits.copy_timeout_s:
                 del self._in_flight[copy]
         return [*self._reclaims(view, index, now), *self._new_copies(view, index, now)]
 
     def copied(self, copy: Copy, ok: bool) -> None:
-        """A copy has ended. One that failed may be tried again."""
+        """A copy has ended. A failed one may be retried."""
         crowd = self._crowds.get(copy.keys[-1])
         if self._in_flight.pop(copy, None) is not None and ok and crowd is not None:
             crowd.copies.add(copy.target)
@@ -134,7 +134,7 @@ class Replicator:
         self._in_flight = {copy: since for copy, since in self._in_flight.items() if copy.target != node_id}
 
     def _new_copies(self, view: View, index: PrefixIndex, now: float) -> list[Copy]:
-        """For the longest prefixes first: whoever is sent one has all its beginnings."""
+        """For the longest prefixes first: a node that is sent one has all its beginnings."""
         copies: list[Copy] = []
         done: set[bytes] = set()
         hot = ((-len(self._watched[name].keys), -self._watched[name].heat, name) for name in self._hot)
@@ -152,7 +152,7 @@ class Replicator:
             crowd = self._crowds.get(keys[-1])
             if crowd is None:
                 crowd = self._crowds[keys[-1]] = _Crowd(keys, watched.homes)
-                if len(self._crowds) > MAX_CROWDS:  # what the oldest one left is for eviction
+                if len(self._crowds) > MAX_CROWDS:  # copies of the oldest one are left to eviction
                     del self._crowds[next(iter(self._crowds))]
             coming = {copy.target for copy in self._in_flight if copy.keys[: len(keys)] == keys}
             missing = min(needed - int(holds.sum()), self.limits.max_copies - len(crowd.copies)) - len(coming)
@@ -165,7 +165,7 @@ class Replicator:
         return copies
 
     def _targets(self, view: View, holds: Bools, coming: set[str], count: int) -> list[str]:
-        """Stores without the prefix, those first whose prefill nodes have the least to do."""
+        """Stores without the prefix, those with the least busy prefill nodes first."""
         busy = np.full(len(view.stores.nodes), np.inf)
         for p, home in enumerate(view.prefill.home):
             if home != NONE:
@@ -180,12 +180,12 @@ class Replicator:
         return found
 
     def _source(self, view: View, holds: Bools) -> str:
-        """The holder that sends least now."""
+        """The holder that is sending least now."""
         flows = np.where(holds, view.stores.sending_flows, np.inf)
         return view.stores.nodes[int(flows.argmin())].node_id
 
     def _reclaims(self, view: View, index: PrefixIndex, now: float) -> list[Reclaim]:
-        """What nodes have for the sake of crowds that are gone."""
+        """What nodes hold only for crowds that are gone."""
         found: list[Reclaim] = []
         for end, crowd in list(self._crowds.items()):
             wanted = self._wanted_part(crowd.keys, now)
@@ -202,7 +202,7 @@ class Replicator:
         return holds
 
     def _wanted_part(self, keys: tuple[BlockKey, ...], now: float) -> int:
-        """How many of the first blocks somebody has asked for during the time to live."""
+        """How many of the first blocks have been asked for during the time to live."""
         for depth in reversed(_depths(keys)):
             watched = self._watched.get(keys[depth - 1])
             if watched is not None and now - watched.asked_at <= self.limits.ttl_s:
@@ -213,7 +213,7 @@ class Replicator:
         return math.pow(0.5, (now - watched.heated_at) / self.limits.half_life_s)
 
     def _nodes_needed(self, watched: _Watched, now: float) -> int:
-        """Nodes that the prefix keeps busy. Heat is a decayed sum: of a steady rate it is rate · half-life / ln 2."""
+        """Nodes that the prefix keeps busy. Heat is a decayed sum: at a steady rate it is rate · half-life / ln 2."""
         fading = self._fading(watched, now)
         if watched.requests * fading < self.limits.min_requests:
             return 1
@@ -222,7 +222,7 @@ class Replicator:
 
 
 def _depths(keys: Sequence[BlockKey]) -> Sequence[int]:
-    """At which this prefix is watched."""
+    """The depths at which this prefix is watched."""
     return DEPTHS[: bisect_right(DEPTHS, len(keys))]
 
 
@@ -231,7 +231,7 @@ def _names(view: View, chosen: Bools) -> list[str]:
 
 
 def _in_common(mine: tuple[BlockKey, ...], theirs: Sequence[BlockKey]) -> tuple[BlockKey, ...]:
-    """A key stands for all before it, so what differs is the rest."""
+    """The common prefix. A key stands for all before it, so the first difference is found by bisection."""
     end = min(len(mine), len(theirs))
     if mine[end - 1] != theirs[end - 1]:
         end = bisect_left(range(end), True, key=lambda at: mine[at] != theirs[at])

@@ -1,22 +1,21 @@
-"""Carries out what ``Balancer`` decides: asks a node to change its role, and follows it until it has.
+"""Carries out what ``Balancer`` decides: asks a node to change its role, and tracks it until it has.
 
-I/O-free but for the wish that ``set_role`` leaves for the node's next heartbeat; the node drains and registers anew by
-itself. At most one switch is under way.
+No I/O: ``RoleRequests`` holds the request for the node's next heartbeat, and the node drains and registers again by
+itself. At most one switch is in progress.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from conductor.balance import BalanceLimits, Balancer, Switch, SwitchState
 from conductor.fleet import Fleet
 from conductor.registry import NodeInfo
+from conductor.role_requests import RoleRequests
 from conductor.scheduler import Placement
 from conductor.view import Question
 from mooncake.config import ConductorSection
 from mooncake.errors import InvalidRequest
-from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +24,14 @@ USUAL_TBT_MS = 200.0  # what a decode node is sized for when there is no limit
 
 
 class RoleShift:
-    """One owner. ``set_role`` wants a node to switch, or raises InvalidRequest; ``forget`` takes that back."""
+    """One owner. What it asks nodes for goes through ``requests``."""
 
     def __init__(
         self,
         section: ConductorSection,
         fleet: Fleet,
         block_tokens: int,
-        set_role: Callable[[str, Role], None],
-        forget: Callable[[str], None],
+        requests: RoleRequests,
     ) -> None:
         limits = BalanceLimits(
             smoothing_s=section.balance_smoothing_s,
@@ -42,18 +40,17 @@ class RoleShift:
         )
         self.balancer = Balancer(section.tbt_limit_ms or USUAL_TBT_MS, block_tokens, limits)
         self._fleet = fleet
-        self._set_role = set_role
-        self._forget = forget
+        self._requests = requests
         self._switch: Switch | None = None
         self._look_at = 0.0
 
     def arrived(self, question: Question, placement: Placement, now: float) -> None:
-        """A request has come, whether it was let in or not."""
+        """A request has arrived, whether or not it was admitted."""
         facts, work_ms = question.facts, placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
         self.balancer.arrived(question.view, work_ms, facts.num_tokens, facts.expected_tokens)
 
     def registered(self, info: NodeInfo, now: float) -> None:
-        """A node has joined or come back: perhaps the one that switches."""
+        """A node has joined or returned: perhaps the one that switches."""
         if self._switch is not None and info.node_id == self._switch.node_id:
             if info.role is self._switch.to:
                 self.balancer.moved(SwitchState.FLIPPING, now)
@@ -72,13 +69,13 @@ class RoleShift:
         switch = self.balancer.tick(self._fleet.view(now), now)
         if self._switch is not None and self.balancer.switching is None:
             log.warning("%s did not get empty in time and stays what it is", self._switch.node_id)
-            self._forget(self._switch.node_id)
+            self._requests.withdraw(self._switch.node_id)
             self._switch = None
         if switch is None:
             return
         self._switch = switch
         try:
-            self._set_role(switch.node_id, switch.to)
+            self._requests.request(switch.node_id, switch.to)
             log.info("%s is to become a %s node: that side is the busier one", switch.node_id, switch.to)
         except InvalidRequest as error:
             log.debug("no switch: %s", error.message)

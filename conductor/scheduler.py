@@ -1,7 +1,7 @@
-"""Where a request goes: asks the policy, says what its choice is expected to cost, and books it.
+"""Where a request goes: asks the policy, predicts what its choice costs, and books it.
 
-Pure: reads no clock; what is random is drawn from a generator that is given. It checks what no policy has to know:
-that somebody is there, that nodes which failed this request are avoided, and that its time suffices.
+Pure: reads no clock; the random generator is an argument. It checks what no policy needs to know: that some node is
+available, that nodes which failed this request are avoided, and that the deadline can be met.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
 class Placement(NamedTuple):
     prefill: NodeInfo
     decode: NodeInfo | None
-    pools: tuple[NodeInfo, ...]  # stores: where to read the prefix and to keep new blocks, best first
-    local_tokens: int  # of the prompt, in the prefill node's cache
-    fetched_tokens: int  # beyond those, in the first pool
-    new_tokens: int  # to compute
-    sent_blocks: int  # to the decode node, which lacks them
+    pools: tuple[NodeInfo, ...]  # stores to read the prefix from and to write new blocks to, best first
+    local_tokens: int  # prompt tokens in the prefill node's cache
+    fetched_tokens: int  # prompt tokens beyond those, from the first pool
+    new_tokens: int  # prompt tokens to compute
+    sent_blocks: int  # blocks the decode node lacks
     is_known: bool  # whether the prefill node's predictions rest on measurements
     breakdown: Breakdown
-    # of the prompt's leading ones: how many to take from the first pool at most, for it holds more, and reading that
-    # is slower than computing; None: all that it turns out to hold
+    # At most this many leading tokens are read from the first pool: it holds more, but reading them is slower than
+    # computing them. None: no limit.
     pool_tokens: int | None = None
-    ssd_tokens: int = 0  # of the fetched ones, those that only the SSD has
+    ssd_tokens: int = 0  # those of the fetched ones that are only on the SSD
 
     @property
     def predicted_ttft_ms(self) -> float:
@@ -47,7 +47,7 @@ class Placement(NamedTuple):
 
 
 class Scheduler:
-    """One owner. ``place`` changes nothing; ``book`` counts at once, before any node has heard of the request."""
+    """One owner. ``place`` changes nothing; ``book`` takes effect at once, before any node has heard of the request."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Scheduler:
         self.shape = shape
         self.policy = policy
         self._rng = rng if rng is not None else np.random.default_rng(0)
-        # What waits is our policy's own knowledge; the published ones go by what caches report.
+        # Only our policy knows about waiting prompts; the published ones use what caches report.
         self._promises = new_promises(shape.block_tokens, native) if policy is milliseconds else None
         library = load_search() if native else None
         self._native = NativeSearch(library, shape) if library is not None else None
 
     def ask(self, facts: RequestFacts, now: float) -> Question:
-        """The request before the cluster as it is now."""
+        """The request, and the cluster as it is now."""
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
         if self._promises is not None:
@@ -81,20 +81,20 @@ class Scheduler:
         return question
 
     def place(self, facts: RequestFacts, now: float) -> Placement:
-        """Where the policy wants it.
+        """The policy's choice.
 
         Raises NodeUnavailable when a role has no usable node, Overloaded when the deadline is predicted to pass.
         """
         return self.answer(self.ask(facts, now))
 
     def answer(self, question: Question) -> Placement:
-        """As ``place``, for a request that was asked about already."""
+        """Like ``place``, for a question that was built before."""
         placement = self.choose(question)
         check_time(placement, question.facts.budget_ms)
         return placement
 
     def choose(self, question: Question) -> Placement:
-        """As ``answer``, whether or not the request's time suffices. Raises NodeUnavailable."""
+        """Like ``answer``, whether or not the deadline can be met. Raises NodeUnavailable."""
         _check_somebody(question)
         if self._native is not None and self.policy is milliseconds:
             return Placement(*self._native(question))
@@ -153,7 +153,7 @@ def describe(question: Question, choice: Choice, found: Prediction) -> Placement
 
 
 def _pool_tokens(question: Question, p: int, source: int, cached: int) -> int | None:
-    """How many tokens to take at most, where the store that the node will be told of holds more of the prompt."""
+    """The most tokens to read, where the store that the node will be told of holds more of the prompt."""
     if not question.view.stores.nodes:
         return None
     at = source if source != NONE else max(question.view.prefill.home.item(p), 0)
@@ -183,7 +183,7 @@ def _check_somebody(question: Question) -> None:
 
 
 def check_time(placement: Placement, budget_ms: float) -> None:
-    """Raises Overloaded when the first token is predicted later than that."""
+    """Raises Overloaded when the first token is predicted to come later than that."""
     if budget_ms == math.inf:
         return
     late_ms = placement.predicted_ttft_ms - budget_ms

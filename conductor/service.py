@@ -1,4 +1,4 @@
-"""The Cluster gRPC service: messages of nodes to the core's own types, and the core's state to an operator.
+"""The Cluster gRPC service: translates nodes' messages to the core's types, and the core's state for an operator.
 
 The only file of the conductor that reads the fields of ``proto/cluster.proto``.
 """
@@ -16,7 +16,7 @@ from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.types import Role
 
-MAX_SAMPLES = 1024  # of a kind and message that are looked at
+MAX_SAMPLES = 1024  # samples of a kind used per message
 
 
 class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
@@ -44,13 +44,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         return pb.HeartbeatResponse(
             known=known,
             conductor_incarnation=self._core.incarnation,
-            wanted_role=self._core.wanted_role(request.node_id) or "",
+            wanted_role=self._core.role_requests.of(request.node_id) or "",
         )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:  # noqa: N802
         if request.role not in tuple(Role):
             raise InvalidRequest(f"no such role: {request.role!r}", "role")
-        self._core.set_role(request.node_id, Role(request.role))
+        self._core.role_requests.request(request.node_id, Role(request.role))
         return pb.SetRoleResponse()
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
@@ -73,13 +73,13 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             prediction_error_ms=stats.prediction_error_ms,
             block_queries=stats.block_queries,
             block_hits=stats.block_hits,
-            role_switches=self._core.num_switches,
+            role_switches=self._core.role_requests.num_switches,
             last_switch_ms=self._last_switch_ms(),
         )
 
     def _last_switch_ms(self) -> float:
-        """As the node that switched last tells it."""
-        report = self._reports.get(self._core.switched_last)
+        """As reported by the node that switched last."""
+        report = self._reports.get(self._core.role_requests.switched_last)
         return report.load.counters.get("last_switch_us", 0) / 1e3 if report is not None else 0.0
 
     def _node_status(self, node: Node) -> pb.NodeStatus:

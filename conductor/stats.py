@@ -1,15 +1,15 @@
-"""What the conductor counts about its requests. Plain numbers: ingress exports them, nothing here knows how."""
+"""What the conductor counts about its requests. Plain numbers: ingress exports them, this module does not know how."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-RECENT = 256  # requests that averages look back on
+RECENT = 256  # requests in a recent mean
 
 
 class RecentMean:
-    """The mean of the last ``RECENT`` whole numbers, which is asked for as often as one comes."""
+    """The mean of the last ``RECENT`` integers, in constant time: it is read for every request."""
 
     __slots__ = ("_total", "_values")
 
@@ -36,14 +36,14 @@ class DispatchStats:
     finished: int = 0
     cancelled: int = 0
     retries: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # requests that ended in an error, by its code
-    failed_attempts: Counter[str] = field(default_factory=Counter)  # retried or not, by code
+    failures: Counter[str] = field(default_factory=Counter)  # failed requests by error code
+    failed_attempts: Counter[str] = field(default_factory=Counter)  # by error code, retried or not
     handoffs: Counter[str] = field(default_factory=Counter)  # by final state
     prompt_tokens: int = 0  # of requests whose prefill has reported
-    cached_tokens: int = 0  # of those, reused
-    tails: int = 0  # prompts that were computed where they are decoded
-    block_queries: int = 0  # full prompt blocks asked for
-    block_hits: int = 0  # of them found in a cache
+    cached_tokens: int = 0  # of those, reused from a cache
+    tails: int = 0  # prompts computed on their decode node
+    block_queries: int = 0  # full prompt blocks looked up
+    block_hits: int = 0  # of them, found in a cache
     output_tokens: int = 0
     recent_ttft_errors_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -63,13 +63,13 @@ class DispatchStats:
         self.recent_ttft_errors_ms.append(abs(predicted_ms - measured_ms))
 
     def retry_after_s(self) -> float:
-        """When a place is likely to be free: the mean time between two ends of recent requests."""
+        """When a place is likely to be free: the mean time between the ends of recent requests."""
         durations = self.recent_durations_s
         if not durations:
             return 1.0
         return min(max(sum(durations) / len(durations) / max(self.running, 1), 0.1), 30.0)
 
     def expected_output_tokens(self, max_tokens: int) -> float:
-        """Mean length of recent answers, as far as ``max_tokens`` allows; ``max_tokens`` when there were none."""
+        """Mean length of recent answers, at most ``max_tokens``; ``max_tokens`` if there were none."""
         mean = self.recent_output_tokens.mean()
         return float(max_tokens) if mean is None else min(mean, max_tokens)

@@ -1,6 +1,6 @@
-"""Keeps the prefix index in step with every node's cache: one CacheEvents stream a node.
+"""Keeps the prefix index in step with every node's cache: one CacheEvents stream per node.
 
-I/O only; the rule of when a message may be taken stands in ``proto/common.proto`` and is the pure class ``Cursor``.
+I/O only; the rule for when a message may be applied is in ``proto/common.proto`` and is the pure class ``Cursor``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
 
 @dataclass(slots=True)
 class Cursor:
-    """Where a subscriber stands in one cache's account."""
+    """A subscriber's position in one cache's event stream."""
 
     incarnation: int = 0
     next_sequence: int = 0
 
     def takes(self, message: pb.BlockEvents) -> bool:
-        """Advance past the message, or say that something was missed."""
+        """Advance past the message. Returns False if something was missed."""
         expected = message.incarnation == self.incarnation and message.first_sequence == self.next_sequence
         if not (message.reset or expected):
             return False
@@ -53,7 +53,7 @@ class Subscriber:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def follow(self, info: NodeInfo, table: BlockTable | None = None) -> None:
-        """From where ``table`` ends, whose blocks the index takes over; else from the beginning."""
+        """Continue from where ``table`` ends, whose blocks the index takes over; without one from the beginning."""
         self.forget(info.node_id)
         self._index.join(info.node_id, is_tiered=info.role is Role.STORE)
         for tier, keys in (table.blocks if table else {}).items():
@@ -84,7 +84,7 @@ class Subscriber:
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
-                    raise  # we were told to stop; otherwise the peer ended the call as cancelled
+                    raise  # we were cancelled; otherwise the peer ended the call as cancelled
             except Exception:
                 log.exception("events of %s could not be taken over", info.node_id)
                 cursor = Cursor()
@@ -93,7 +93,7 @@ class Subscriber:
             await asyncio.sleep(pause_s)
 
     async def _stream(self, info: NodeInfo, cursor: Cursor) -> None:
-        """Until the stream ends or a gap shows; the caller subscribes anew."""
+        """Runs until the stream ends or has a gap; the caller subscribes again."""
         stub = CacheEventsStub(self._channels.get(info.control_address))
         request = pb.SubscribeRequest(incarnation=cursor.incarnation, next_sequence=cursor.next_sequence)
         call = stub.Subscribe(request)

@@ -1,7 +1,7 @@
-"""What a decision looks at: flat arrays over the usable nodes, and the request that asks. No rule lives here.
+"""The input of a decision: flat arrays over the usable nodes, and the request. No rule is here.
 
 Arrays are over ``P`` prefill nodes, ``D`` decode nodes and ``S`` stores, in the order of the tuples of nodes.
-``view_keeper`` keeps them true; policies read them and change nothing.
+``view_keeper`` keeps them up to date; policies only read them.
 """
 
 from __future__ import annotations
@@ -20,62 +20,62 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 Links = npt.NDArray[np.int32]
 
-NONE = -1  # no node, where an index is wanted
-MAX_SOURCES = 3  # stores looked at as sources of one prefix
-SESSION_MS = 1e-6  # what staying with the session's nodes is worth: it breaks ties
+NONE = -1  # no node, where an index is expected
+MAX_SOURCES = 3  # stores considered as sources of a prefix
+SESSION_MS = 1e-6  # bonus for the session's previous nodes: it only breaks ties
 FASTEST = -2  # as a source: whichever store is predicted to be fastest, or none
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a token weighs in this cluster."""
+    """Block size, number of layers and chunk size: what turns tokens into bytes and steps."""
 
     block_tokens: int
     block_bytes: int
     num_layers: int
-    chunk_tokens: int = 0  # of a prefill step; 0: whole prompts
+    chunk_tokens: int = 0  # size of a prefill step; 0: whole prompts
 
 
 class RequestFacts(NamedTuple):
-    """All of a request that placement depends on. ``keys`` name the full blocks of the prompt, in order."""
+    """Everything about a request that placement depends on. ``keys`` name the prompt's full blocks, in order."""
 
-    num_tokens: int  # prompt, and what was generated before a retry
+    num_tokens: int  # prompt, plus what was generated before a retry
     keys: Sequence[bytes] = ()
     expected_tokens: float = 1.0  # of the answer
     needs_decode: bool = True
-    budget_ms: float = float("inf")  # to the deadline
+    budget_ms: float = float("inf")  # time left to the deadline
     excluded: frozenset[int] = frozenset()  # incarnations of nodes that failed this request
     session: str = ""  # a hint: requests of one conversation share it
-    number: int = 0  # how many requests came before
+    number: int = 0  # number of requests before it
 
 
 @dataclass(slots=True)
 class PrefillSide:
-    """``queued_*`` is work placed or reported and not yet done. Its first part (all but ``tail_ms``) is being computed;
-    the whole is done at ``ready_at_ms`` if the node keeps to the prediction."""
+    """``queued_*`` is work placed or reported and not yet done. All but ``tail_ms`` of it is being computed; the
+    whole is done at ``ready_at_ms`` if the node keeps to the prediction."""
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints  # in the prefix index
-    home: Ints  # the store on the same host, NONE: there is none
-    costs: Floats  # [3, P]: ms a prompt, a token, and half of ms a pair of tokens; chunks are spread over the tokens
+    home: Ints  # index of the store on the same host; NONE: there is none
+    costs: Floats  # [3, P]: ms per prompt, per token (with its part of chunks' fixed costs), half the ms per token pair
     known: Bools
-    measured: Bools  # has shown its own costs; the others' are what all nodes together have shown
+    measured: Bools  # has samples of its own; the others use the fit over all nodes
     queued_requests: Floats
     queued_tokens: Floats
     queued_ms: Floats
     tail_ms: Floats
     ready_at_ms: Floats
-    tie_ms: Floats  # next to nothing, more the more is queued: tells equal nodes apart
+    tie_ms: Floats  # tiny, growing with what is queued: breaks ties between equal nodes
 
 
 @dataclass(slots=True)
 class DecodeSide:
-    """``next_step_ms`` is a step with one sequence more, still without its context; ``free_blocks`` is below 0 on a
-    node that has all the sequences it may run."""
+    """``next_step_ms`` is a step with one more sequence, without its context; ``free_blocks`` is negative on a node
+    that already runs as many sequences as it may."""
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints
-    measured: Bools  # as of prefill nodes
+    measured: Bools  # as for prefill nodes
     step_ms: Floats
     sequence_ms: Floats
     context_ms: Floats
@@ -83,27 +83,27 @@ class DecodeSide:
     context_tokens: Floats
     next_step_ms: Floats
     free_blocks: Floats
-    total_blocks: Floats  # 0: the node has not said
+    total_blocks: Floats  # 0: not reported yet
     tie_ms: Floats
 
 
 @dataclass(slots=True)
 class StoreSide:
-    """``sending_*`` is what is being read from each store now: reads share its way out."""
+    """``sending_*`` is what is being read from each store now: readers share its outgoing bandwidth."""
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints  # blocks in any tier
     dram_slots: Ints
-    ssd_byte_ms: float  # more for each byte that is not in DRAM
-    ssd_ready_at_ms: Floats  # when each has read what was promised of its SSD, at that rate; reads take turns
+    ssd_byte_ms: float  # extra ms per byte that is not in DRAM
+    ssd_ready_at_ms: Floats  # when each will have finished the SSD reads booked, at that rate; reads take turns
     sending_flows: Floats
     sending_bytes: Floats
-    idleness: Floats  # below 1, less the more is being read: tells equal runs apart
+    idleness: Floats  # below 1, lower the more is being read: breaks ties between equal runs
 
 
 @dataclass(slots=True)
 class View:
-    """The cluster at one moment. Matrices give the row of ``links`` that a pair of nodes has."""
+    """The cluster at one moment. The ``*_link`` matrices give a pair's row in ``links``."""
 
     prefill: PrefillSide
     decode: DecodeSide
@@ -111,23 +111,23 @@ class View:
     prefill_at: dict[str, int]
     decode_at: dict[str, int]
     store_at: dict[str, int]
-    links: Floats  # [L, 2]: ms of latency, and ms a byte; the first row is what all pairs together have shown
+    links: Floats  # [L, 2]: ms of latency, and ms per byte; row 0 is the fit over all pairs
     num_links: int
     fetch_link: Links  # [S, P]; 0: the pair has moved nothing yet
     send_link: Links  # [P, D]
-    has_sent: Bools  # [P]: whether it has shown a link of its own to some decode node
-    least_send: Floats  # [P, 2]: the least latency, and the least ms a byte, over D
+    has_sent: Bools  # [P]: whether it has a measured link to some decode node
+    least_send: Floats  # [P, 2]: minimum latency and minimum ms per byte over D
 
     def link_ms(self, link: Links | np.int32, num_bytes: Floats | float) -> Floats:
-        """Of moving so many bytes over a link, or over each of several."""
+        """Time to move this many bytes over one link, or over each of several."""
         costs = self.links[link]
         result: Floats = costs[..., 0] + costs[..., 1] * num_bytes
         return result
 
 
 class Choice(NamedTuple):
-    """What a policy says: indices into the view. ``source`` is the store to fetch the missing prefix from, or FASTEST;
-    NONE: what the prefill node has itself (its own cache or the store on its host) is all it uses."""
+    """A policy's choice, as indices into the view. ``source`` is the store to fetch the missing prefix from, or
+    FASTEST. NONE: use only what the prefill node has (its own cache, or the store on its host)."""
 
     prefill: int
     decode: int = NONE
@@ -136,7 +136,7 @@ class Choice(NamedTuple):
 
 @dataclass(slots=True)
 class Question:
-    """One request before the cluster as it is now: what every policy is given. A run is of leading blocks."""
+    """One request and the cluster as it is now: the input of every policy. A run is a number of leading blocks."""
 
     facts: RequestFacts
     view: View
@@ -145,7 +145,7 @@ class Question:
     runs: Floats  # by slot of the prefix index
     prefill_ok: Bools | None = None  # None: all
     decode_ok: Bools | None = None
-    last_prefill: int = NONE  # where the session's last request was
+    last_prefill: int = NONE  # where the session's last request went
     last_decode: int = NONE
 
     @property
@@ -175,12 +175,12 @@ class Question:
 
     @property
     def store_tokens(self) -> Floats:
-        """[S]: of the prompt, as many as a prefill node may use, in any tier."""
+        """[S]: prompt tokens a prefill node may use from each store, in any tier."""
         return np.minimum(self.store_runs * self.shape.block_tokens, self.usable_tokens)
 
     @property
     def dram_tokens(self) -> Floats:
-        """[S]: as ``store_tokens``, up to the first block that only the SSD has."""
+        """[S]: like ``store_tokens``, up to the first block that is only on the SSD."""
         return np.minimum(self.dram_runs * self.shape.block_tokens, self.usable_tokens)
 
     def home_runs(self) -> Floats:
@@ -193,12 +193,12 @@ class Question:
         return np.maximum(self.prefill_runs, self.home_runs())
 
     def queue_ms(self) -> Floats:
-        """[P]: until a request placed now would begin."""
+        """[P]: time until a request placed now would start."""
         side = self.view.prefill
         return np.maximum(side.ready_at_ms - self.now_ms, side.tail_ms)
 
     def sources(self, limit: int) -> list[int]:
-        """Up to ``limit`` stores with the longest runs of the prompt; of equal ones, those that send least now."""
+        """Up to ``limit`` stores with the longest runs of the prompt; ties go to those that are sending least."""
         runs = self.store_runs
         rank = np.where(runs >= 1.0, runs + self.view.stores.idleness, -np.inf)
         order = np.argsort(-rank, kind="stable")[:limit]

@@ -1,6 +1,6 @@
-"""Keeps the view true: builds it when a node comes or goes, and changes single numbers of it at every other moment.
+"""Keeps the view up to date: builds it when a node comes or goes, and otherwise updates single numbers in place.
 
-Pure. It decides nothing and books nothing: what the registry, the costs and the accounts say is carried into arrays.
+Pure. It decides nothing and books nothing: it carries what the registry, costs and accounts say into arrays.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from conductor.registry import NodeInfo, NodeLoad, Registry
 from conductor.view import NONE, Bools, DecodeSide, Ints, Links, PrefillSide, StoreSide, View
 from mooncake.types import Role
 
-# New coefficients are looked at so often, a few nodes each time, so that no decision waits for all.
+# New coefficients are picked up this often, a few nodes at a time, so that no decision waits for all of them.
 COSTS_REFRESH_S = 0.01
 CHANGES_A_REFRESH = 4
-TIE_REQUEST_MS, TIE_TOKEN_MS = 1e-9, 1e-10  # equal nodes are told apart by what they have
+TIE_REQUEST_MS, TIE_TOKEN_MS = 1e-9, 1e-10  # ties between equal nodes are broken by what they have queued
 
 Nodes = tuple[NodeInfo, ...]
 
 
 class ViewKeeper:
-    """One owner: the fleet. ``accounts`` has one for each node that is asked for."""
+    """One owner: the fleet. ``accounts`` returns a node's account, creating it if needed."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class ViewKeeper:
         self._has_foreign_tokens: dict[str, None] = {}
         self._built_from = (-1, -1)
         self._refreshed_at = 0.0
-        self.view: View | None = None  # the last one that was asked for
+        self.view: View | None = None  # the last one returned
 
     def look(self, now: float) -> View:
-        """The cluster as it is. The object stays the same, and changes, until a node comes or goes."""
+        """The cluster as it is. The same object, updated in place, until a node comes or goes."""
         view, versions = self.view, (self._registry.version, self._index.version)
         if view is None or versions != self._built_from:
             view = self._build()
-            # slots that were given out while building are in it already
+            # slots assigned while building are in it already
             self._built_from = (self._registry.version, self._index.version)
             self._refreshed_at = now
         elif now - self._refreshed_at >= COSTS_REFRESH_S:
@@ -79,7 +79,7 @@ class ViewKeeper:
             self.show_store(node_id, account)
 
     def show_prefill(self, node_id: str, account: Account) -> None:
-        """As ``show``, after prompts have come or gone."""
+        """Like ``show``, after prompts have come or gone."""
         view = self.view
         if view is None or (at := view.prefill_at.get(node_id)) is None:
             return
@@ -99,7 +99,7 @@ class ViewKeeper:
         side.tie_ms[at] = TIE_TOKEN_MS * tokens + TIE_REQUEST_MS * requests
 
     def show_decode(self, node_id: str, account: Account) -> None:
-        """As ``show``, after sequences have come or gone."""
+        """Like ``show``, after sequences have come or gone."""
         view = self.view
         if view is None or (at := view.decode_at.get(node_id)) is None:
             return
@@ -119,7 +119,7 @@ class ViewKeeper:
         side.tie_ms[at] = TIE_REQUEST_MS * sequences + TIE_TOKEN_MS * context_tokens
 
     def show_store(self, node_id: str, account: Account) -> None:
-        """As ``show``, after reads have begun or ended."""
+        """Like ``show``, after reads have started or ended."""
         view = self.view
         if view is None or (at := view.store_at.get(node_id)) is None:
             return
@@ -130,7 +130,7 @@ class ViewKeeper:
         side.ssd_ready_at_ms[at] = account.ssd_ready_at_ms
 
     def forget(self, node_id: str) -> None:
-        """The node is gone; the next look finds that it is."""
+        """The node is gone; the next ``look`` notices that."""
         self._has_foreign_tokens.pop(node_id, None)
 
     def _build(self) -> View:
@@ -157,7 +157,7 @@ class ViewKeeper:
         return tuple(node.info for node in self._registry.usable(role))
 
     def _empty_view(self, prefill: Nodes, decode: Nodes, stores: Nodes) -> View:
-        """Of idle nodes whose costs are not known."""
+        """A view of idle nodes whose costs are unknown."""
         num_prefill, num_decode, num_stores = len(prefill), len(decode), len(stores)
         by_host = {info.host_id: at for at, info in enumerate(stores) if info.host_id}
         return View(
@@ -210,7 +210,7 @@ class ViewKeeper:
             self._set_link(view, node_id, peer)
 
     def _set_prefill_cost(self, view: View, node_id: str) -> None:
-        """Of one node, or with ALL_NODES of those that have shown nothing themselves."""
+        """Of one node; with ALL_NODES, of all that have no samples of their own."""
         side, chunk = view.prefill, self._chunk_tokens
         at = _meant(node_id, view.prefill_at, side.measured)
         if at is None:
@@ -221,11 +221,11 @@ class ViewKeeper:
         for row, value in enumerate((step, cost.token_ms + spread, cost.pair_ms / 2)):
             side.costs[row, at] = value
         side.known[at] = cost.is_known
-        for name in self._has_foreign_tokens:  # they are counted by the cost of a token
+        for name in self._has_foreign_tokens:  # foreign tokens are priced by the cost per token
             self.show(name)
 
     def _set_decode_cost(self, view: View, node_id: str) -> None:
-        """As ``_set_prefill_cost``."""
+        """Like ``_set_prefill_cost``."""
         side = view.decode
         at = _meant(node_id, view.decode_at, side.measured)
         if at is None:
@@ -237,7 +237,7 @@ class ViewKeeper:
         side.next_step_ms[at] = cost.step_ms + of_sequences + cost.context_ms * side.context_tokens[at]
 
     def _set_usual_link(self, view: View) -> None:
-        """Pairs that have moved nothing yet are taken to be as all pairs are."""
+        """Pairs that have moved nothing yet get the fit over all pairs."""
         usual = self._costs.transfer_of_all()
         view.links[0] = usual.latency_ms, usual.byte_ms
         view.least_send[:] = view.links[0]
@@ -260,7 +260,7 @@ class ViewKeeper:
 
 
 def _set_own_link(view: View, links: Links, row: int, column: int, cost: TransferCost) -> None:
-    """Of a pair that has moved something; it gets a link of its own when it has none."""
+    """Of a pair that has moved something; creates its link if it has none."""
     link = links.item(row, column)
     if not link:
         link = links[row, column] = view.num_links
@@ -269,7 +269,7 @@ def _set_own_link(view: View, links: Links, row: int, column: int, cost: Transfe
 
 
 def _meant(node_id: str, known: dict[str, int], measured: Bools) -> int | Bools | None:
-    """Whose cost changes with that of ``node_id``, as an index; None: nobody's."""
+    """Which nodes' costs change with those of ``node_id``, as an index; None: nobody's."""
     if node_id != ALL_NODES:
         return known.get(node_id)
     return None if measured.all() else ~measured

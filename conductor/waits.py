@@ -1,8 +1,8 @@
-"""How long it has taken lately until there was room: what a refused request is told to wait.
+"""How long it has recently taken until there was room: the wait that a refused request is told.
 
-A queue in front drains at a known pace and answers end by known lengths, but those who come meanwhile take the room
-first, and under overload that is what decides. So nothing is assumed of them: what room requests found is kept for a
-while, and what is told is what would have been right for the same request at most moments of that time. Pure.
+The queue ahead drains at a known pace and answers end by known lengths, but newcomers take the room first, and under
+overload that decides. So nothing is assumed about them: what requests found is kept for a while, and the wait told is
+the one that would have been right for this request at most moments of that time. Pure.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 from conductor.view import Bools, Floats
 
-MAX_RETRY_S = 60  # that anybody is told
-WINDOW_S = 120  # that is remembered
-LOOKS = 4  # a second
+MAX_RETRY_S = 60  # the longest wait that is told
+WINDOW_S = 120  # how long looks are remembered
+LOOKS = 4  # per second
 SIZE = WINDOW_S * LOOKS
-NEAR = 0.35  # of the true wait: what is further off is of no use
-WAITS = np.arange(1, MAX_RETRY_S + 1)  # that can be told
+NEAR = 0.35  # fraction of the true wait: an estimate further off is useless
+WAITS = np.arange(1, MAX_RETRY_S + 1)  # the waits that can be told
 
 
 class RecentRoom:
@@ -24,11 +24,11 @@ class RecentRoom:
 
     def __init__(self) -> None:
         self._wait_ms: Floats = np.zeros(SIZE)  # until a new prompt would be computed
-        self._decode_load: Floats = np.zeros(SIZE)  # over the limit, with one more
+        self._decode_load: Floats = np.zeros(SIZE)  # over the limit, with one more sequence
         self._first = self._last = -1  # looks since time 0
 
     def found(self, wait_ms: float, decode_load: float, now: float) -> None:
-        """By the request that asks now."""
+        """Called by the request that asks now."""
         look = max(int(now * LOOKS), self._last)
         if look > self._last:
             self._hold_until(look)
@@ -36,7 +36,7 @@ class RecentRoom:
         self._decode_load[look % SIZE] = decode_load
 
     def typical_wait_s(self, most_wait_ms: float) -> int:
-        """Whole seconds, for a request that was refused and may wait ``most_wait_ms`` for its prefill. 0: not known."""
+        """Whole seconds, for a refused request that may wait ``most_wait_ms`` for its prefill. 0: unknown."""
         looks = np.arange(self._last - SIZE + 1, self._last + 1)
         has_room = (self._wait_ms[looks % SIZE] <= most_wait_ms) & (self._decode_load[looks % SIZE] <= 1.0)
         is_refused = ~has_room & (looks >= self._first)
@@ -52,9 +52,9 @@ class RecentRoom:
 
 
 def _shares(has_room: Bools, is_refused: Bools) -> Floats:
-    """[seconds, looks] each. Of those who were refused and asked again every second: the share that waited so many
-    seconds. Waits that have not ended count as far as they are known (Kaplan and Meier's estimate), and if most of them
-    have not, nothing better is known than that it lasts as long again."""
+    """[seconds, looks] each. Of requests refused and retried every second: the fraction that waited each number of
+    seconds. Waits still running count as far as they are known (the Kaplan-Meier estimate); if most are still
+    running, the best guess is that they last as long again."""
     num_seconds = len(has_room)
     seconds = np.arange(num_seconds)[:, None]
     next_room = np.where(has_room, seconds, num_seconds)
@@ -70,6 +70,6 @@ def _shares(has_room: Bools, is_refused: Bools) -> Floats:
 
 
 def _likeliest_s(shares: Floats) -> int:
-    """The wait that is nearest to most."""
+    """The wait that is within tolerance of the most others."""
     use = np.maximum(1.0 - np.abs(WAITS[:, None] / WAITS - 1.0) / NEAR, 0.0) @ shares[1:]
     return int(WAITS[use.argmax()]) if use.any() else 0

@@ -1,8 +1,8 @@
-"""Keeps watch over the nodes' health and acts on it: feeds ``HealthWatch`` with what they report, probes them, and
-tells the registry whom to spare.
+"""Watches over the nodes' health and acts on it: feeds ``HealthWatch`` with their reports, probes them, and tells the
+registry which to avoid.
 
 I/O only; whether a node is sick is decided in ``health``. A probe is a sign of life from every node, and a small prompt
-from an isolated prefill node: it must be computed in the time that it used to take, or the node stays out.
+for an isolated prefill node: it must be computed in the time it used to take, or the node stays out.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
-MOST_PROBES_A_S = 200.0  # of more nodes than that each is probed less often
+MOST_PROBES_A_S = 200.0  # with more nodes than that each is probed less often
 PROBE_TOKENS = 64
-PROBE_MARGIN_MS = 250.0  # of a call beside its computation
-CORRUPT = "checksum_mismatches"  # the counter of a store's own blocks found with wrong bytes
+PROBE_MARGIN_MS = 250.0  # of a call, on top of its computation
+CORRUPT = "checksum_mismatches"  # a store's counter of its own blocks found corrupt
 
 
 @dataclass(slots=True)
 class _Usual:
-    """What a node's steps took when it was last known to be well, and what it has counted so far."""
+    """What a node's steps took when it was last known to be well, and its counters so far."""
 
     prefill: PrefillCost = field(default_factory=PrefillCost)
     decode: DecodeCost = field(default_factory=DecodeCost)
@@ -79,7 +79,7 @@ class Ward:
 
     def joined(self, info: NodeInfo) -> None:
         self.watch.join(info.node_id, info.role, self._clock())
-        later_s = random.random() * self._section.probe_interval_s  # so that nodes are not probed all at once
+        later_s = random.random() * self._section.probe_interval_s  # so that nodes are not all probed at once
         self._usual[info.node_id] = _Usual(probe_at=self._clock() + later_s)
 
     def forget(self, node_id: str) -> None:
@@ -95,12 +95,12 @@ class Ward:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def excuse(self) -> None:
-        """This process itself was not listening: what has not been answered by now does not count."""
+        """This process itself was not listening: probes not answered by now do not count."""
         self._excused_at = self._clock()
 
     def reported(self, node_id: str, samples: pb.CostSamples, counters: dict[str, int]) -> None:
-        """A heartbeat. Its steps are held against what the node took while it was well: the cost model would come to
-        expect of a slow node that it is slow."""
+        """A heartbeat. Its steps are compared with what the node took while it was well: the cost model would learn
+        to expect a slow node to be slow."""
         usual = self._usual.get(node_id)
         if usual is None:
             return
@@ -112,18 +112,18 @@ class Ward:
             self.watch.measured(node_id, step.ms, usual.decode.ms(step.batch, step.context_tokens))
         corrupt = counters.get(CORRUPT, 0)
         node = self._registry.get(node_id)
-        if node is not None and node.info.role is Role.STORE:  # elsewhere it counts what others have sent
+        if node is not None and node.info.role is Role.STORE:  # on other roles it counts what others have sent
             for _ in range(corrupt - usual.corrupt if usual.corrupt is not None else 0):
                 self.watch.checksum_error(node_id, self._clock())
         usual.corrupt = corrupt
 
     def corrupt(self, nodes: Iterable[NodeInfo]) -> None:
-        """Bytes went wrong between these nodes; whoever is part of it again and again is the one."""
+        """Bytes were corrupted between these nodes; the one that is involved again and again is to blame."""
         for info in nodes:
             self.watch.checksum_error(info.node_id, self._clock())
 
     def tick(self, now: float) -> None:
-        """Judge, tell the registry, and begin probes whose time has come."""
+        """Judge, tell the registry, and start the probes that are due."""
         nodes = [node.info for node in self._registry.nodes()]
         for move in self.watch.tick(now, [info.node_id for info in nodes if self._is_empty(info)]):
             self._registry.judge(move.node_id, move.to, move.why)

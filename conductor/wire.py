@@ -1,4 +1,4 @@
-"""What a node says of itself, on the wire and back: for messages of nodes, and for what a directory keeps of them."""
+"""A node's description of itself, to and from the wire: for nodes' messages, and for what a directory stores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake.types import Role
 
 
 def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
-    """Raises InvalidRequest for a role that does not exist."""
+    """Raises InvalidRequest for an unknown role."""
     if message.role not in tuple(Role):
         raise InvalidRequest(f"no such role: {message.role!r}", "role")
     return NodeInfo(
@@ -45,12 +45,12 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
 
 
 def describe(info: NodeInfo) -> bytes:
-    """For a directory."""
+    """The bytes that a directory stores."""
     return info_to_wire(info).SerializeToString()
 
 
 def info_from_bytes(description: bytes) -> NodeInfo:
-    """Raises InvalidRequest when these bytes describe no node."""
+    """Raises InvalidRequest when the bytes describe no node."""
     try:
         return info_from_wire(pb.NodeInfo.FromString(description))
     except DecodeError as error:

@@ -1,7 +1,7 @@
-"""The engine's hook on a decode node: notices blocks that generation has filled and offers them for write-back.
+"""The engine's hook on a decode node: notices blocks filled by generation and offers them for write-back.
 
-Runs on the engine's thread. A block that is offered gets one more reference, so that it stays unchanged until it is
-written, whatever becomes of its sequence.
+It runs on the engine's thread. An offered block gets one more reference, so it stays unchanged until it is written,
+whatever happens to its sequence.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mooncake.types import BlockKey
 
 @dataclass(slots=True)
 class Watched:
-    """A request. Blocks before ``first_block`` are its prompt's."""
+    """A request. Blocks before ``first_block`` belong to its prompt."""
 
     pool_address: str
     first_block: int
-    next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: those before are offered
+    next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: blocks before this one have been offered
 
 
 class GeneratedBlocks:
-    """``watch`` and ``forget`` are called on the event loop, one assignment each."""
+    """The event loop calls ``watch`` and ``forget``, each a single assignment."""
 
     wants_layers = False
 
@@ -36,7 +36,7 @@ class GeneratedBlocks:
         self._block_tokens = block_tokens
         self._watched: dict[str, Watched] = {}
         self._loop = asyncio.get_running_loop()
-        self.thread: EngineThread  # set once it runs; nothing is watched before
+        self.thread: EngineThread  # set once the engine runs; nothing is watched before
 
     def watch(self, sequence: Sequence, pool_addresses: list[str]) -> None:
         if pool_addresses:
@@ -66,15 +66,15 @@ class GeneratedBlocks:
                 continue
             filled = sequence.num_shareable // self._block_tokens
             first = watched.next_blocks.get(sequence.request_id)
-            if first is None:  # what it shares was offered by whom it shares it with
+            if first is None:  # what a fork shares is offered by the sequence it was forked from
                 first = max(watched.first_block, entry.first // self._block_tokens)
             for index in range(first, filled):
                 self._offer(sequence, index, watched.pool_address)
             watched.next_blocks[sequence.request_id] = max(first, filled)
 
     def _offer(self, sequence: Sequence, index: int, pool_address: str) -> None:
-        """With the pages that it still has of the block. Those of windows go before the first group's, without which
-        they are of no use."""
+        """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first
+        group's, without which they are useless."""
         key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
         for group, (table, first) in enumerate(zip(sequence.tables, sequence.first_held, strict=True)):
             if index >= first:

@@ -1,8 +1,8 @@
-"""One hand-off from prefill to decode, as its receiver sees it: a table of what is heard in which state.
+"""One hand-off from prefill to decode, as the receiver sees it: a table of events and states.
 
-Pure: no sockets, no clock, no engine. What is heard comes from several sides, late, twice and across each other: from
-the writer (a prefill node), from the request's own call, and from what was begun here. The table answers all of it.
-Every hand-off ends in exactly one of committed, failed, expired.
+Pure: no sockets, no clock, no engine. Events come from several sides, and may be late, repeated or crossed: from the
+writer (a prefill node), from the request's own call, and from work started here. The table defines all of them. Every
+hand-off ends in exactly one of committed, failed, expired.
 
     announced ─▶ opening ─▶ reserved ───▶ verifying ─▶ committed
         │           │        │   │            │
@@ -23,33 +23,33 @@ from mooncake.errors import HandoffFailed, InternalError, StaleEpoch
 
 class HandoffState(StrEnum):
     ANNOUNCED = "announced"  # the conductor told us; nothing is reserved yet
-    OPENING = "opening"  # its writer waits for room
+    OPENING = "opening"  # the writer waits for room
     RESERVED = "reserved"  # the writer knows its blocks and may be writing
-    VERIFYING = "verifying"  # all is written, the writer says, and compared with what it meant to write
-    COMMITTED = "committed"  # all of it was right; the sequence runs
-    REVOKING = "revoking"  # given up while its writer may be writing, which is being put to an end
-    QUARANTINED = "quarantined"  # given up; its writer begins nothing any more, but may be in the middle of a copy
-    FREEING = "freeing"  # given up, and nobody writes; its blocks go back when nothing here is busy with them
+    VERIFYING = "verifying"  # the writer says that everything is written; it is being compared with the checksums
+    COMMITTED = "committed"  # all bytes were right; the sequence runs
+    REVOKING = "revoking"  # given up while the writer may be writing; its right to write is being revoked
+    QUARANTINED = "quarantined"  # given up; the writer starts no new write but may be in the middle of a copy
+    FREEING = "freeing"  # given up, and nobody writes; the blocks are freed when nothing here uses them
     FREED = "freed"
 
 
 class Heard(StrEnum):
     OPEN = "open"  # the writer asks for blocks
     REFUSED = "refused"  # there was no room for them
-    GRANTED = "granted"  # the engine has set them aside
+    GRANTED = "granted"  # the engine has reserved them
     COMMIT = "commit"  # the writer has written them
-    WRONG = "wrong"  # they are not what it meant to write
+    WRONG = "wrong"  # the bytes do not match their checksums
     RIGHT = "right"
     CLOSE = "close"  # the writer has stopped for good
-    GONE = "gone"  # its last connection has ended, which it needs only once it knows its blocks
+    GONE = "gone"  # its last connection has ended, which matters only once it knows its blocks
     GIVE_UP = "give up"  # the request's own call has ended
     REVOKED = "revoked"  # no write can land any more
-    COPYING = "copying"  # none can begin, but over shared memory one may be going on
+    COPYING = "copying"  # no new write can start, but over shared memory one may be in progress
     EMPTIED = "emptied"  # the engine has its blocks back
 
 
 _S, _H = HandoffState, Heard
-_LATE = (_H.REFUSED, _H.GRANTED, _H.WRONG, _H.RIGHT, _H.REVOKED, _H.COPYING)  # the end of what had been begun before
+_LATE = (_H.REFUSED, _H.GRANTED, _H.WRONG, _H.RIGHT, _H.REVOKED, _H.COPYING)  # results of work that started earlier
 
 ANSWERS: dict[HandoffState, dict[Heard, HandoffState]] = {
     _S.ANNOUNCED: {
@@ -106,26 +106,27 @@ GIVEN_UP = frozenset({_S.REVOKING, _S.QUARANTINED, _S.FREEING, _S.FREED})
 class Outcome(StrEnum):
     COMMITTED = "committed"
     FAILED = "failed"  # given up by either side
-    EXPIRED = "expired"  # given up because it was late
+    EXPIRED = "expired"  # given up because it was too late
 
 
 @dataclass(slots=True)
 class Handoff:
-    """``block_ids`` receive the prompt's blocks ``first_block``, ``first_block + 1``, …; those before are here."""
+    """``block_ids`` receive the prompt's blocks ``first_block``, ``first_block + 1``, …; earlier ones are already
+    here."""
 
     handoff_id: str
     epoch: int
     request_id: str
     state: HandoffState = HandoffState.ANNOUNCED
-    outcome: Outcome | None = None  # until it has one, it may still be committed
+    outcome: Outcome | None = None  # None: it may still be committed
     writer_id: str = ""
     first_block: int = 0
     block_ids: list[int] = field(default_factory=list)
 
     def hear(self, what: Heard, *, is_late: bool = False) -> HandoffState:
-        """The state that it is in from now on; a hand-off that is given up because it ``is_late`` has expired.
+        """Returns the state that follows. A hand-off given up because it ``is_late`` has expired.
 
-        Raises HandoffFailed for what its writer cannot ask for (any more); nothing changes then.
+        Raises HandoffFailed for a request of the writer that is not (or no longer) possible; nothing changes then.
         """
         state = ANSWERS[self.state].get(what)
         if state is None:

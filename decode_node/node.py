@@ -1,4 +1,4 @@
-"""The decode node: its paged cache is a registered segment that prefill nodes write straight into."""
+"""The decode node: its paged cache is a registered segment that prefill nodes write into directly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake.types import Role
 
 
 class DecodeNode(EngineNode):
-    """``await start()``, then serve until ``await stop()``. Raises ConfigError or ModelError from ``start``."""
+    """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError or ModelError."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.DECODE, config.decode)

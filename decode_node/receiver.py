@@ -1,8 +1,9 @@
-"""The receiving end of hand-offs: reserves blocks of the engine, lets one writer write them, verifies, starts.
+"""The receiving end of hand-offs: reserves blocks of the engine, lets one writer fill them, verifies, starts the
+sequence.
 
-The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. What is heard of a
-hand-off, and what was begun for it and has ended, moves it as ``handoff`` says, and where it gets to says what is next.
-Bytes come to host memory, and go on to a cache on a GPU once they are verified, while other sequences decode.
+The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. Every event moves a
+hand-off as ``handoff`` says, and the state it reaches determines the next action. Bytes arrive in host memory, and are
+copied to a cache on a GPU once they are verified, while other sequences decode.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from mooncake.types import KVLayout, SampledToken
 log = logging.getLogger(__name__)
 
 ANNOUNCE_WAIT_S = 10.0  # how long a writer may be ahead of the conductor's announcement
-RESERVE_RETRY_S = 0.02  # between looks for room while running sequences free theirs
+RESERVE_RETRY_S = 0.02  # between checks for room while running sequences free theirs
 MAX_HANDOFFS = 1024
 
 OnOutput = Callable[[StepOutput | MooncakeError], None]
@@ -49,12 +50,12 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _Entry:
-    """A hand-off that is not over yet, or whose blocks are not free yet."""
+    """A hand-off that has not ended, or whose blocks are not free yet."""
 
     handoff: Handoff
     sequence: Sequence
     on_output: OnOutput
-    work: asyncio.Task[object] | None = None  # of a thread on its blocks, which cannot go back before it ends
+    work: asyncio.Task[object] | None = None  # a thread working on its blocks, which must end before they are freed
     giving_up: asyncio.Task[None] | None = None
 
 
@@ -74,9 +75,9 @@ class Receiver:
         self._mirror = mirror
         self._layout = layout
         self._handoffs: dict[str, _Entry] = {}
-        self._early: set[tuple[str, asyncio.Event]] = set()  # writers that wait for an announcement
+        self._early: set[tuple[str, asyncio.Event]] = set()  # writers waiting for an announcement
         self._places = count()
-        self._line: list[tuple[int, int]] = []  # who waits for room: priority, place
+        self._line: list[tuple[int, int]] = []  # waiting for room: priority, place
         self._background: set[asyncio.Task[object]] = set()
         self.checksum_mismatches = 0
         self.committed = 0  # hand-offs
@@ -95,11 +96,11 @@ class Receiver:
         handoffs = [entry.handoff for entry in self._handoffs.values()]
         return sum(len(handoff.block_ids) for handoff in handoffs if handoff.state is HandoffState.QUARANTINED)
 
-    # What others ask for
+    # Calls from others
 
     def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
-        """The conductor wants this hand-off. Raises InvalidRequest for a second one of the same id, OutOfBlocks when
-        too many are open."""
+        """The conductor announces this hand-off. Raises InvalidRequest for a duplicate id, OutOfBlocks when too many
+        are open."""
         if handoff.handoff_id in self._handoffs:
             raise InvalidRequest(f"hand-off {handoff.handoff_id} exists already", "handoff_id")
         if len(self._handoffs) >= MAX_HANDOFFS:
@@ -122,7 +123,7 @@ class Receiver:
         handoff.writer_id = writer_id
         try:
             reservation = await self._reserve(entry, deadline)
-        except asyncio.CancelledError:  # the blocks may be its own all the same; why it ends is told by its own call
+        except asyncio.CancelledError:  # the blocks may be reserved all the same; its own call says why it ended
             self._hear(entry, Heard.CLOSE)
             raise
         except Exception:
@@ -142,8 +143,8 @@ class Receiver:
         checksums: bytes,
         num_exact: int | None = None,
     ) -> None:
-        """All ranges are written: verify them and let the sequence run, one answer for each of ``first_tokens``. Blocks
-        behind the first ``num_exact`` tokens are nobody else's, nor are those that follow.
+        """All ranges are written: verify them and start the sequence, with one answer for each of ``first_tokens``.
+        Blocks after the first ``num_exact`` tokens are not shared, nor are those that follow.
 
         Raises HandoffFailed, StaleEpoch, InvalidRequest, or ChecksumMismatch (the hand-off has failed then).
         """
@@ -173,7 +174,8 @@ class Receiver:
         del self._handoffs[handoff_id]
         self.committed += 1
         self._thread.listen(handoff.request_id, entry.on_output)
-        # It is nobody's to give up any more: who stops waiting now must not keep it from starting, to be aborted then.
+        # From here it cannot be given up: a cancelled caller must not keep it from starting, only have it aborted
+        # afterwards.
         start = self._thread.call(lambda engine: _start(engine, entry, first_tokens, num_exact))
         await asyncio.shield(asyncio.wrap_future(start))
 
@@ -197,7 +199,7 @@ class Receiver:
             await self._give_up(entry, Heard.GIVE_UP, is_late=is_late)
 
     def peer_gone(self, writer_id: str) -> None:
-        """A writer's last connection ended: what it held can neither be written nor committed any more."""
+        """A writer's last connection ended: its hand-offs can be neither written nor committed any more."""
         for entry in list(self._handoffs.values()):
             if entry.handoff.writer_id != writer_id:
                 continue
@@ -206,7 +208,7 @@ class Receiver:
             if entry.handoff.is_over and not was_over:
                 entry.on_output(HandoffFailed("the prefill node went away during the hand-off"))
 
-    # Where it gets to says what is next
+    # The state reached determines the next action
 
     def _hear(self, entry: _Entry, what: Heard, *, is_late: bool = False) -> None:
         before = entry.handoff.state
@@ -223,7 +225,8 @@ class Receiver:
         await self._at_rest(entry)
 
     async def _at_rest(self, entry: _Entry) -> None:
-        """Return once it needs nothing more, or waits for its writer. It gets there, whoever waits for it."""
+        """Return once it needs no further action, or waits for its writer. Actions run whether or not a caller
+        waits."""
         while entry.giving_up is not None and not entry.giving_up.done():
             await asyncio.shield(entry.giving_up)
 
@@ -246,10 +249,11 @@ class Receiver:
         self._hear(entry, Heard.EMPTIED)
         del self._handoffs[handoff.handoff_id]
 
-    # Parts of these
+    # Single actions
 
     async def _reserve(self, entry: _Entry, deadline: float) -> Reservation:
-        """Once there is no room, first come is first served: short prompts would overtake a long one for ever."""
+        """Once there is no room, waiting is first come, first served: otherwise short prompts would overtake a long
+        one for ever."""
         handoff, sequence = entry.handoff, entry.sequence
         place = (sequence.priority, next(self._places))
         refusal = OutOfBlocks("others wait for room before it")
@@ -291,7 +295,7 @@ class Receiver:
             raise HandoffFailed(f"hand-off {handoff_id} is not known here (any more)") from None
 
     def _take_in(self, block_ids: list[int], expected: Checksums) -> bool:
-        """On a thread: whether the bytes are those that were sent. They are in the cache then."""
+        """On a thread: whether the bytes are those that were sent. If so they are in the cache afterwards."""
         self._server.revoke(block_ids)
         memory, num_layers = self._mirror.memory, self._layout.num_layers
         parts = [range_checksums(memory[block].data, num_layers) for block in block_ids]
@@ -301,7 +305,7 @@ class Receiver:
         return True
 
     async def _work_on(self, entry: _Entry, work: Callable[[], T]) -> T:
-        """On a thread, to its end, also when whoever waits for it stops waiting."""
+        """On a thread, always to its end, even when the caller is cancelled."""
         entry.work = task = self._later(asyncio.to_thread(work))
         return await asyncio.shield(task)
 
@@ -313,7 +317,7 @@ class Receiver:
 
 
 def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
-    """On the engine's thread. What it cannot start ends here: nobody else would give its blocks back."""
+    """On the engine's thread. A sequence that cannot start ends here: nobody else would free its blocks."""
     handoff = entry.handoff
     entry.sequence.num_exact = num_exact
     try:

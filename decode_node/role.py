@@ -1,6 +1,6 @@
 """The decode role of a process: a registered segment under its cache (or the mirror), hand-offs, write-back, service.
 
-``node`` gives it an engine of its own; a node that can change its role gives it the one that prefill uses too.
+``node`` gives it its own engine; a node that can switch roles gives it the engine that prefill uses too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake.types import SegmentAddress
 
 
 class DecodeRole:
-    """Build, start the engine with ``hook`` over ``buffer``, ``serve``, and at the end ``drain`` and ``stop``."""
+    """Build it, start the engine with ``hook`` over ``buffer``, ``serve``; at the end ``drain`` and ``stop``."""
 
     def __init__(
         self, node_id: str, config: Config, plan: CachePlan, transfer: TransferEngine, channels: Channels
@@ -49,7 +49,8 @@ class DecodeRole:
         return self._segment_server.address
 
     def serve(self, host: EngineHost, server: RpcServer) -> None:
-        """Export the segment and add the service; ``host`` runs. Raises ConfigError for transports it cannot have."""
+        """Export the segment and add the service; ``host`` is running. Raises ConfigError for unavailable
+        transports."""
         transfer = self._config.transfer
         self.hook.thread = host.thread
         self._segment_server = SegmentServer(
@@ -74,11 +75,11 @@ class DecodeRole:
 
     @property
     def is_answering(self) -> bool:
-        """Somebody waits for what it does."""
+        """Whether somebody waits for its work."""
         return self._servicer.num_running > 0
 
     def report(self, load: cluster_pb2.Load) -> None:
-        """Add what this role counts."""
+        """Add this role's counts."""
         load.counters["handoffs_taken"] = self.receiver.committed
         load.counters["handoffs_open"] = self.receiver.num_open
         load.counters["handoffs_waiting"] = self.receiver.num_waiting
@@ -88,14 +89,14 @@ class DecodeRole:
         load.counters["blocks_not_written_back"] = self._writeback.skipped
 
     async def drain(self) -> None:
-        """Return once nothing of ended requests is held any more, and offer the pool no more blocks."""
+        """Return once nothing of finished requests is held any more, and offer the pool no further blocks."""
         await self._servicer.drain()
         await self._writeback.stop()
 
     def stop(self) -> None:
-        """The engine has stopped, if it had started."""
+        """Call after the engine has stopped, if it had started."""
         self._ending.close()
 
     def _on_peer_gone(self, writer_id: str) -> None:
-        """On a thread of the segment server."""
+        """Called on a thread of the segment server."""
         self._loop.call_soon_threadsafe(self.receiver.peer_gone, writer_id)

@@ -1,4 +1,4 @@
-"""The gRPC face of a decode node: Generate for the conductor, the hand-off for prefill nodes."""
+"""The gRPC service of a decode node: Generate for the conductor, hand-offs for prefill nodes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
+from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc
@@ -47,42 +48,20 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         def on_output(output: StepOutput | MooncakeError) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        sampling = sampling_from_wire(request.sampling)
-        await self._host.prepare(sampling)
-        # The engine's id is the hand-off's: a retry on this very node must not meet the attempt before it.
-        sequence = self._host.sequence(
-            request.handoff_id,
-            tokens_from_wire(request.tokens),
-            request.num_prompt_tokens,
-            sampling,
-            request.cache_salt,
-            priority=request.priority,
-            adapter=request.adapter,
-            adapter_start=request.adapter_start,
-        )
+        sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
         self._generated.watch(sequence, [pool.control_address for pool in request.pools])
-        num_open = sequence.sampling.num_answers
-        started_s = 0.0
         self.num_running += 1
         try:
-            while num_open:
-                first = await self._next_output(outputs, deadline)
-                started_s = started_s or time.monotonic()
-                ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
-                for response in _responses(ready):
-                    if response.finish_reason:
-                        num_open -= 1
-                        response.decode_ms = (time.monotonic() - started_s) * 1e3
-                        response.preemptions = sequence.num_preemptions
-                    yield response
+            async for response in self._stream(sequence, outputs, deadline):
+                yield response
         finally:
             self.num_running -= 1
             self._clean_ups.start(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
-        # How long a prompt takes is not for us to judge: whoever waits for the hand-off ends ``Generate``.
+        # We do not judge how long a prompt may take: if the conductor stops waiting, it ends ``Generate``.
         wait_s = remaining_s(context, self._request_timeout_s)
         handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
         return pb.OpenHandoffResponse(
@@ -105,8 +84,39 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         return pb.EndChoiceResponse()
 
     async def drain(self) -> None:
-        """Wait for what ended calls left to clean up."""
+        """Wait for the clean-up of finished calls."""
         await self._clean_ups.drain()
+
+    async def _sequence(self, request: pb.DecodeRequest) -> Sequence:
+        """Its id is the hand-off's: a retry on this very node must not collide with the earlier attempt."""
+        sampling = sampling_from_wire(request.sampling)
+        await self._host.prepare(sampling)
+        return self._host.sequence(
+            request.handoff_id,
+            tokens_from_wire(request.tokens),
+            request.num_prompt_tokens,
+            sampling,
+            request.cache_salt,
+            priority=request.priority,
+            adapter=request.adapter,
+            adapter_start=request.adapter_start,
+        )
+
+    async def _stream(
+        self, sequence: Sequence, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
+    ) -> AsyncIterator[pb.DecodeResponse]:
+        num_open = sequence.sampling.num_answers
+        started_s = 0.0
+        while num_open:
+            first = await self._next_output(outputs, deadline)
+            started_s = started_s or time.monotonic()
+            ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
+            for response in _responses(ready):
+                if response.finish_reason:
+                    num_open -= 1
+                    response.decode_ms = (time.monotonic() - started_s) * 1e3
+                    response.preemptions = sequence.num_preemptions
+                yield response
 
     async def _next_output(
         self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
@@ -118,16 +128,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             raise DeadlineExceeded("the request's deadline passed while decoding") from None
 
     async def _end(self, handoff: Handoff, is_late: bool) -> None:
-        """Whatever the reason that Generate ended, nothing of the request may stay behind."""
+        """Whatever ended Generate, nothing of the request may remain."""
         self._generated.forget(handoff.request_id)
         await self._receiver.abandon(handoff, is_late)
-        if handoff.state is HandoffState.COMMITTED:  # else its blocks are the receiver's to free
+        if handoff.state is HandoffState.COMMITTED:  # otherwise the receiver frees its blocks
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))
 
 
 def _responses(outputs: list[StepOutput | MooncakeError]) -> Iterator[pb.DecodeResponse]:
-    """One message for each answer that has something new. Raises the first error, after what was said before it."""
+    """One message for each answer with something new. Raises the first error, after the outputs before it."""
     by_choice: dict[int, pb.DecodeResponse] = {}
     failure: MooncakeError | None = None
     for output in outputs:

@@ -1,7 +1,7 @@
-"""Generated blocks go to the pool as they fill, so that the next turn, or a node that takes over, finds them.
+"""Writes generated blocks to the pool as they fill, so that the next turn, or a node that takes over, finds them.
 
-Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else notices. A pool that
-does not answer is left alone for a while, because whatever waits for it is room that the cache does not have.
+Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else is affected. A pool that
+does not answer is left alone for a while, because blocks waiting for it occupy the cache.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from mooncake.types import BlockKey, KVLayout
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # blocks; each is held in the cache until it is written
-WAITING_SHARE = 1 / 8  # of the cache at most, or one batch
+WAITING_SHARE = 1 / 8  # at most this fraction of the cache, or one batch
 BATCH_BLOCKS = 8
 WRITE_TIMEOUT_S = 5.0
-REST_S = 10.0  # for a pool that did not answer
+REST_S = 10.0  # pause for a pool that did not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class WriteBack:
         self._rest_s = rest_s
         self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue()
         self._max_waiting = 0
-        self._rests_until: dict[str, float] = {}  # by the address of a pool
+        self._rests_until: dict[str, float] = {}  # by pool address
         self._task: asyncio.Task[None] | None = None
         self.stored = 0
         self.skipped = 0
@@ -74,7 +74,7 @@ class WriteBack:
             self._queue.get_nowait().done()
 
     def offer(self, block: FilledBlock) -> None:
-        """Store it soon, or never when too much waits already or its pool has just not answered."""
+        """Store it soon, or never if too many wait already or its pool has just not answered."""
         if self._queue.qsize() >= self._max_waiting or self._rests(block.pool_address):
             self._skip(block)
         else:
@@ -120,7 +120,7 @@ class WriteBack:
         return time.monotonic() < self._rests_until.get(address, 0.0)
 
     def _let_rest(self, address: str) -> None:
-        """Offer this pool nothing for a while, and give up at once what waits for it."""
+        """Offer this pool nothing for a while, and drop what waits for it."""
         now = time.monotonic()
         self._rests_until = {other: until for other, until in self._rests_until.items() if until > now}
         self._rests_until[address] = now + self._rest_s
@@ -136,7 +136,7 @@ class WriteBack:
         block.done()
 
     def _bring_out(self, block_ids: list[int]) -> list[Checksums]:
-        """On a thread: have the blocks in host memory; their checksums."""
+        """On a thread: copy the blocks to host memory. Returns their checksums."""
         self._mirror.to_host(block_ids).wait()
         memory, num_layers = self._mirror.memory, self._layout.num_layers
         return [range_checksums(memory[block_id].data, num_layers) for block_id in block_ids]

@@ -1,4 +1,4 @@
-"""The KV pool: blocks of bytes by key over the memory and disks of many nodes. ``kvstore.Client`` is the way in."""
+"""The KV pool: blocks of bytes by key over the memory and disks of many nodes. Its API is ``kvstore.Client``."""
 
 from __future__ import annotations
 

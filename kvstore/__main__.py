@@ -9,7 +9,8 @@ from mooncake.config import Config
 
 
 def build(config: Config) -> StoreNode:
-    """A slot holds ``store.block_bytes``, or one block of the configured model: a page of it, where it has several."""
+    """A slot holds ``store.block_bytes``, or one block of the configured model (one page, if its blocks have
+    several)."""
     if config.store.block_bytes:
         return StoreNode(config, config.store.block_bytes, config.store.join)
     checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)

@@ -1,10 +1,12 @@
-"""Slots that a store has given out before anybody has said what comes into them, and the blocks that came.
+"""Slots that a store grants in advance, before anyone has named the blocks for them, and the blocks that arrived in
+them.
 
-A writer of this kind is a client of this host, which fills its slots in place, or ``WIRE``, the data plane itself,
-where blocks of all others land. A slot given ahead is an ordinary reservation that has no name yet, granted to its own
-epoch. The data plane lists most blocks on the board without a word to the store, which hears of them in ``catch_up``;
-the others it decides about in ``commit``. Whoever asks the index what it has, catches up first; whoever reserves blocks
-by their names or takes slots back does so ``alone``. This module must not know about the SSD, nor who reads.
+The writer of such slots is either a client on this host, which fills its slots in place, or ``WIRE``, the data plane
+itself, where the blocks of all others arrive. Such a slot is an ordinary reservation without a name, granted to its own
+epoch. The data plane lists most blocks on the board without asking the store, which learns of them in ``catch_up``; the
+store decides about the others in ``commit``. Code that asks the index what it has must catch up first; code that
+reserves blocks by name or takes slots back must do so inside ``alone``. This module knows neither the SSD nor who
+reads.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from mooncake.types import BlockKey
 log = logging.getLogger(__name__)
 
 WIRE = f"{OWN}wire"  # the writer of blocks that arrive over the data plane
-NEAR_AHEAD = MAX_GIFTS  # slots of each client of this host
+NEAR_AHEAD = MAX_GIFTS  # slots for each client on this host
 
 Give = Callable[[int, int], bool]
 """Lets somebody fill a slot under an epoch, unless there are enough already."""
@@ -40,7 +42,7 @@ class Committed(Enum):
 
 
 class SlotsAhead:
-    """Of one store, on its event loop."""
+    """The slots of one store, on its event loop."""
 
     def __init__(
         self,
@@ -52,8 +54,8 @@ class SlotsAhead:
         is_elsewhere: Callable[[BlockName], bool],
         on_stored: Callable[[BlockName, bool], object],
     ) -> None:
-        """At most ``num_slots`` are given. ``on_stored`` is called with what somebody has put and whether it is new;
-        what ``is_elsewhere`` is stored already."""
+        """At most ``num_slots`` are granted. ``on_stored`` is called with each block put and whether it is new;
+        blocks that are ``is_elsewhere`` count as stored already."""
         self._index = index
         self._server = server
         self._board = board
@@ -61,10 +63,10 @@ class SlotsAhead:
         self._is_elsewhere = is_elsewhere
         self._on_stored = on_stored
         self._writers: dict[str, Give] = {WIRE: server.give_ahead}
-        self._short: set[str] = set()  # writers of which blocks came since they were last filled up
+        self._short: set[str] = set()  # writers that have used slots since they were last topped up
         self.wire_slots = num_slots // 2  # half for each kind of writer, so that neither starves the other
         self._near_slots = num_slots - self.wire_slots
-        self.num_adopted = 0  # blocks that the data plane has listed, ever
+        self.num_adopted = 0  # blocks the data plane has listed, in total
 
     def __contains__(self, writer: str) -> bool:
         return writer in self._writers
@@ -73,7 +75,7 @@ class SlotsAhead:
         self._writers[writer] = give
 
     def close(self, writer: str) -> None:
-        """Its process holds the segment no more."""
+        """Its process no longer maps the segment."""
         self._short.discard(writer)
         with self.alone():
             del self._writers[writer]
@@ -83,7 +85,7 @@ class SlotsAhead:
         return self._index.num_held(writer)
 
     def fill_up(self, writer: str, count: int) -> None:
-        """Give slots until the writer has ``count``, but none that takes waiting."""
+        """Grant slots until the writer has ``count``, but none that would have to wait for room."""
         self._short.discard(writer)
         give = self._writers.get(writer)
         wanted = min(count - self.num_held(writer), self._num_left(writer))
@@ -97,27 +99,27 @@ class SlotsAhead:
                 self.take_back(grant)
 
     def fill_short(self) -> None:
-        """The writers of this host whose slots have been filled."""
+        """Top up the writers on this host that have used slots."""
         for writer in self._short - {WIRE}:
             self.fill_up(writer, NEAR_AHEAD)
 
     def take_back(self, grant: Grant) -> bool:
-        """Of whoever holds it, ahead or otherwise. False when nobody does."""
+        """Revoke a grant, whoever holds it. False when nobody does."""
         is_held = self._index.abort(grant)
         if is_held:
             self._server.revoke([grant.slot])
         return is_held
 
     def _num_left(self, writer: str) -> int:
-        """Slots that may still be given to writers of this kind."""
+        """Slots that may still be granted to writers of this kind."""
         if writer == WIRE:
             return self.wire_slots - self.num_held(WIRE)
         return self._near_slots - sum(self.num_held(other) for other in self._writers if other != WIRE)
 
-    # What came
+    # Arrivals
 
     def catch_up(self) -> None:
-        """Take what the data plane has listed since into the index."""
+        """Take blocks the data plane has listed since the last call into the index."""
         board = self._board
         arrived = board.take_arrived() if board is not None else []
         if board is None or not arrived:
@@ -129,7 +131,7 @@ class SlotsAhead:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing comes meanwhile, and what came is known."""
+        """Inside it nothing arrives, and everything that arrived before is known."""
         if self._board is None:
             yield
             return
@@ -138,12 +140,12 @@ class SlotsAhead:
             yield
 
     def writer_of(self, grant: Grant) -> str | None:
-        """Whose slot this is; None when it was not given ahead, or that is over."""
+        """The writer of this slot; None if it was not granted in advance, or no longer is."""
         writer = self._index.writer_of(grant)
         return writer if writer in self._writers else None
 
     def be_patient(self, is_patient: bool) -> None:
-        """Have the loop woken when half of the slots of a writer may have been used, or for any block that comes."""
+        """Wake the loop only when a writer may have used half of its slots, instead of for every block that arrives."""
         if self._board is not None:
             held = [count for writer in self._writers if (count := self.num_held(writer))]
             self._board.be_patient((min(held, default=1) + 1) // 2 if is_patient else 1)
@@ -151,8 +153,8 @@ class SlotsAhead:
     def commit(
         self, writer: str, grant: Grant, name: BlockName, length: int, checksums: Checksums, tenant: str
     ) -> Committed:
-        """Make a slot given ahead readable as this block. Its checksums were made of the very bytes that came here,
-        by this process, or by one that could write anywhere in the segment; whoever reads the block checks them."""
+        """Make a slot granted in advance readable as this block. The checksums were computed from the bytes as they
+        arrived, by this process or by one that may write anywhere in the segment; every reader verifies them."""
         if not 1 <= len(checksums) <= length <= self._block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         with self.alone():
@@ -176,7 +178,7 @@ class SlotsAhead:
         if self._index.adopt(grant, name, block.length, block.checksums, now, block.tenant, is_listed=True):
             self._on_stored(name, True)
             return True
-        # A bug of ours, and not the fault of those that came with it.
+        # A bug of ours, for which the blocks that arrived with it are not to blame.
         log.error("a block was listed in slot %d, which was not free for it, or is stored elsewhere", block.slot)
         self._index.counters["refused_listings"] += 1
         board.hide(block.slot)

@@ -1,8 +1,9 @@
-"""The board, from Python: what a store lists of its DRAM in shared memory, and how a client of the same host reads it.
+"""The Python side of the board: the list of a store's DRAM blocks in shared memory, and how clients on the host read
+it.
 
-``board.cpp`` owns the layout and the order of stores and loads; this module owns files, sockets and lifetimes. A store
-without a C++ compiler has no board, and then its clients ask it over the wire. Whoever reads needs no lease: a copy
-counts only if the block was listed under the same epoch before and after it, and the copy has the listed checksums.
+``board.cpp`` owns the layout and the order of loads and stores; this module owns files, sockets and lifetimes. Without
+a C++ compiler a store has no board, and its clients ask it over the wire. Readers need no lease: a copy counts only if
+the block was listed under the same epoch before and after it, and the copy has the listed checksums.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("board.cpp")
 HEADERS = [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")]
 FLAGS = (f"-I{MODULE_HEADER.parent}",)
-FILES = 3  # that a client gets: the board, its mailbox, the segment
+FILES = 3  # sent to a client: the board, its mailbox, the segment
 GREETING = b"board 1\n"
 WRITER_ID_BYTES = 36
 OPEN_TIMEOUT_S = 2.0
-MAX_ARRIVED = 64  # blocks that have been listed by others, taken at a time
-MAX_NOTES = 1024  # of what a client has read
+MAX_ARRIVED = 64  # blocks listed by others, taken at a time
+MAX_NOTES = 1024  # of blocks a client has read
 MAX_GIFTS = 8  # slots for a client to fill
 
 _ADDRESS, _U32, _U64 = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint64
@@ -79,7 +80,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_write": (None, [_ADDRESS, _U32, _ADDRESS, _U64, _U32, _ADDRESS]),
     "board_read": (ctypes.c_int32, [_ADDRESS, ctypes.c_char_p, _U32, _ADDRESS, _U64]),
 }
-_SAME: dict[str, int] = {  # in board.cpp
+_SAME: dict[str, int] = {  # as in board.cpp
     "board_arrival_size": ctypes.sizeof(Arrival),
     "board_max_ranges": MAX_SUMS,
     "board_min_range_bytes": MIN_SUM_BYTES,
@@ -90,12 +91,12 @@ _SAME: dict[str, int] = {  # in board.cpp
 
 
 class Outcome(IntEnum):
-    """Of reading a block. After anything but READ the memory read into holds rubbish."""
+    """The result of reading a block. After anything but READ the destination's content is undefined."""
 
     GONE = -1  # the store is
     READ = 0
     MISSING = 1
-    CHANGED = 2  # while it was being read, or has another length
+    CHANGED = 2  # while it was being read, or it has another length
     CORRUPT = 3
 
 
@@ -103,7 +104,8 @@ _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def load_board() -> ctypes.CDLL | None:
+    """The library, or None if it cannot be built."""
     try:
         library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS], FLAGS)
     except BuildFailed as error:
@@ -118,8 +120,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Board:
-    """The store's side, on one thread; those of the data plane list what comes whole. ``wake_fd`` can be read as soon
-    as something has come, or somebody waits for a slot. ``create`` gives None where there can be no board."""
+    """The store's side, on one thread; the data plane's threads list blocks that arrive. ``wake_fd`` becomes
+    readable when a block has arrived or someone waits for a slot. ``create`` returns None where a board is
+    impossible."""
 
     def __init__(self, library: ctypes.CDLL, segment: Segment) -> None:
         """Raises OSError."""
@@ -139,14 +142,14 @@ class Board:
             os.close(self.wake_fd)
             raise OSError("no address space for the board")
         self._arrived = (Arrival * MAX_ARRIVED)()
-        self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored all the same
-        self._mailboxes: dict[int, int] = {}  # address of each by the number of its file
+        self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored but not listed
+        self._mailboxes: dict[int, int] = {}  # mailbox addresses by file number
         self._notes: npt.NDArray[np.uint32] = np.empty(MAX_NOTES, dtype=np.uint32)
         self._notes_at = self._notes.ctypes.data
 
     @classmethod
     def create(cls, segment: Segment) -> Board | None:
-        library = _library()
+        library = load_board()
         if library is None:
             return None
         try:
@@ -156,8 +159,8 @@ class Board:
             return None
 
     def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None:
-        """List what has been sealed, unless it is. What has too long a key, or what a reader could not check in its one
-        pass, is left to be asked for."""
+        """List a sealed block, unless it already is. Blocks with too long a key, or that a reader could not verify
+        in one pass, are left to be asked for."""
         sums = np.ascontiguousarray(checksums, dtype=np.uint64)
         at = sums.ctypes.data
         if not self._library.board_show(self._board, slot, epoch, key, len(key), length, at, len(checksums)):
@@ -166,19 +169,20 @@ class Board:
             self._library.board_count_unlisted(self._board, len(self._unlisted))
 
     def hide(self, slot: int) -> None:
-        """Before its bytes may change. Harmless for what is not listed."""
+        """Call before the slot's bytes may change. Harmless for slots that are not listed."""
         if (unlisted := self._unlisted.pop(slot, None)) is not None:
             self.mark(unlisted, False)
             self._library.board_count_unlisted(self._board, len(self._unlisted))
         self._library.board_hide(self._board, slot)
 
     def mark(self, key: bytes, is_marked: bool) -> None:
-        """Nobody lists this block unasked: somebody writes it, or has it where the board does not say. Or no longer."""
+        """Mark a key: others must not list this block without asking, because it is being written or is stored off
+        the board."""
         self._library.board_mark(self._board, key, len(key), is_marked)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Nothing is listed meanwhile but by us."""
+        """Inside it only we list blocks."""
         self._library.board_hold(self._board, True)
         try:
             yield
@@ -186,26 +190,26 @@ class Board:
             self._library.board_hold(self._board, False)
 
     def expect(self, slot: int, epoch: int) -> None:
-        """Others may list a block in this slot, once it is granted to this epoch. In no other."""
+        """Let others list a block in this slot, while it is granted to this epoch."""
         self._library.board_expect(self._board, slot, epoch)
 
     def be_patient(self, num_blocks: int) -> None:
-        """Wake nobody before so many have come: they will be looked for soon."""
+        """Do not wake us before this many blocks have arrived: we will look soon anyway."""
         self._library.board_be_patient(self._board, num_blocks)
 
     def take_arrived(self) -> list[Landed]:
-        """What has been listed by others since the last call."""
+        """Blocks listed by others since the last call."""
         count = self._library.board_take_arrived(self._board, self._arrived)
         return [self._arrived[at].landed() for at in range(count)]
 
     def book_for_owner(self) -> tuple[int, int, int, int]:
-        """How the data plane's server lists what comes, wakes us, and knows what is stored."""
+        """For the data plane's server: to list arrivals, wake us, and look up what is stored."""
         calls = (self._library.board_list, self._library.board_wake, self._library.board_know)
         list_at, wake, know = (int(ctypes.cast(call, _ADDRESS).value or 0) for call in calls)
         return self._board, list_at, wake, know
 
     def add_mailbox(self) -> tuple[int, list[int]]:
-        """For one more client: its mailbox's number, and the files to send, which stay ours."""
+        """For one more client: its mailbox's number, and the files to send, which we keep."""
         fd = _sealed_memory("mooncake-mailbox", self._library.board_mailbox_size())
         mailbox = self._library.board_open_mailbox(fd)
         if not mailbox:
@@ -215,7 +219,8 @@ class Board:
         return fd, [self._read_only, fd, self._segment.fd]
 
     def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """The board and a mailbox of its own, for the data plane's server in this process. They live as long as it."""
+        """A mapping of the board and a mailbox, for the data plane's server in this process. They live as long as it
+        does."""
         fd, files = self.add_mailbox()
         size, mailbox_size = (os.fstat(file).st_size for file in (self._read_only, fd))
         return mmap.mmap(files[0], size, prot=mmap.PROT_READ), mmap.mmap(fd, mailbox_size)
@@ -225,11 +230,11 @@ class Board:
         os.close(number)
 
     def give(self, mailbox: int, slot: int, epoch: int) -> bool:
-        """Let this mailbox's client fill a slot. False when it has enough that it has not taken."""
+        """Let this mailbox's client fill a slot. False if it has enough slots it has not taken."""
         return bool(self._library.board_give(self._mailboxes[mailbox], slot, epoch))
 
     def take_notes(self) -> list[int]:
-        """Slots that clients have read since the last call, in each one's order; only as many as they could note."""
+        """Slots that clients have read since the last call, in order per client, up to what they could note."""
         slots: list[int] = []
         for mailbox in self._mailboxes.values():
             count = self._library.board_take_notes(self._board, mailbox, self._notes_at, MAX_NOTES)
@@ -247,12 +252,12 @@ class Board:
 
 
 class _Mapped:
-    """What a reader has mapped: as long as anybody holds this."""
+    """A reader's mapping, which lives as long as anyone references this."""
 
     def __init__(self, library: ctypes.CDLL, reader: int, sock: socket.socket) -> None:
         self.reader = reader
         self._library = library
-        self._sock = sock  # as long as it is open, the store is there
+        self._sock = sock  # open as long as the store exists
 
     def __del__(self) -> None:
         self._library.board_leave(self.reader)
@@ -267,22 +272,22 @@ class _Mapped:
 
 
 class BoardReader:
-    """A client's side, from any thread. After ``close`` nothing is there."""
+    """A client's side, usable from any thread. After ``close`` it reports every block as absent."""
 
     def __init__(self, library: ctypes.CDLL, mapped: _Mapped, writer_id: str) -> None:
-        self.writer_id = writer_id  # under which the store gives us slots to fill
+        self.writer_id = writer_id  # under which the store grants us slots
         self._library = library
         self._get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS, FLAGS).get
         self._block_bytes = int(library.board_block_bytes(mapped.reader))
-        # Whoever reads has taken it first: it is unmapped when this has been closed and nobody reads any more.
+        # Every read holds a reference: it is unmapped once this is closed and the last read has ended.
         self._mapped: _Mapped | None = mapped
         self._segment: npt.NDArray[np.uint8] | None = mapped.segment()
-        prefault_in_background(self._segment)  # a page costs as much again when it is first touched in a copy
+        prefault_in_background(self._segment)  # the first touch of a page in a copy would double the copy's cost
 
     @classmethod
     def open(cls, path: str) -> BoardReader | None:
-        """None when there is no store of this host at ``path``, or none whose board we can read."""
-        library = _library()
+        """None if no store of this host is at ``path``, or we cannot read its board."""
+        library = load_board()
         if library is None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -307,7 +312,7 @@ class BoardReader:
 
     @property
     def lists_all(self) -> bool:
-        """Whether it lists all that the store has in DRAM: not what it has in very many or very short ranges."""
+        """Whether it lists everything in the store's DRAM: not so for blocks with very many or very short ranges."""
         mapped = self._mapped
         return mapped is not None and bool(self._library.board_lists_all(mapped.reader))
 
@@ -323,7 +328,7 @@ class BoardReader:
         return None if found < 0 else [byte == 1 for byte in here.raw]
 
     def length(self, key: bytes) -> int | None:
-        """Of a listed block."""
+        """The length of a listed block."""
         mapped = self._mapped
         if mapped is None:
             return None
@@ -331,7 +336,7 @@ class BoardReader:
         return length if length >= 0 else None
 
     def read(self, key: bytes, into: memoryview) -> Outcome:
-        """Copy a block of just so many bytes, and check the copy, in one pass."""
+        """Copy a block of exactly this length, and verify the copy, in one pass."""
         mapped = self._mapped
         if mapped is None:
             return Outcome.GONE
@@ -339,13 +344,13 @@ class BoardReader:
         return _OUTCOMES[self._library.board_read(mapped.reader, key, len(key), address, into.nbytes)]
 
     def get(self, key: bytes, into: object) -> int | None:
-        """Copy a block of at most 4 MiB that fits, and check the copy, in one call. Its length; None when it cannot be
-        had so, also because ``into`` is not a contiguous buffer that can be written."""
+        """Copy a block of at most 4 MiB, and verify the copy, in one call. Returns its length; None if that is not
+        possible, for example because ``into`` is too short or not a writable contiguous buffer."""
         mapped = self._mapped
         return self._get(mapped.reader, key, into) if mapped is not None else None
 
     def receive(self) -> tuple[int, int] | None:
-        """A slot that the store lets us fill, with its epoch. On the client's event loop alone."""
+        """A slot that the store lets us fill, with its epoch. Only on the client's event loop."""
         mapped = self._mapped
         gift = (ctypes.c_uint64 * 2)()
         if mapped is None or not self._library.board_receive(mapped.reader, gift):
@@ -358,8 +363,8 @@ class BoardReader:
         return is_right and nbytes >= MIN_SUM_BYTES * ranges
 
     def write(self, slot: int, data: memoryview, ranges: int) -> Checksums:
-        """Copy into a slot that is ours to write, and make the checksums of what is copied, in one pass. Raises
-        NodeUnavailable once this has been closed."""
+        """Copy into a slot of ours, and compute the checksums of what is copied, in one pass. Raises NodeUnavailable
+        after ``close``."""
         mapped = self._mapped
         if mapped is None:
             raise NodeUnavailable("this client of the store has been closed")
@@ -370,18 +375,18 @@ class BoardReader:
         return sums
 
     def close(self) -> None:
-        """From now on nothing is there. Whoever is still reading reads to the end."""
+        """From now on nothing is found. Reads in progress finish."""
         self._mapped = self._segment = None
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Whether the other end of a unix socket is a process of ours, or of root's."""
+    """Whether the peer of a unix socket runs as our user or as root."""
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return int(uid) in (os.geteuid(), 0)
 
 
 def _sealed_memory(name: str, size: int) -> int:
-    """A memfd whose size nobody can change any more."""
+    """A memfd whose size can no longer change."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)

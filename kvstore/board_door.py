@@ -1,7 +1,7 @@
-"""Where clients of a store's own host get its board: an abstract unix socket that hands out files, and then is silent.
+"""Hands a store's board to clients on its host: an abstract unix socket that sends files and then stays silent.
 
 A client that connects gets the board (to read), a mailbox (to write), its writer id and the segment, and keeps the
-connection: its end is how either side learns that the other is gone. It must not know what a board holds.
+connection open: its end tells either side that the other is gone. This module does not know what a board contains.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class BoardDoor:
         opened: Callable[[str, Callable[[int, int], bool]], object] | None = None,
         gone: Callable[[str], object] | None = None,
     ) -> None:
-        """``opened`` and ``gone`` are called with a client's writer id; none is ever used twice. ``opened`` is told how
-        to give this client a slot to fill (``Board.give``)."""
+        """``opened`` and ``gone`` are called with a client's writer id, which is never reused. ``opened`` also gets
+        the function that offers this client a slot to fill (``Board.give``)."""
         self._board = board
         self._opened, self._gone = opened, gone
-        self._clients: dict[socket.socket, tuple[int, str]] = {}  # number of each one's mailbox, writer id
+        self._clients: dict[socket.socket, tuple[int, str]] = {}  # by connection: mailbox number, writer id
         self._listener: socket.socket | None = None
         self.path = ""
 
@@ -84,7 +84,7 @@ class BoardDoor:
         self._clients[client] = (number, writer_id)
         if self._opened is not None:
             self._opened(writer_id, functools.partial(self._board.give, number))
-        asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing: this is its end
+        asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing, so readable means closed
         try:
             socket.send_fds(client, [GREETING + writer_id.encode()], files)
         except OSError:

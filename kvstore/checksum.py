@@ -23,18 +23,19 @@ def checksum(data: Buffer) -> int:
 
 
 def checksums_of(parts: Iterable[Buffer]) -> Checksums:
-    """One checksum for each buffer."""
+    """One checksum per buffer."""
     return np.fromiter((checksum(part) for part in parts), dtype=np.uint64)
 
 
 def part_checksums(data: Buffer, part_bytes: int) -> Checksums:
-    """One checksum for each ``part_bytes`` of ``data``, and one for what is left."""
+    """One checksum per ``part_bytes`` of ``data``, and one for the remainder."""
     view = memoryview(data).cast("B")
     return checksums_of(view[start : start + part_bytes] for start in range(0, view.nbytes, part_bytes))
 
 
 def range_checksums(data: Buffer, ranges: int) -> Checksums:
-    """One checksum for each of ``ranges`` equal parts of ``data``. Raises InvalidRequest when it does not divide."""
+    """One checksum for each of ``ranges`` equal parts of ``data``. Raises InvalidRequest when it does not divide
+    evenly."""
     view = memoryview(data).cast("B")
     if not 1 <= ranges <= view.nbytes or view.nbytes % ranges:
         raise InvalidRequest(f"{view.nbytes} bytes do not divide into {ranges} equal ranges")

@@ -1,12 +1,12 @@
-"""The client of a store: blocks of bytes by key, put and got without a copy too many, verified on the way.
+"""The client of one store: puts and gets blocks of bytes by key, without superfluous copies, and verifies them.
 
     async with await StoreClient.connect("127.0.0.1:50060") as store:
         await store.put(key, data)
         assert await store.get(key) == data
 
-Here are whole blocks; their parts, with the reservations and leases that both need, are in ``client_ranges``. How calls
-travel is in ``client_calls``; the shorter ways for whole blocks are ``client_near`` and ``client_far``. What a store
-does not have is None or a shorter list, not an error; everything that is an error is one of ``mooncake.errors``.
+This module handles whole blocks; ``client_ranges`` handles parts of blocks, and the reservations and leases that both
+need. ``client_calls`` sends the calls; ``client_near`` and ``client_far`` are shortcuts for whole blocks. What a store
+does not have is None or a shorter list, not an error; all errors are those of ``mooncake.errors``.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
 
-UNHEARD = -1  # where the life of a store is not known yet
+UNHEARD = -1  # the store's incarnation is not known yet
 
 
 def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
-    """Which short ways a client has whose engine is like this: ``copies_inline``, ``is_keyed``."""
+    """Which shortcuts a client of an engine like this may use: ``copies_inline``, ``is_keyed``."""
     is_free = max_mb_per_s == 0
     return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
 
@@ -44,7 +44,7 @@ def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
 class StoreClient(RangeClient):
     """Talks to one store. Belongs to one event loop.
 
-    Every call takes ``timeout_s`` and ends within it. Beside the errors named at each method, all may raise
+    Every call takes ``timeout_s`` and ends within it. Besides the errors listed at each method, all may raise
     NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
     """
 
@@ -57,15 +57,15 @@ class StoreClient(RangeClient):
         copies_inline: bool = False,
         is_keyed: bool = False,
     ) -> None:
-        """``address`` is the store's gRPC address. The engine and the channels are shared, and closed by their owner;
-        ``connect`` makes a client that has its own. What it stores counts against the quota of ``tenant``. With
-        ``copies_inline``, blocks of a store of this host are read where they lie, and short copies are made on the
-        event loop; not for an engine that is to leave shared memory alone. With ``is_keyed``, whole blocks of other
-        stores are asked for and put over TCP in one message. Neither is for an engine that is paced."""
+        """``address`` is the store's gRPC address. The engine and the channels are shared and closed by their owner;
+        ``connect`` makes a client with its own. Stored blocks count against the quota of ``tenant``. With
+        ``copies_inline``, blocks of a store on this host are read in place, and short copies run on the event loop;
+        not for an engine that must not use shared memory. With ``is_keyed``, whole blocks of remote stores are read
+        and put over TCP in one message. Neither is for a rate-limited engine."""
         super().__init__(address, transfer, channels, tenant, copies_inline)
         self._far = FarStore(transfer, tenant) if is_keyed else None
         self._near = NearStore(self._calls, self._far, tenant)
-        self._life = 0  # the incarnation that the store had when it was asked for its short ways; 0: never asked
+        self._life = 0  # the store's incarnation when its shortcuts were last looked up; 0: never
         self._is_meeting = False
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
@@ -82,9 +82,9 @@ class StoreClient(RangeClient):
         secret: str = "",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> StoreClient:
-        """A client with its own transfer engine, once the store answers. ``secret`` is what the store's
-        ``transfer.secret_file`` holds. Raises NodeUnavailable when it does not answer, and InvalidRequest when it asks
-        for another secret."""
+        """A client with its own transfer engine, once the store answers. ``secret`` is the content of the store's
+        ``transfer.secret_file``. Raises NodeUnavailable when it does not answer, and InvalidRequest when the secret
+        is wrong."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
         channels = Channels()
         client = cls(address, transfer, channels, tenant, *ways(transports, max_mb_per_s))
@@ -98,7 +98,7 @@ class StoreClient(RangeClient):
         return client
 
     async def close(self) -> None:
-        """Ends what runs in the background, and what ``connect`` opened."""
+        """Ends background work, and closes what ``connect`` opened."""
         self._near.return_ahead()
         await self._calls.close()
         self._near.close()
@@ -125,12 +125,12 @@ class StoreClient(RangeClient):
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> bool:
-        """Store ``data`` (contiguous, at most a slot long). True when it is stored afterwards, also when it was
-        before; False when another writer is at it or the store did not accept the bytes.
+        """Store ``data`` (contiguous, at most one slot). True when it is stored afterwards, even if it was before;
+        False when another writer is writing it or the store did not accept the bytes.
 
         ``parent`` is the key of the block it builds on: a store evicts it before its parent. With ``durable`` it
-        returns once the block would survive a crash of the store, and raises OutOfBlocks when it was stored but the
-        store's SSD did not take it (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
+        returns once the block would survive a crash of the store, and raises OutOfBlocks when it was stored but could
+        not be written to the SSD (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
         """
         view = memoryview(data).cast("B")
         name, sums = (key, parent), checksums_of([view])
@@ -145,7 +145,7 @@ class StoreClient(RangeClient):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> int:
-        """Store several blocks of one length, given (key, parent) and the checksums of each one's equal ranges.
+        """Store several blocks of one length, given (key, parent) and the checksums of each block's equal ranges.
 
         Returns how many of them were newly stored. Raises OutOfBlocks when there was room for none.
         """
@@ -173,9 +173,10 @@ class StoreClient(RangeClient):
         return bytes(data) if await self._get(key, room, timeout_s) is not None else None
 
     async def get_into(self, key: bytes, into: Buffer, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
-        """Like ``get``, straight into the caller's memory (contiguous, writable). Returns the length, or None.
+        """Like ``get``, but into the caller's memory (contiguous, writable). Returns the length, or None.
 
-        Raises InvalidRequest when the block is longer than ``into``. After any error ``into`` holds rubbish.
+        Raises InvalidRequest when the block is longer than ``into``. After any error the content of ``into`` is
+        undefined.
         """
         view = memoryview(into).cast("B")
         return await self._get(key, lambda _, length: room_in(view, length), timeout_s)
@@ -191,15 +192,15 @@ class StoreClient(RangeClient):
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
-        """``put`` for several blocks of one length. Says for each whether it is stored afterwards."""
+        """``put`` for several blocks of one length. Returns for each whether it is stored afterwards."""
         stored, sealed = await self._put(names, views, checksums, time.monotonic() + timeout_s, durable)
         return [sealed.get(index, is_stored) for index, is_stored in enumerate(stored)]
 
     async def put_in_place(
         self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool | None:
-        """``put`` into a slot that was given out in advance: one pass over the bytes, and one message. None when there
-        is none, or it has run out: then it has to be reserved first."""
+        """``put`` into a slot granted in advance: one pass over the bytes, and one message. None when there is no
+        such slot, or it has expired: then the block must be reserved first."""
         if self._near.board is not None:
             return await self._near.put(name, view, ranges, timeout_s)
         if self._far is not None and self._far.is_open:
@@ -207,8 +208,8 @@ class StoreClient(RangeClient):
         return None
 
     def get_here(self, key: bytes, into: object) -> int | None:
-        """A block in the DRAM of this host, if it fits into this buffer, without a step of the event loop. None when it
-        takes more to find out, or to say what is wrong."""
+        """A block in this host's DRAM, if it fits into this buffer, without yielding to the event loop. None in all
+        other cases, which the caller handles."""
         board = self._near.board
         return board.get(key, into) if board is not None else None
 
@@ -236,9 +237,9 @@ class StoreClient(RangeClient):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[int | None]:
-        """Read what is stored of ``keys`` into the memory that ``room(index, length)`` gives for each.
+        """Read the stored blocks of ``keys`` into the memory that ``room(index, length)`` returns for each.
 
-        Returns the lengths; None for what is not stored, and for what came back wrong, which has then been dropped.
+        Returns the lengths; None for blocks that are not stored, and for corrupt ones, which have then been dropped.
         """
         deadline = time.monotonic() + timeout_s
         if self._far is not None and self._near.board is None and self._far.is_open:
@@ -262,7 +263,8 @@ class StoreClient(RangeClient):
     async def _get_leased(
         self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
     ) -> tuple[list[int | None], list[bytes]]:
-        """The lengths of what came whole, None for the rest, and the keys of what was corrupt, which is gone now."""
+        """The lengths of blocks that arrived intact (None for the rest), and the keys of corrupt ones, which have
+        been dropped."""
         lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
         lengths: list[int | None] = [None] * len(keys)
         corrupt: list[bytes] = []
@@ -281,10 +283,10 @@ class StoreClient(RangeClient):
             await self.finish(lease, corrupt)
         return lengths, corrupt
 
-    # Asking
+    # Queries
 
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
-        """Whether each key is stored now. Protects nothing: it may be gone by the time of the answer."""
+        """Whether each key is stored now. Protects nothing: it may be gone by the time the answer arrives."""
         deadline = time.monotonic() + timeout_s
         known = self._near.exists(keys)
         if self._far is not None and self._near.board is None and self._far.is_open:
@@ -298,16 +300,16 @@ class StoreClient(RangeClient):
         return cast(list[bool], known)
 
     async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Make blocks unreadable. Those being read keep their room until then. Returns how many there were."""
+        """Make blocks unreadable. Those being read keep their slots until then. Returns how many there were."""
         response = await self._calls.call(self._calls.stub.Remove(pb.RemoveRequest(keys=keys), timeout=timeout_s))
         return response.removed
 
     async def pin(
         self, keys: Sequence[bytes], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> int:
-        """Keep blocks in the store's DRAM for ``ttl_s``: not evicted at all when ``hard``, else as long as anything
-        else can go. Those that only the SSD has are loaded. Returns how many are pinned. Raises OutOfBlocks when hard
-        pins would hold more than half of the store."""
+        """Keep blocks in the store's DRAM for ``ttl_s``: never evicted when ``hard``, otherwise last of all. Blocks
+        that are only on the SSD are loaded. Returns how many are pinned. Raises OutOfBlocks when hard pins would
+        hold more than half of the store."""
         level = pb.PinRequest.HARD if hard else pb.PinRequest.SOFT
         request = pb.PinRequest(keys=keys, level=level, ttl_s=ttl_s)
         return (await self._calls.call(self._calls.stub.Pin(request, timeout=timeout_s))).pinned
@@ -321,7 +323,7 @@ class StoreClient(RangeClient):
         self._life = self._life or UNHEARD
         response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
         if self._life != response.segment.incarnation:
-            self._near.close()  # the board of an earlier life
+            self._near.close()  # the board of an earlier incarnation
             self._life = response.segment.incarnation
         await self._calls.open_fast_rpc(response.fast_rpc_port)
         if self._copies_inline:
@@ -331,14 +333,14 @@ class StoreClient(RangeClient):
         return stats_from_wire(response)
 
     async def knock(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Learn the short ways. Raises InvalidRequest when the store's data plane does not let us in."""
+        """Look up the shortcuts. Raises InvalidRequest when the store's data plane refuses us."""
         deadline = time.monotonic() + timeout_s
         await self.stats(timeout_s=timeout_s)
         if self._far is not None and self._near.board is None:
             await self._far.knock(deadline)
 
     def _met(self, incarnation: int) -> None:
-        """Learn the short ways again of a store that was started anew."""
+        """Look up the shortcuts again if the store was restarted."""
 
         async def meet() -> None:
             try:
@@ -358,8 +360,8 @@ class StoreClient(RangeClient):
         deadline: float,
         durable: bool = False,
     ) -> tuple[list[bool], dict[int, bool]]:
-        """Whether each was stored before; and by its number, of each that was reserved, whether it was sealed. On any
-        error the reservations are given up."""
+        """Returns whether each was stored before, and, by index, whether each reserved one was sealed. On any error
+        the reservations are aborted."""
         slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
         mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
         if not mine:
@@ -369,7 +371,7 @@ class StoreClient(RangeClient):
             await self._write(next(iter(mine.values())).segment, ranges, deadline)
             seal_s = left_s(deadline)
         except BaseException:
-            self._calls.later(self._calls.abort(mine.values()))  # the transfer has ended: nothing is written any more
+            self._calls.later(self._calls.abort(mine.values()))  # nothing is being written any more
             raise
         sealings = [(slot, checksums[index]) for index, slot in mine.items()]
         sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)

@@ -1,7 +1,7 @@
-"""How a client's calls reach its store: gRPC, or fast RPC where that stands; and what it says without waiting for it.
+"""How a client's calls reach its store, by gRPC or by fast RPC where available, and messages it does not wait for.
 
-What a reservation or a lease ends with is said here, since a store that does not hear of it must be told again or finds
-out by itself. This module must not know how bytes move.
+The ends of reservations and leases are sent from here: a store that missed one must be told again, or times out by
+itself. This module does not know how bytes move.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mooncake.rpc.server import Channels, split_address
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
-LOOK_AGAIN_S = 1.0  # for a fast RPC that broke
+LOOK_AGAIN_S = 1.0  # before looking for a fast RPC again after it broke
 REPEAT_OWED_AFTER_S = 1.0
-UNHEARD_S = 60.0  # after its caller has gone, an answer may still come for so long
+UNHEARD_S = 60.0  # how long after its caller has gone an answer may still arrive
 END_LEASES_AFTER_S = 0.02
 
 T = TypeVar("T")
@@ -43,16 +43,16 @@ class StoreCalls:
         self.fast_rpc: FastRpc | None = None
         self._opening = asyncio.Lock()
         self._look_after_s = 0.0
-        self._ended: list[int] = []  # leases
+        self._ended: list[int] = []  # ids of ended leases
         self._ending: asyncio.TimerHandle | None = None
-        self._owed: list[Reservation] = []  # ended on our side, while the store may not know it
-        self._owed_numbers: list[int] = []  # of calls whose slots we shall never hear of
+        self._owed: list[Reservation] = []  # ended on our side, though the store may not know it
+        self._owed_numbers: list[int] = []  # numbers of calls whose slots we will never learn
         self._repeating: asyncio.TimerHandle | None = None
         self._is_closed = False
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Ends what runs in the background."""
+        """Ends background work."""
         self._is_closed = True
         self._end_leases()
         if self._repeating is not None:
@@ -67,7 +67,7 @@ class StoreCalls:
 
     @property
     def fast(self) -> store_pb2_grpc.StoreAsyncStub | FastRpc:
-        """The short way, while it stands. One that broke is looked for again, now and then."""
+        """The fast RPC, while it is connected. A broken one is looked for again from time to time."""
         if self.fast_rpc is None:
             return self.stub
         if self.fast_rpc.is_open:
@@ -85,19 +85,19 @@ class StoreCalls:
                 self.fast_rpc = await FastRpc.open(self.address, split_address(self.address)[0], port)
 
     async def _find_fast_rpc(self) -> None:
-        """Where it is now: the store may have been started anew."""
+        """Find its current port: the store may have been restarted."""
         response = await self.call(self.stub.Stats(pb.StatsRequest(), timeout=DEFAULT_TIMEOUT_S))
         await self.open_fast_rpc(response.fast_rpc_port)
 
     async def call(self, call: Awaitable[T]) -> T:
-        """Wait for an answer. Errors are those of ``mooncake.errors``."""
+        """Wait for an answer. Errors are translated to ``mooncake.errors``."""
         try:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, f"store {self.address}") from None
 
     def later(self, work: Coroutine[object, object, None]) -> None:
-        """Something that a store would find out by itself in time: tell it, but let nobody wait for that."""
+        """Send something that the store would find out by itself in time, without anyone waiting for it."""
 
         async def run() -> None:
             with contextlib.suppress(MooncakeError):
@@ -107,10 +107,10 @@ class StoreCalls:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    # Reservations, and their ends
+    # Reservations and their ends
 
     async def reserve(self, request: pb.ReserveRequest, timeout_s: float) -> pb.ReserveResponse:
-        """Slots for somebody who waits for them no more are given back when the answer comes, or cannot come any more:
+        """Slots for a caller that stopped waiting are returned when the answer arrives, or cannot arrive any more:
         the store does not know that nobody will write into them, and would hold them until our connections end."""
         request.number = number = secrets.randbits(63) | 1
         fast = self.fast
@@ -141,13 +141,13 @@ class StoreCalls:
     def _give_back(self, response: pb.ReserveResponse | None, number: int) -> None:
         if self._is_closed:
             return
-        if response is None:  # said after a moment, so that what was on its way to the store has come there before
+        if response is None:  # after a moment, so that calls on their way to the store have arrived
             self._owe([], [number])
         elif slots := [slot for slot in reservations_from_wire(response) if slot is not None]:
             self.later(self.abort(slots))
 
     async def abort(self, reservations: Iterable[Reservation], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """When this does not get through, it is said again."""
+        """If this does not get through, it is repeated."""
         await self._abort(list(reservations), [], timeout_s)
 
     async def _abort(self, slots: list[Reservation], numbers: list[int], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -157,8 +157,8 @@ class StoreCalls:
 
     @contextlib.contextmanager
     def owing(self, slots: list[Reservation], numbers: Sequence[int] = ()) -> Iterator[None]:
-        """Without an answer the store may hold these slots for us until our connections end: we tell it that we have
-        ended them, until it answers. Ending a reservation twice is harmless: its epoch is never used again."""
+        """Without an answer the store may hold these slots until our connections end: tell it that they are over
+        until it answers. Ending a reservation twice is harmless: its epoch is never reused."""
         try:
             yield
         except BaseException:
@@ -176,11 +176,11 @@ class StoreCalls:
         self._owed, self._owed_numbers, self._repeating = [], [], None
         self.later(self._abort(slots, numbers))
 
-    # Leases, and their ends
+    # Leases and their ends
 
     async def acquire(self, request: pb.AcquireRequest, timeout_s: float) -> pb.AcquireResponse:
-        """A lease for somebody who waits for it no more is ended when it comes: what it names could not be evicted
-        until it runs out. (A call over gRPC ends in the store with its caller, and most leave no lease.)"""
+        """A lease for a caller that stopped waiting is ended when it arrives: otherwise its blocks could not be
+        evicted until it expires. (The store ends a gRPC call with its caller, and most of those leave no lease.)"""
         fast = self.fast
         if isinstance(fast, FastRpc):
             return await self.call(fast.Acquire(request, timeout_s, self._end_unheard))
@@ -198,7 +198,7 @@ class StoreCalls:
             await self.call(self.fast.Release(request, timeout=timeout_s))
 
     async def report_corrupt(self, keys: Iterable[bytes], lease_ids: Iterable[int] = ()) -> None:
-        """So that nobody finds them after this returns."""
+        """Nobody finds the corrupt blocks after this returns."""
         with contextlib.suppress(MooncakeError):
             await self.release(lease_ids, keys)
 
@@ -209,7 +209,7 @@ class StoreCalls:
             self._ending = asyncio.get_running_loop().call_later(END_LEASES_AFTER_S, self._end_leases)
 
     def take_ended(self) -> list[int]:
-        """Leases that ended since, to be said with an ``acquire``."""
+        """Leases that have ended since, to be sent with an ``acquire``."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -222,7 +222,7 @@ class StoreCalls:
 
 
 def left_s(deadline: float) -> float:
-    """Raises DeadlineExceeded when there is none left."""
+    """Raises DeadlineExceeded when no time is left."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded("the time for this call to the store is over")

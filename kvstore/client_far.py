@@ -1,13 +1,13 @@
-"""A store that is reached over TCP: whole blocks are fetched and put by key, in one message there and one back.
+"""A store reached over TCP: whole blocks are fetched and put by key, with one message each way.
 
-A fetch takes no lease. The store's data plane sends the checksums it has listed, then the bytes from where they lie; a
-block that leaves its slot meanwhile comes back wrong, which the checksums show, and is then asked for with a lease. So
-is whatever else cannot be done like this: none of it is an error here.
+A fetch takes no lease. The store's data plane sends the checksums it has listed, then the bytes from their slot; a
+block that leaves its slot meanwhile arrives corrupt, which the checksums show, and is then requested with a lease. So
+is everything else that cannot be done this way: none of it is an error here.
 
-A call waits where it is for as long as a store that is near takes (``PROMPT_S``, and the time of the bytes), because a
-turn of the event loop and a change of threads cost more than the answer; what takes longer goes on in a thread, and as
-long as answers are late, the next calls begin there. Each call has a connection to itself; there are a few, opened as
-they are needed. The threads are this store's alone: one that hangs takes none from anybody else.
+A call waits on the event loop for as long as a nearby store takes (``PROMPT_S``, plus the time of the bytes), because
+yielding and switching threads cost more than the answer. What takes longer continues in a thread, and while answers are
+late, further calls start there. Each call has a connection to itself; there are a few, opened on demand. The threads
+belong to this store alone, so one that hangs affects nobody else.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ MAX_CONNECTIONS = 4
 PROMPT_S = 0.002
 PROMPT_BYTES_PER_S = 2e9
 INLINE_BYTES = 4 << 20  # more is moved in a thread anyway
-AGAIN_AFTER_S = 1.0  # after a connection failed, or a store had no slot for two blocks running
+AGAIN_AFTER_S = 1.0  # after a connection failed, or two puts in a row found no slot
 
 
 class FarStore:
-    """Belongs to the client's event loop. Knows nothing until ``open``."""
+    """Belongs to the client's event loop. Does nothing until ``open``."""
 
     def __init__(self, transfer: TransferEngine, tenant: str) -> None:
         self._transfer = transfer
@@ -50,16 +50,16 @@ class FarStore:
         self._segment: SegmentAddress | None = None
         self._idle: list[KeyedWire] = []
         self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="store")  # a turn's own: nobody queues
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="store")  # one per turn: nobody queues
         self._is_prompt = True
         self._not_before_s = 0.0
         self._refusal = ""
         self._takes_puts = True
-        self._num_refused = 0  # puts for want of a slot, one after the other
+        self._num_refused = 0  # consecutive puts without a slot
         self._no_puts_before_s = 0.0
 
     def open(self, segment: SegmentAddress) -> None:
-        """The store's. Another incarnation of it has other connections."""
+        """The store's segment. Another incarnation needs new connections."""
         if segment != self._segment:
             self._close_idle()
             self._segment, self._takes_puts, self._not_before_s, self._refusal = segment, True, 0.0, ""
@@ -70,7 +70,7 @@ class FarStore:
         self._threads.shutdown(wait=False)
 
     async def knock(self, deadline: float) -> None:
-        """Have a connection ready. Raises InvalidRequest when the store does not let us in."""
+        """Open a connection in advance. Raises InvalidRequest when the store refuses us."""
         with contextlib.suppress(DeadlineExceeded):
             async with self._exchange(deadline):
                 pass
@@ -94,7 +94,8 @@ class FarStore:
     async def read(
         self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
     ) -> list[int | None]:
-        """The lengths of what came whole. None for the rest: not listed, changed on the way, or nobody answered."""
+        """The lengths of blocks that arrived intact. None for the rest: not listed, changed on the way, or no
+        answer."""
         lengths: list[int | None] = [None] * len(keys)
         for start in range(0, len(keys), MAX_KEYS):
             async with self._exchange(deadline) as connection:
@@ -111,7 +112,7 @@ class FarStore:
         return lengths
 
     async def exists(self, keys: Sequence[bytes], deadline: float) -> list[bool | None]:
-        """Whether each is stored. None for what only the store itself can say, or when nobody answers."""
+        """Whether each is stored. None for what only the store itself can say, or without an answer."""
         known: list[bool | None] = [None] * len(keys)
         for start in range(0, len(keys), MAX_KEYS):
             async with self._exchange(deadline) as connection:
@@ -123,7 +124,7 @@ class FarStore:
         return known
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, deadline: float) -> bool | None:
-        """True when it is stored, False when another writer is at it. None when it has to be reserved first."""
+        """True when it is stored, False when another writer is writing it. None when it must be reserved first."""
         segment = self._segment
         if segment is None or not self._can_put(segment, name, view.nbytes, ranges):
             return None
@@ -137,7 +138,7 @@ class FarStore:
     async def commit(
         self, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
     ) -> Status | None:
-        """Name a block that lies in a slot of ours. None when nobody answered, who may have heard it."""
+        """Name a block that is in one of our slots. None without an answer; the store may have received it."""
         async with self._exchange(deadline) as connection:
             if connection is not None:
                 commit = connection.commit(*name, self._tenant, slot.index, slot.epoch, length, sums)
@@ -159,8 +160,8 @@ class FarStore:
 
     @contextlib.asynccontextmanager
     async def _exchange(self, deadline: float) -> AsyncIterator[KeyedWire | None]:
-        """A connection for one exchange; None when there is none to be had. An owner that goes away or talks nonsense
-        ends the exchange quietly, and is not asked for a while. Raises DeadlineExceeded."""
+        """A connection for one exchange; None when none is available. An owner that disconnects or violates the
+        protocol ends the exchange without an error, and is not used for a while. Raises DeadlineExceeded."""
         connection = await self._take(deadline)
         is_whole = False
         try:
@@ -171,12 +172,12 @@ class FarStore:
         finally:
             if connection is not None and is_whole and self._segment is not None:
                 self._idle.append(connection)
-            elif connection is not None:  # what was moving stands still, and nobody knows where
+            elif connection is not None:  # a message was interrupted, so the stream is out of step
                 connection.close()
             self._turn.release()
 
     async def _take(self, deadline: float) -> KeyedWire | None:
-        """A turn, which is over when the exchange is, and a connection if there is one. Raises DeadlineExceeded."""
+        """A turn, which lasts until the exchange ends, and a connection if there is one. Raises DeadlineExceeded."""
         await self._take_turn(deadline)
         segment = self._segment
         if self._idle:
@@ -195,7 +196,7 @@ class FarStore:
             self._forsake(error)
             return None
         except asyncio.CancelledError:
-            connecting.add_done_callback(self._end_late)  # until then there is a thread less
+            connecting.add_done_callback(self._end_late)  # until then one thread is missing
             raise
         except BaseException:
             self._turn.release()
@@ -226,7 +227,7 @@ class FarStore:
             self._idle.pop().close()
 
     async def _go(self, connection: KeyedWire, step: Step, deadline: float, nbytes: int = 0) -> None:
-        """Here, or in a thread. Does not return while anything moves, also when it is cancelled."""
+        """Run it here, or in a thread. Does not return while bytes move, even when cancelled."""
         prompt_s, is_short = PROMPT_S + nbytes / PROMPT_BYTES_PER_S, nbytes <= INLINE_BYTES
         if is_short and self._is_prompt:
             try:

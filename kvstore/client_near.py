@@ -1,7 +1,7 @@
-"""A store of the client's own host: blocks are found and read on its board without a word to it, and put in one pass
-into a slot that was had in advance.
+"""A store on the client's own host: blocks are found and read through its board without a message, and put in one pass
+into a slot granted in advance.
 
-Whatever cannot be done like this is not an error but left to the client, which asks the store.
+What cannot be done this way is not an error but left to the client, which asks the store.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from kvstore.waiting import to_its_end
 from mooncake.rpc import store_pb2 as pb
 from mooncake.types import SegmentAddress
 
-INLINE_BYTES = 4 << 20  # a copy of so much takes less than a millisecond, a trip to another thread a tenth of one
-RETURN_AHEAD_AFTER_S = 1.0  # a slot had in advance goes back when nothing has been put for so long
+INLINE_BYTES = 4 << 20  # copying this much takes under a millisecond; switching threads takes a tenth of one
+RETURN_AHEAD_AFTER_S = 1.0  # a slot granted in advance is returned after this long without a put
 ASK_AHEAD_AGAIN_S = 1.0
-_NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)  # where a slot is that is written in place
+_NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)  # placeholder address of a slot written in place
 _OUTCOMES: dict[Status | None, bool] = {Status.OK: True, Status.HERE: True, Status.REFUSED: False}
 
 T = TypeVar("T")
 
 
 class NearStore:
-    """Knows nothing until ``open``, and when the store is not of this host. Belongs to the client's event loop."""
+    """Does nothing until ``open``, or if the store is not on this host. Belongs to the client's event loop."""
 
     def __init__(self, calls: StoreCalls, far: FarStore | None, tenant: str) -> None:
-        """``far`` reaches the same store over its data plane, which says of a block sooner that it is there."""
+        """``far`` reaches the same store over its data plane, which lists blocks sooner."""
         self._calls = calls
         self._far = far
         self._tenant = tenant
         self.board: BoardReader | None = None
         self._has_ssd = True
-        self._spare: list[Reservation] = []  # slots that we have and did not need
+        self._spare: list[Reservation] = []  # slots we got and did not need
         self._timer: asyncio.TimerHandle | None = None
         self._last_put_s = 0.0
-        self._unheard_until_s = 0.0  # until then slots may come of a call that we know no answer to
+        self._unheard_until_s = 0.0  # until then slots may arrive from a call whose answer we missed
         self._ask_ahead_after_s = 0.0
 
     async def open(self, stats: pb.StatsResponse) -> None:
         self._has_ssd = stats.ssd_capacity_bytes > 0
         if not stats.board_path or self.board is not None:
             return
-        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # of its own: it may take seconds
+        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # its own thread: opening may take seconds
         opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, stats.board_path)
         try:
             await to_its_end(opening)
@@ -61,7 +61,7 @@ class NearStore:
             opener.shutdown(wait=False)
 
     def _take(self, board: BoardReader | None) -> None:
-        if board is not None and self.board is not None:  # somebody was quicker
+        if board is not None and self.board is not None:  # another call was quicker
             board.close()
         elif board is not None:
             self.board = board
@@ -70,7 +70,7 @@ class NearStore:
         if self.board is not None:
             self.board.close()
             self.board = None
-            self._spare.clear()  # slots of that life
+            self._spare.clear()  # slots of that incarnation
 
     # Reading
 
@@ -79,13 +79,13 @@ class NearStore:
         board = self.board
         lists_all = board is not None and board.lists_all and not self._has_ssd
         here = board.exists(keys) if board is not None else None
-        if here is None:  # no board, or nobody behind it
+        if here is None:  # no board, or the store is gone
             self.close()
             return [None] * len(keys)
         return [is_here or (False if lists_all else None) for is_here in here]
 
     async def read(self, keys: Sequence[bytes], room: Callable[[int, int], memoryview]) -> list[int | None]:
-        """What the board lists. None for the rest, also for what changed meanwhile."""
+        """Read what the board lists. None for the rest, and for blocks that changed meanwhile."""
         lengths: list[int | None] = [None] * len(keys)
         for index, key in enumerate(keys):
             board = self.board
@@ -106,7 +106,7 @@ class NearStore:
     # Writing
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, timeout_s: float) -> bool | None:
-        """One pass over the bytes, then one message. None when there is no slot in advance, or it has run out."""
+        """One pass over the bytes, then one message. None when there is no slot in advance, or it has expired."""
         board = self.board
         if board is None or not board.takes(view.nbytes, ranges):
             return None
@@ -132,14 +132,14 @@ class NearStore:
                 status = await self._far.commit(name, slot, view.nbytes, sums, deadline)
                 if status is Status.HERE:
                     self._spare.append(slot)
-                elif status is None:  # perhaps it was heard
+                elif status is None:  # the store may have received it
                     self._unheard_until_s = time.monotonic() + UNHEARD_S
                     self._calls.later(self._calls.abort([slot]))
                 return _OUTCOMES.get(status)
             return await self._commit(board.writer_id, name, slot, view.nbytes, sums, deadline)
 
     def return_ahead(self) -> None:
-        """Give back the slots that are held in advance."""
+        """Return the slots held in advance."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -152,7 +152,7 @@ class NearStore:
     async def _commit(
         self, writer: str, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
     ) -> bool | None:
-        """The way of those who leave TCP alone."""
+        """For engines that do not use TCP."""
         request = pb.CommitRequest(
             writer_id=writer,
             slot=slot_to_wire(slot),
@@ -165,7 +165,7 @@ class NearStore:
         return None if response.outcome == pb.CommitResponse.OVER else response.outcome == pb.CommitResponse.STORED
 
     async def _ask_ahead(self, timeout_s: float) -> Reservation | None:
-        """When none lies in the mailbox: the store is behind, or has taken them back."""
+        """When the mailbox is empty: the store is behind, or has taken the slots back."""
         if self.board is None or time.monotonic() < self._ask_ahead_after_s:
             return None
         request = pb.CommitRequest(writer_id=self.board.writer_id)
@@ -182,7 +182,7 @@ class NearStore:
         return None if gift is None else Reservation(_NOWHERE, *gift)
 
     def _keep_awake(self) -> None:
-        """Hold slots for the next put, if that comes soon; and give back what comes later."""
+        """Hold slots for the next put if it comes soon; return those that arrive later."""
         self._last_put_s = time.monotonic()
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._grow_tired)
@@ -198,5 +198,5 @@ class NearStore:
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
-    """Does not return before the work has ended, also when it is cancelled: it writes into memory of the caller's."""
+    """Does not return before the work has ended, even when cancelled: it writes into the caller's memory."""
     return await to_its_end(asyncio.get_running_loop().run_in_executor(None, work))

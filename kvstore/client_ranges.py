@@ -1,6 +1,6 @@
 """The client of a store, part by part: slots are reserved and written in ranges, blocks are leased and read in ranges.
 
-Bytes move between the caller's memory and the store's segment, by one-sided transfers. This module must not know what
+Bytes move between the caller's memory and the store's segment by one-sided transfers. This module does not know what
 the parts of a block mean.
 """
 
@@ -27,7 +27,7 @@ from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
 
-WAIT_SHARE = 0.8  # of a call's time that may go by waiting for room, so that what follows has some too
+WAIT_SHARE = 0.8  # share of a call's time to spend waiting for room, so that time is left for the rest
 
 
 class RangeClient(ABC):
@@ -39,14 +39,14 @@ class RangeClient(ABC):
         """See ``StoreClient``."""
         self.address = address
         self.tenant = tenant
-        self.writer_id = transfer.writer_id  # reservations are held by whoever's data connections are gone with them
+        self.writer_id = transfer.writer_id  # a reservation is released when this engine's data connections are gone
         self._transfer = transfer
         self._calls = StoreCalls(address, channels, self.writer_id)
         self._copies_inline = copies_inline
 
     @abstractmethod
     def _met(self, incarnation: int) -> None:
-        """A store has answered: of this life, 0 when it did not say."""
+        """A store has answered; 0 when it did not give its incarnation."""
 
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
 
@@ -60,9 +60,9 @@ class RangeClient(ABC):
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[Reservation | None]:
         """A slot for each (key, parent) that is neither stored nor being written; None for the others. With
-        ``into_dram`` blocks that only the SSD has get one too: they shall be in both.
+        ``into_dram``, blocks that are only on the SSD get one too, to be in both tiers.
 
-        ``length`` is the bytes of each block, which seal checks as ``ranges`` equal parts. Raises OutOfBlocks.
+        ``length`` is the bytes of each block, which seal verifies as ``ranges`` equal parts. Raises OutOfBlocks.
         """
         slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s, into_dram)
         return slots
@@ -83,7 +83,8 @@ class RangeClient(ABC):
         """End reservations: the store verifies the bytes and makes them readable. False where it did not accept them:
         the reservation was over, or the checksums differ. The writer must not write into these slots any more.
 
-        With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not."""
+        With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not.
+        """
         blocks = [pb.Sealing(slot=slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
         request = pb.SealRequest(blocks=blocks, durable=durable)
         with self._calls.owing([slot for slot, _ in sealings]):
@@ -93,8 +94,7 @@ class RangeClient(ABC):
         return list(response.sealed)
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        """Give reservations up. The writer must have stopped writing into them. When this does not get through, it is
-        said again until it does."""
+        """Abort reservations. The writer must have stopped writing into them. Repeated until it gets through."""
         await self._calls.abort(reservations, timeout_s)
 
     # Reading in ranges: acquire, read_ranges as often as needed, then release
@@ -107,11 +107,12 @@ class RangeClient(ABC):
         scattered: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Lease:
-        """Lease the longest stored leading run of ``keys``; perhaps none of them. With ``scattered``, lease what is
-        stored of them, run or not: there is then one block a key, of length 0 where there is none.
+        """Lease the longest stored leading run of ``keys``, which may be empty. With ``scattered``, lease every stored
+        block: the lease then has one block per key, of length 0 where there is none.
 
-        What only the SSD has is loaded first, but no further than that takes less time than computing the run anew,
-        which costs the caller ``recompute_ms`` a block (0: it cannot be computed)."""
+        Blocks only on the SSD are loaded first, but only as far as that is faster than recomputing the run, which costs
+        the caller ``recompute_ms`` per block (0: it cannot be computed).
+        """
         ended = self._calls.take_ended()
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()
@@ -122,8 +123,8 @@ class RangeClient(ABC):
     async def read_ranges(
         self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> TransferReport:
-        """Read from leased slots. Raises LeaseExpired when the lease ran out before the read had ended; the bytes are
-        rubbish then. The caller checks them against the lease's checksums."""
+        """Read from leased slots. Raises LeaseExpired when the lease expired before the read ended; the bytes are
+        then undefined. The caller verifies them against the lease's checksums."""
         deadline = time.monotonic() + timeout_s
         try:
             report = await self._read(lease.segment, ranges, min(deadline, lease.expires_s))
@@ -138,20 +139,20 @@ class RangeClient(ABC):
     async def release(
         self, leases: Iterable[Lease], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """End leases; harmless for those that have expired. ``corrupt_keys`` names blocks whose bytes were wrong: the
-        store drops them at once."""
+        """End leases; harmless for expired ones. ``corrupt_keys`` names blocks whose bytes were wrong: the store
+        drops them at once."""
         ids = [lease.lease_id for lease in leases if lease.lease_id]
         await self._calls.release(ids, corrupt_keys, timeout_s)
 
     async def release_ids(
         self, lease_ids: Iterable[int], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """``release`` by number."""
+        """``release`` by id."""
         await self._calls.release(lease_ids, corrupt_keys, timeout_s)
 
     async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
-        """End a lease without waiting for it, unless blocks were corrupt: nobody shall find those after this returns.
-        When the store does not hear of it, the lease ends by itself."""
+        """End a lease without waiting, unless blocks were corrupt: then nobody finds those after this returns. If
+        the store misses the message, the lease expires."""
         if corrupt_keys:
             await self._calls.report_corrupt(corrupt_keys, [lease.lease_id])
         elif lease.lease_id:
@@ -160,8 +161,8 @@ class RangeClient(ABC):
     async def get_range_into(
         self, key: bytes, offset: int, into: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool:
-        """Read a part of a block, with the checksummed ranges around it. False when the block is not there. Raises
-        InvalidRequest when it is not as long, and ChecksumMismatch (it has then been dropped from the store)."""
+        """Read part of a block, together with the checksummed ranges around it. False when the block is not there.
+        Raises InvalidRequest when it is shorter, and ChecksumMismatch (it has then been dropped from the store)."""
         deadline = time.monotonic() + timeout_s
         lease = await self.acquire([key], timeout_s=timeout_s)
         if not lease.blocks:
@@ -197,7 +198,7 @@ class RangeClient(ABC):
         return await self._transfer.write_async(segment, ranges, deadline)
 
     def _is_quick(self, segment: SegmentAddress, nbytes: int) -> bool:
-        """Whether moving these bytes is a short copy, which may as well be made here and now."""
+        """Whether moving these bytes is a short local copy, best made right here."""
         return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
 
     async def _reserve(
@@ -224,6 +225,6 @@ class RangeClient(ABC):
 
 
 def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, int]:
-    """(first, one after the last, bytes of one) of the checksummed ranges that contain these bytes."""
+    """(first, end, bytes per range) of the checksummed ranges that contain these bytes."""
     size = block.length // len(block.checksums)
     return offset // size, -(-(offset + length) // size), size

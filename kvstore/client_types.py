@@ -1,6 +1,6 @@
-"""The values in which a client of a store answers, and how they come off the wire and go onto it.
+"""The values that a store's client returns, and their wire forms.
 
-They know nothing of connections, nor of the memory that blocks are read into.
+They know neither connections nor the memory that blocks are read into.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block that may be read: its slot, its length in bytes, and a checksum for each equal range of it."""
+    """A readable block: its slot, its length in bytes, and a checksum for each equal range of it."""
 
     slot: int
     length: int
@@ -35,7 +35,7 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to read ``blocks`` until ``expires_s`` (monotonic clock of this process, on the safe side)."""
+    """The right to read ``blocks`` until ``expires_s`` (this process's monotonic clock, conservatively)."""
 
     segment: SegmentAddress
     lease_id: int
@@ -62,7 +62,7 @@ class StoreStats:
 
 
 def room_in(into: memoryview, length: int) -> memoryview:
-    """The part of some memory that a block is read into. Raises InvalidRequest when the block is longer."""
+    """The part of a buffer that a block is read into. Raises InvalidRequest when the block is longer."""
     if length > into.nbytes:
         raise InvalidRequest(f"the block has {length} bytes, there is room for {into.nbytes}", "into")
     return into[:length]
@@ -81,7 +81,7 @@ def reservations_from_wire(response: pb.ReserveResponse) -> list[Reservation | N
 
 
 def lease_from_wire(response: pb.AcquireResponse, asked_s: float) -> Lease:
-    """``asked_s`` is when it was asked for: the store's clock starts later, so ours ends earlier."""
+    """``asked_s`` is when it was requested: the store's clock starts later, so ours ends earlier."""
     blocks = tuple(
         StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
     )

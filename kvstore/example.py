@@ -1,4 +1,4 @@
-"""The pool alone, without any model: ``python -m kvstore.example`` starts a store with an SSD tier and uses it.
+"""The pool alone, without a model: ``python -m kvstore.example`` starts a store with an SSD tier and uses it.
 
 A pretend prefill puts the KV blocks of a prompt; a pretend decode finds how many of them are stored, reads one layer of
 one of them, then all of them; the store is stopped and started again, and what reached its SSD is still there.

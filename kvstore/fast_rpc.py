@@ -1,9 +1,9 @@
-"""A short way to a store for the calls that every block makes: the messages of ``store.proto`` over a plain socket.
+"""A fast path to a store for the calls that every block needs: the messages of ``store.proto`` over a plain socket.
 
-A gRPC round trip costs several times what a block of a megabyte does; a frame on a connection that stands costs a tenth
-of it. gRPC stays the whole interface, and what a client uses when this connection is not there. A frame is
-``length, kind, call`` and a protobuf message; answers come in any order, and name the call that they belong to.
-This module must not know what the messages mean.
+A gRPC round trip costs several times as much as moving a megabyte; a frame on an open connection costs a tenth of it.
+gRPC remains the complete interface, and clients use it when this connection is unavailable. A frame is ``length, kind,
+call`` and a protobuf message; answers arrive in any order and name their call. This module does not know what the
+messages mean.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from mooncake.rpc.server import MAX_MESSAGE_BYTES
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 256  # of one connection at once; more wait in its socket
-MAX_FRAMES = 256  # of one connection in a go; then it is somebody else's turn
+MAX_FRAMES = 256  # of one connection in a row, before others have a turn
 OPEN_TIMEOUT_S = 2.0
-SILENT_S = 5.0  # without a word while calls run out of time: gRPC, which has pings, is to find out what that is
-_HEAD = struct.Struct("<IBI")  # bytes of the message, what it is, number of the call
+SILENT_S = 5.0  # silence while calls time out: fall back to gRPC, whose pings find out why
+_HEAD = struct.Struct("<IBI")  # message length, kind, call number
 _FAILED = 255
 
 M = TypeVar("M", bound=Message)
@@ -44,33 +44,33 @@ _METHODS: tuple[tuple[str, type[Message], type[Message]], ...] = (
     ("Exists", pb.ExistsRequest, pb.ExistsResponse),
     ("Commit", pb.CommitRequest, pb.CommitResponse),
 )
-_NEVER_WAIT = frozenset({"Abort", "Release", "Exists", "Commit"})  # answered on the spot, without a task
+_NEVER_WAIT = frozenset({"Abort", "Release", "Exists", "Commit"})  # answered at once, without a task
 _NUMBERS = {name: number for number, (name, _, _) in enumerate(_METHODS)}
 
 
 class Servicer(Protocol):
-    """The gRPC service, whose methods are called with None for a context."""
+    """The gRPC service, whose methods are called with None as context."""
 
     def __getattribute__(self, name: str, /) -> Any: ...
 
 
 class _Frames(asyncio.Protocol, ABC):
-    """Cuts the stream into frames. Anything that is none ends the connection.
+    """Splits the stream into frames. Anything invalid ends the connection.
 
-    Frames that nobody has room for wait: what was read already in the buffer, the others in the socket.
+    Frames that nobody has room for wait: those already read in the buffer, the others in the socket.
     """
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
-        self._is_held = False  # frames wait in the buffer, and nothing is read
+        self._is_held = False  # frames wait in the buffer, and reading is paused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # by what it does: uvloop's are of no class of asyncio's
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            keep_alive(sock)  # a host that vanished says nothing
+            keep_alive(sock)  # a vanished host sends nothing
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -78,7 +78,7 @@ class _Frames(asyncio.Protocol, ABC):
             self._cut()
 
     def has_room(self) -> bool:
-        """For another frame. Whoever says no calls ``go_on`` when there is."""
+        """Whether another frame can be taken. After False the implementation calls ``go_on`` when there is room."""
         return True
 
     def go_on(self) -> None:
@@ -121,7 +121,7 @@ class _Frames(asyncio.Protocol, ABC):
 
     @abstractmethod
     def frame(self, kind: int, call: int, message: bytes) -> None:
-        """One that came whole. Raises DecodeError or LookupError for what is none."""
+        """A complete frame. Raises DecodeError or LookupError for an invalid one."""
 
     def send(self, kind: int, call: int, message: bytes) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -140,7 +140,7 @@ class _Caller(_Frames):
         self._servicer = servicer
         self._callers = callers
         self._running: set[asyncio.Task[None]] = set()
-        self._is_unread = False  # the client leaves answers where they are
+        self._is_unread = False  # the client does not read its answers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -225,7 +225,7 @@ class FastRpcServer:
 class _Asked(NamedTuple):
     answer: asyncio.Future[Any]
     response_type: type[Message]
-    unheard: Callable[[Any], object] | None  # takes an answer that came when nobody waited for it any more
+    unheard: Callable[[Any], object] | None  # gets an answer that arrived after its caller stopped waiting
 
 
 class FastRpc(_Frames):
@@ -236,7 +236,7 @@ class FastRpc(_Frames):
         self._store = store
         self._waiting: dict[int, _Asked] = {}
         self._next = 0
-        self._silent_since: float | None = None  # when the first call was made that no word has followed
+        self._silent_since: float | None = None  # time of the first call since the last message from the store
         self.is_open = False
 
     @classmethod
@@ -257,8 +257,8 @@ class FastRpc(_Frames):
         timeout: float,
         unheard: Callable[[pb.ReserveResponse | None], object] | None = None,
     ) -> Awaitable[pb.ReserveResponse]:
-        """``unheard`` is given the answer when the caller was cancelled or out of time before it came, and None when
-        the connection ended before it came, whether or not anybody was waiting."""
+        """``unheard`` gets the answer if the caller was cancelled or timed out before it arrived, and None if the
+        connection ended before it arrived, whether or not anyone was waiting."""
         return self._call("Reserve", request, timeout, unheard)
 
     def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
@@ -307,7 +307,7 @@ class FastRpc(_Frames):
             return await answer
         except asyncio.CancelledError:
             if unheard is not None and not answer.cancelled() and answer.exception() is None:
-                unheard(answer.result())  # it came in the very moment in which its caller was cancelled
+                unheard(answer.result())  # it arrived at the very moment its caller was cancelled
             raise
         finally:
             timer.cancel()
@@ -328,7 +328,7 @@ class FastRpc(_Frames):
         if kind == _FAILED:
             _fail(asked.answer, error_from_parts(message))
         else:
-            response = asked.response_type.FromString(message)  # one that is none ends the connection, and this call
+            response = asked.response_type.FromString(message)  # if invalid, ends the connection and this call
             if not asked.answer.done():
                 asked.answer.set_result(response)
             elif asked.unheard is not None:

@@ -1,8 +1,9 @@
-"""A store's account of its DRAM: who may write which slot, what is readable, who reads it until when, and what goes.
+"""The accounts of a store's DRAM: who may write which slot, what is readable, who reads it until when, and what is
+evicted.
 
-A slot's life is in ``index_slots``, what goes when there is no room in ``index_room``; here are the calls, in step with
-both. Pure: it takes the time as an argument, draws nothing, does no I/O, and hands out what happened as values and
-events. It must not know about segments, sockets, disks or what checksums mean. One owner; not thread-safe.
+A slot's life is in ``index_slots``, eviction in ``index_room``; the calls here keep both in step. Pure: it takes the
+time as an argument, uses no randomness, does no I/O, and returns what happened as values and events. It knows neither
+segments, sockets and disks, nor what checksums mean. One owner; not thread-safe.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _HELD = (SlotState.RESERVED, SlotState.QUARANTINED)
 
 
 class Listing(Protocol):
-    """Where what is readable is listed for those who look without asking. Called in step with every change."""
+    """Where readable blocks are listed for clients that look without asking. Called in step with every change."""
 
     def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
 
@@ -38,7 +39,7 @@ class Listing(Protocol):
         ...
 
     def mark(self, key: bytes, is_marked: bool) -> None:
-        """A writer is at this block, or no longer."""
+        """Somebody is writing this block, or no longer."""
         ...
 
 
@@ -63,10 +64,10 @@ def _never(name: BlockName) -> bool:
 class StoreIndex:
     """The table. ``check()`` verifies it as a whole; tests call it after every step.
 
-    Epochs and lease ids count from ``first_id``: no two lives of a store may share them, or a late message to the first
-    would be taken by the second. ``must_save`` says of a block whether it has to be saved before its slot is used
-    again, ``is_elsewhere`` whether it can be read without this slot; both answer at once. ``tenant_bytes`` bounds what
-    one tenant may have here (0: nothing does).
+    Epochs and lease ids count from ``first_id``: no two incarnations of a store may share them, or the second would
+    accept a late message to the first. ``must_save`` says whether a block has to be saved before its slot is reused,
+    ``is_elsewhere`` whether it can be read without this slot; both return immediately. ``tenant_bytes`` limits what one
+    tenant may store here (0: no limit).
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class StoreIndex:
         is_elsewhere: Callable[[BlockName], bool] = _never,
         listing: Listing | None = None,
     ) -> None:
-        if policy is None:  # an empty one is false
+        if policy is None:  # an empty policy is falsy
             policy = make_policy("lru", num_slots)
         self.counters: Counter[str] = Counter()
         self._lease_s = lease_s
@@ -93,7 +94,7 @@ class StoreIndex:
         self._tenants = Tenants(tenant_bytes)
         self._pins = Pins(policy, num_slots)
         self._room = Room(self._table, policy, self._pins, self._tenants, must_save, is_elsewhere)
-        self._timeouts: deque[tuple[float, Grant]] = deque()  # in order of time; entries may be out of date
+        self._timeouts: deque[tuple[float, Grant]] = deque()  # in order of time; entries may be stale
         self._leases: dict[int, _OpenLease] = {}  # in order of expiry
         self._lease_ids = itertools.count(first_id)
         self._events: list[BlockEvent] = []
@@ -103,10 +104,10 @@ class StoreIndex:
     def reserve(
         self, names: Sequence[BlockName], writer: str, length: int, ranges: int, now: float, tenant: str = ""
     ) -> list[Offer]:
-        """A slot for each block that is neither stored nor being written, evicting what the policy gives up.
+        """A slot for each block that is neither stored nor being written, evicting what the policy chooses.
 
         When room runs out the leading blocks have slots. Raises OutOfBlocks when there was none for any; there may be
-        some as soon as blocks of ``take_leaving`` have been saved.
+        some as soon as the blocks of ``take_leaving`` have been saved.
         """
         self._expire(now)
         offers = [Offer() for _ in names]
@@ -137,8 +138,8 @@ class StoreIndex:
     def reserve_ahead(
         self, count: int, writer: str, length: int, now: float, ranges: int = 1, behind: Iterable[bytes] = ()
     ) -> list[Grant]:
-        """Slots for blocks that nobody has named yet, to ``adopt``: as many as there is room for without evicting what
-        they lie ``behind``, at most ``count``."""
+        """Slots for blocks not named yet, for ``adopt``: at most ``count``, and only as many as fit without evicting
+        the blocks they come ``behind``."""
         self._expire(now)
         grants: list[Grant] = []
         with self._pinned(behind, now):
@@ -147,12 +148,12 @@ class StoreIndex:
         return grants
 
     def note_number(self, grants: Iterable[Grant], number: int) -> None:
-        """These were just reserved by the call of this number."""
+        """These were just reserved by the call with this number."""
         for grant in grants:
             self._table.slots[grant.slot].number = number
 
     def numbered(self, writer: str, numbers: Iterable[int]) -> list[Grant]:
-        """What this writer has not let go of, of the slots that it reserved by the calls of these numbers."""
+        """The slots this writer still holds from its calls with these numbers."""
         wanted = set(numbers) - {0}
         held = self._table.held_by(writer) if wanted else []
         return [grant for grant in held if self._table.slots[grant.slot].number in wanted]
@@ -185,8 +186,9 @@ class StoreIndex:
         tenant: str = "",
         is_listed: bool = False,
     ) -> bool:
-        """Say at last what a slot of ``reserve_ahead`` has been filled with, which makes it readable; ``is_listed``: it
-        is already. False when the reservation is over, or the block is here or being written; nothing happens then."""
+        """Name the block that a slot of ``reserve_ahead`` has been filled with, which makes it readable;
+        ``is_listed``: the board shows it already. False, with no effect, when the reservation is over, or the block
+        is stored or being written."""
         slot, table = self._table.find(grant), self._table
         is_open = slot is not None and slot.state is SlotState.RESERVED and slot.name is NO_NAME
         if slot is None or not is_open or name.key in table.sealed or name.key in table.reserved:
@@ -200,7 +202,7 @@ class StoreIndex:
         return True
 
     def abort(self, grant: Grant) -> bool:
-        """The writer is done with this slot for good. False when it holds it no more; then nothing happens."""
+        """The writer is done with this slot for good. False, with no effect, when it does not hold it any more."""
         slot = self._table.find(grant)
         if slot is None or slot.state not in _HELD:
             return False
@@ -210,7 +212,7 @@ class StoreIndex:
         return True
 
     def sweep(self, now: float) -> list[Reserved]:
-        """Quarantine reservations that took too long and end leases that ran out. Returns those reservations: their
+        """Quarantine reservations that took too long and end expired leases. Returns those reservations: their
         grants must be revoked, and ``abort`` frees the slot once its writer can no longer be writing."""
         self._expire(now)
         expired: list[Reserved] = []
@@ -239,7 +241,8 @@ class StoreIndex:
     def acquire(self, keys: Sequence[BlockKey], now: float, scattered: bool = False) -> Lease:
         """Lease the longest leading run of ``keys`` that is here; with ``scattered`` all of them that are here.
 
-        Raises Overloaded when far too many leases are open."""
+        Raises Overloaded when far too many leases are open.
+        """
         self._expire(now)
         sealed = self._table.sealed
         here = sealed.__contains__
@@ -261,12 +264,12 @@ class StoreIndex:
         return Lease(lease_id, expires_s, blocks)
 
     def touch(self, key: BlockKey, now: float) -> None:
-        """A block was offered again: that is a use of it, if it is here."""
+        """A block was offered again: that counts as a use of it, if it is here."""
         if (index := self._table.sealed.get(key)) is not None:
             self._room.touch(index, now)
 
     def was_read(self, slots: Iterable[int], now: float) -> list[BlockKey]:
-        """These were found in the listing and read without a lease. Returns the blocks that are in them."""
+        """These were found in the listing and read without a lease. Returns the blocks in them."""
         keys: list[BlockKey] = []
         for index in slots:
             key = self._table.slots[index].name.key
@@ -277,26 +280,26 @@ class StoreIndex:
         return keys
 
     def release(self, lease_id: int) -> None:
-        """End a lease. One that has expired or never was is nothing to end."""
+        """End a lease. No effect if it has expired or never existed."""
         lease = self._leases.pop(lease_id, None)
         for grant, key in lease.content if lease else ():
             self._room.end_lease(grant, key)
 
     def writer_of(self, grant: Grant) -> str:
-        """Who has not let go of this slot, reserved or quarantined; nobody when that is over."""
+        """Who still holds this slot, reserved or quarantined; "" when nobody does."""
         slot = self._table.find(grant)
         return slot.writer if slot is not None and slot.state in _HELD else ""
 
     def num_held(self, writer: str) -> int:
-        """Slots that this writer has not let go of."""
+        """Number of slots that this writer still holds."""
         return self._table.num_held(writer)
 
     def is_reserved(self, key: BlockKey) -> bool:
-        """Whether someone is writing this block."""
+        """Whether this block is being written."""
         return key in self._table.reserved
 
     def reserved_name(self, grant: Grant) -> BlockName:
-        """Of a slot that was reserved under this grant; an empty one when that is over."""
+        """The block a slot was reserved for under this grant; an empty name when that is over."""
         slot = self._table.find(grant)
         return slot.name if slot is not None else NO_NAME
 
@@ -320,8 +323,8 @@ class StoreIndex:
         return len(found)
 
     def give_up(self, keys: Sequence[BlockKey], now: float) -> int:
-        """Make a chain unreadable from its last block on, until one that something builds on, that is leased or pinned.
-        Those that are not here are passed over. Returns how many went."""
+        """Make a chain unreadable from its last block backwards, up to one that something builds on, or that is
+        leased or pinned. Missing blocks are skipped. Returns how many went."""
         self._expire(now)
         count = 0
         for key in reversed(keys):
@@ -336,7 +339,7 @@ class StoreIndex:
         return count
 
     def drop_corrupt(self, keys: Iterable[BlockKey], now: float) -> int:
-        """Drop blocks whose bytes are wrong, leased or not: their readers check checksums. Returns how many."""
+        """Drop corrupt blocks, leased or not: their readers verify checksums. Returns how many."""
         found = [slot for slot in map(self._table.sealed.get, dict.fromkeys(keys)) if slot is not None]
         for index in found:
             self._hide(index, now)
@@ -347,7 +350,8 @@ class StoreIndex:
     # Pinning
 
     def pin(self, keys: Iterable[BlockKey], is_hard: bool, expires_s: float, now: float) -> int:
-        """Keep blocks that are here until ``expires_s``: hard for certain, soft as long as anything else can go.
+        """Keep blocks that are here until ``expires_s``: hard pins without exception, soft ones as long as anything
+        else can be evicted.
 
         A second pin of a block replaces the first. Returns how many are pinned. Raises OutOfBlocks when so many hard
         pins would leave too little room; nothing is pinned then.
@@ -365,14 +369,14 @@ class StoreIndex:
         """Returns how many were pinned."""
         return self._pins.unpin(keys)
 
-    # Leaving: blocks that are saved elsewhere before their slots are used again
+    # Leaving: blocks that are saved elsewhere before their slots are reused
 
     def prepare(self, num_slots: int, now: float) -> None:
-        """See to it that so many slots are free, clean or about to be, so that a later ``reserve`` need not wait."""
+        """Make this many slots free, clean or about to be, so that a later ``reserve`` need not wait."""
         self._room.prepare(num_slots, now)
 
     def take_leaving(self) -> list[Held]:
-        """What has to be saved now; ``let_go`` of each, whatever comes of it."""
+        """What has to be saved now; call ``let_go`` for each, whether or not it was saved."""
         return self._room.take_leaving()
 
     def hold(self, key: BlockKey) -> Held | None:
@@ -381,11 +385,12 @@ class StoreIndex:
         return None if index is None else self._room.hold(index)
 
     def let_go(self, held: Held) -> None:
-        """It has been saved, or cannot be: if it had to go, its slot may be used again unless it was read meanwhile."""
+        """It was saved, or could not be: if it had to leave, its slot may be reused unless it has been read
+        meanwhile."""
         self._room.let_go(held)
 
     def is_built_on(self, key: BlockKey) -> bool:
-        """Whether a block here, readable or being written, comes right after ``key``."""
+        """Whether a block here, readable or being written, directly follows ``key``."""
         return self._table.is_built_on(key)
 
     # Accounts
@@ -402,7 +407,7 @@ class StoreIndex:
 
     @property
     def num_saving(self) -> int:
-        """Blocks that are to go once they have been saved."""
+        """Number of blocks that will leave once they have been saved."""
         return self._room.num_saving
 
     @property
@@ -415,7 +420,7 @@ class StoreIndex:
         return self._tenants.usage
 
     def check(self) -> None:
-        """Raises AssertionError when the table contradicts itself."""
+        """Raises AssertionError when the table is inconsistent."""
         table = self._table
         table.check()
         readable = [table.slots[index] for index in table.sealed.values()]
@@ -423,7 +428,7 @@ class StoreIndex:
         self._pins.check(table.sealed)
         self._room.check(Counter(grant for lease in self._leases.values() for grant, _ in lease.content))
 
-    # Moves
+    # State changes
 
     def _reserve(self, writer: str, length: int, ranges: int, now: float) -> Grant:
         grant = self._table.reserve(writer, length, ranges)
@@ -447,9 +452,9 @@ class StoreIndex:
         self._room.enter(index, now)
 
     def _forget_reserved(self, index: int) -> None:
-        """The block is not being written any more; another writer may start on it."""
+        """The block is no longer being written; another writer may start on it."""
         slot = self._table.slots[index]
-        if slot.name is NO_NAME:  # nobody has said what it would have been
+        if slot.name is NO_NAME:  # the block was never named
             return
         self._listing.mark(slot.name.key, False)
         self._table.unname(index)
@@ -458,7 +463,7 @@ class StoreIndex:
             self._policy.unpin(slot.parent)
 
     def _make_room(self, wanted: int, now: float) -> bool:
-        """See to it that a slot is free, by dropping what is clean, else what the policy gives up."""
+        """Free a slot, by dropping a clean block, or else what the policy chooses."""
         while not self._table.free:
             if (index := self._room.next_clean()) is not None:
                 self._evict(index, now)
@@ -467,7 +472,7 @@ class StoreIndex:
         return bool(self._table.free)
 
     def _fit_tenant(self, tenant: str, nbytes: int, now: float) -> bool:
-        """Drop what this tenant has not used for longest until so many more bytes fit its quota."""
+        """Drop this tenant's least recently used blocks until this many more bytes fit its quota."""
         if self._tenants.fits(tenant, nbytes):
             return True
         for key in self._tenants.blocks_of(tenant):
@@ -481,12 +486,12 @@ class StoreIndex:
 
     def _evict(self, index: int, now: float) -> None:
         self._hide(index, now)
-        if self._table.slots[index].leases == 0:  # else someone is just saving it
+        if self._table.slots[index].leases == 0:  # otherwise it is just being saved
             self._table.set_free(index)
         self.counters["evictions"] += 1
 
     def _hide(self, index: int, now: float) -> None:
-        """The block is not readable here any more."""
+        """The block is no longer readable here."""
         slot = self._table.slots[index]
         key = slot.name.key
         self._listing.hide(index)
@@ -500,7 +505,7 @@ class StoreIndex:
 
     @contextlib.contextmanager
     def _pinned(self, keys: Iterable[bytes], now: float) -> Iterator[None]:
-        """A chain's own beginning is not evicted to make room for its end."""
+        """A chain's own beginning must not be evicted to make room for its end."""
         parents = {key for key in keys if key}
         for key in parents:
             if (index := self._table.sealed.get(BlockKey(key))) is not None:
@@ -515,7 +520,7 @@ class StoreIndex:
                 self._policy.unpin(key)
 
     def _expire(self, now: float) -> None:
-        """End leases and pins that ran out."""
+        """End expired leases and pins."""
         while self._leases:
             lease_id, lease = next(iter(self._leases.items()))
             if lease.expires_s > now:

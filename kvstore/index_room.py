@@ -1,7 +1,8 @@
-"""Which blocks stay in a store's DRAM and which go when there is no room, what has to be saved first, and what is held.
+"""Eviction from a store's DRAM: which blocks stay, which leave when there is no room, which must be saved first, and
+which are held in place.
 
-A sealed block that the policy gives up may have to be saved elsewhere first: it is then *leaving*, still readable, and
-*clean* once it has been saved; a read rescues it. Pure. It names the blocks that may go; who drops them is the index.
+A sealed block that the policy chooses may have to be saved elsewhere first: it is then *leaving*, still readable, and
+*clean* once saved; a read rescues it. Pure. It names the blocks that may go; the index drops them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from mooncake.types import BlockKey
 
 
 class Room:
-    """``must_save`` says of a block whether it has to be saved before its slot is used again, ``is_elsewhere`` whether
-    it can be read without this slot; both answer at once."""
+    """``must_save`` says whether a block has to be saved before its slot is reused, ``is_elsewhere`` whether it can
+    be read without this slot; both return immediately."""
 
     def __init__(
         self,
@@ -36,11 +37,11 @@ class Room:
         self._tenants = tenants
         self._must_save = must_save
         self._is_elsewhere = is_elsewhere
-        self._leaving: list[Held] = []  # to be handed out
+        self._leaving: list[Held] = []  # not yet handed out
         self._clean: OrderedDict[int, None] = OrderedDict()  # slots
         self._num_held = 0
-        self.kept: set[bytes] = set()  # the beginning of a chain for whose end room is being made
-        self.num_saving = 0  # blocks that are to go once they have been saved
+        self.kept: set[bytes] = set()  # beginning of the chain for whose end room is being made
+        self.num_saving = 0  # blocks that will leave once they have been saved
 
     # Staying
 
@@ -59,7 +60,7 @@ class Room:
         self._tenants.use(slot.tenant, slot.name.key)
 
     def rescue(self, index: int, now: float) -> None:
-        """A block that was about to go is wanted after all."""
+        """A block that was about to leave is wanted after all."""
         slot = self._table.slots[index]
         if slot.is_leaving:
             slot.is_leaving = slot.is_clean = False
@@ -67,14 +68,14 @@ class Room:
             self.enter(index, now)
 
     def forget(self, index: int, now: float) -> None:
-        """The block is not readable any more."""
+        """The block is no longer readable."""
         self._policy.remove(self._table.slots[index].name.key, now)
         self._clean.pop(index, None)
 
     # Held in place
 
     def lease(self, index: int) -> None:
-        """The slot's bytes stay until as many ``end_lease``."""
+        """The slot's bytes stay until ``end_lease`` has been called as often."""
         self._table.slots[index].leases += 1
         self._policy.pin(self._table.slots[index].name.key)
 
@@ -82,7 +83,7 @@ class Room:
         self._policy.unpin(key)
         slot = self._table.find(grant)
         if slot is None or slot.state is not SlotState.SEALED:
-            return  # dropped as corrupt meanwhile, and perhaps used again
+            return  # dropped as corrupt meanwhile, and perhaps reused
         slot.leases -= 1
         if slot.leases == 0 and slot.is_hidden:
             self._table.set_free(grant.slot)
@@ -94,7 +95,8 @@ class Room:
         return self._table.held(index, must_go=False)
 
     def let_go(self, held: Held) -> None:
-        """It has been saved, or cannot be: if it had to go, its slot may be used again unless it was read meanwhile."""
+        """It was saved, or could not be: if it had to leave, its slot may be reused unless it has been read
+        meanwhile."""
         if held.must_go:
             self.num_saving -= 1
         else:
@@ -108,7 +110,7 @@ class Room:
     # Leaving
 
     def prepare(self, num_slots: int, now: float) -> None:
-        """See to it that so many slots are free, clean or about to be."""
+        """Make this many slots free, clean or about to be."""
         while len(self._table.free) + len(self._clean) + self.num_saving < num_slots:
             if not self.give_up_one(now):
                 return
@@ -118,7 +120,7 @@ class Room:
         return leaving
 
     def next_clean(self) -> int | None:
-        """A block that may go, and that no block which is still being saved builds on."""
+        """A block that may go, with no block still being saved that builds on it."""
         slots, is_built_on = self._table.slots, self._table.is_built_on
         leaf = next((index for index in self._clean if not is_built_on(slots[index].name.key)), None)
         return leaf if leaf is not None or self.num_saving else next(iter(self._clean), None)
@@ -146,7 +148,7 @@ class Room:
         return True
 
     def _below_others(self) -> BlockKey | None:
-        """When one chain fills the store: a block that others build on, but that stays readable elsewhere."""
+        """When a single chain fills the store: a block that others build on, but that stays readable elsewhere."""
         for key in self._tenants.blocks():
             slot = self._table.slots[self._table.sealed[key]]
             is_idle = slot.leases == 0 and not slot.is_leaving and key not in self._pins and key not in self.kept

@@ -48,34 +48,34 @@ class Slot:
     tenant: str = ""
     length: int = 0
     ranges: int = 0
-    number: int = 0  # of the call that it was reserved by; 0: it had none
+    number: int = 0  # of the call that reserved it; 0: none
     parent: bytes = b""  # the block it builds on, if that was here first: so no two blocks can wait for each other
-    position: int = 0  # blocks before it in its chain, as far as they were here
+    position: int = 0  # number of blocks before it in its chain, as far as they were here
     checksums: Checksums | None = None
-    leases: int = 0  # of readers, and of whoever saves it elsewhere
-    is_hidden: bool = False  # sealed and removed, but still leased: goes when the last lease ends
-    is_leaving: bool = False  # the policy has given it up
-    is_clean: bool = False  # … and it may go at once
+    leases: int = 0  # of readers, and of those saving it elsewhere
+    is_hidden: bool = False  # sealed and removed, but still leased: freed when the last lease ends
+    is_leaving: bool = False  # chosen by the policy
+    is_clean: bool = False  # … and may go at once
 
 
 class SlotTable:
-    """``slots``, ``free``, ``sealed`` and ``reserved`` are for others to read; what is in them changes here alone, but
-    for the leases and flags of a sealed slot. Epochs count from ``first_id``."""
+    """``slots``, ``free``, ``sealed`` and ``reserved`` are for others to read; only this class changes them, except
+    for the leases and flags of sealed slots. Epochs count from ``first_id``."""
 
     def __init__(self, num_slots: int, first_id: int) -> None:
         self.slots = [Slot() for _ in range(num_slots)]
-        self.free = list(range(num_slots - 1, -1, -1))  # a stack: slots that were touched already come first
+        self.free = list(range(num_slots - 1, -1, -1))  # a stack: slots touched before come first
         self.sealed: dict[BlockKey, int] = {}  # readable blocks
         self.reserved: dict[BlockKey, int] = {}  # blocks being written
         self._num = Counter({SlotState.FREE: num_slots})
-        self._held_by: dict[str, set[int]] = {}  # reserved and quarantined slots of a writer
-        self._children: Counter[bytes] = Counter()  # readable and reserved blocks that build on a key
+        self._held_by: dict[str, set[int]] = {}  # by writer: reserved and quarantined slots
+        self._children: Counter[bytes] = Counter()  # by key: number of readable and reserved blocks that build on it
         self._epochs = itertools.count(first_id)
 
-    # Moves
+    # State changes
 
     def reserve(self, writer: str, length: int, ranges: int) -> Grant:
-        """Give a free slot, which there must be, to a writer; ``name`` it, now or when it is known what came."""
+        """Give a free slot (there must be one) to a writer. Call ``name`` now, or when its block is known."""
         grant = Grant(self.free.pop(), next(self._epochs))
         slot = self.slots[grant.slot]
         self._move(slot, SlotState.RESERVED)
@@ -85,7 +85,7 @@ class SlotTable:
         return grant
 
     def name(self, index: int, name: BlockName, tenant: str) -> None:
-        """Say what a reserved slot is being filled with."""
+        """Say which block a reserved slot is being filled with."""
         slot = self.slots[index]
         slot.name, slot.tenant = name, tenant
         slot.parent, slot.position = self._link(name.parent)
@@ -94,7 +94,7 @@ class SlotTable:
         self.reserved[name.key] = index
 
     def unname(self, index: int) -> None:
-        """The block is not being written any more; another writer may start on it."""
+        """The block is no longer being written; another writer may start on it."""
         slot = self.slots[index]
         del self.reserved[slot.name.key]
         self._unlink(slot)
@@ -108,18 +108,18 @@ class SlotTable:
         slot.checksums = checksums
 
     def quarantine(self, index: int) -> None:
-        """Of a slot that has been unnamed."""
+        """For a slot that has been unnamed."""
         self._move(self.slots[index], SlotState.QUARANTINED)
 
     def hide(self, index: int) -> None:
-        """The block is not readable any more; the slot stays as it is."""
+        """The block is no longer readable; the slot is unchanged."""
         slot = self.slots[index]
         del self.sealed[slot.name.key]
         slot.is_hidden, slot.is_clean = True, False
         self._unlink(slot)
 
     def set_free(self, index: int) -> None:
-        """Of a slot that has been unnamed or hidden."""
+        """For a slot that has been unnamed or hidden."""
         slot = self.slots[index]
         if slot.state is not SlotState.SEALED:
             self._let_go(index)
@@ -128,7 +128,7 @@ class SlotTable:
         slot.checksums, slot.leases, slot.is_hidden, slot.is_leaving, slot.is_clean = None, 0, False, False, False
         self.free.append(index)
 
-    # Questions
+    # Queries
 
     def find(self, grant: Grant) -> Slot | None:
         """The slot, as long as it is under this grant or holds what was written under it."""
@@ -145,7 +145,7 @@ class SlotTable:
         return Grant(index, self.slots[index].epoch)
 
     def held_by(self, writer: str) -> list[Grant]:
-        """What this writer has not let go of, reserved or quarantined."""
+        """Slots that this writer still holds, reserved or quarantined."""
         return [self.grant_of(index) for index in sorted(self._held_by.get(writer, ()))]
 
     def num_held(self, writer: str) -> int:
@@ -162,14 +162,14 @@ class SlotTable:
         return LeasedBlock(slot.name.key, index, slot.length, slot.checksums)
 
     def is_built_on(self, key: bytes) -> bool:
-        """Whether a block here, readable or being written, comes right after ``key``."""
+        """Whether a block here, readable or being written, directly follows ``key``."""
         return self._children[key] > 0
 
     def num(self, state: SlotState) -> int:
         return self._num[state]
 
     def check(self) -> None:
-        """Raises AssertionError when the table contradicts itself."""
+        """Raises AssertionError when the table is inconsistent."""
         by_state = Counter(slot.state for slot in self.slots)
         assert +by_state == +self._num, (by_state, self._num)
         assert len(self.free) == len(set(self.free)) == by_state[SlotState.FREE]
@@ -187,10 +187,10 @@ class SlotTable:
         assert +self._children == Counter(filter(None, parents))
         assert all(slot.leases > 0 for slot in self.slots if slot.is_hidden)
 
-    # Inside
+    # Internals
 
     def _link(self, parent: bytes) -> tuple[bytes, int]:
-        """The parent, if it is here, and the position of a block that comes after it."""
+        """The parent, if it is here, and the position of a block that follows it."""
         index = self.sealed.get(BlockKey(parent), self.reserved.get(BlockKey(parent)))
         return (b"", 0) if index is None else (parent, self.slots[index].position + 1)
 
@@ -201,7 +201,7 @@ class SlotTable:
                 del self._children[slot.parent]
 
     def _let_go(self, index: int) -> None:
-        """The writer has no more to do with this slot."""
+        """The writer no longer holds this slot."""
         writer = self.slots[index].writer
         self._held_by[writer].discard(index)
         if not self._held_by[writer]:

@@ -1,6 +1,6 @@
-"""What each tenant has in a store's DRAM: its bytes, its quota, and its readable blocks in order of use.
+"""Each tenant's share of a store's DRAM: its bytes, its quota, and its readable blocks in order of use.
 
-Pure, and without a clock. It must not know about slots, nor which of a tenant's blocks may be dropped.
+Pure, and without a clock. It knows neither slots nor which of a tenant's blocks may be dropped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mooncake.types import BlockKey
 
 
 class Tenants:
-    """``tenant_bytes`` bounds what one of them may have (0: nothing does)."""
+    """``tenant_bytes`` limits what one tenant may store (0: no limit)."""
 
     def __init__(self, tenant_bytes: int) -> None:
         self.tenant_bytes = tenant_bytes
@@ -25,7 +25,7 @@ class Tenants:
         return dict(+self._usage)
 
     def fits(self, tenant: str, nbytes: int) -> bool:
-        """Whether so many more bytes fit its quota."""
+        """Whether this many more bytes fit its quota."""
         return not self.tenant_bytes or self._usage[tenant] + nbytes <= self.tenant_bytes
 
     def charge(self, tenant: str, nbytes: int) -> None:
@@ -44,7 +44,7 @@ class Tenants:
         self._blocks[tenant].move_to_end(key)
 
     def remove(self, tenant: str, key: BlockKey) -> None:
-        """A block is not readable any more."""
+        """A block is no longer readable."""
         del self._blocks[tenant][key]
         if not self._blocks[tenant]:
             del self._blocks[tenant]
@@ -54,12 +54,12 @@ class Tenants:
         return list(self._blocks.get(tenant, ()))
 
     def blocks(self) -> Iterator[BlockKey]:
-        """Readable blocks of all tenants, each one's least recently used first."""
+        """Readable blocks of all tenants, tenant by tenant, least recently used first."""
         for keys in self._blocks.values():
             yield from keys
 
     def check(self, present: Iterable[Slot], readable: Iterable[Slot]) -> None:
-        """Raises AssertionError when the accounts are not those of these slots."""
+        """Raises AssertionError when the accounts do not match these slots."""
         usage: Counter[str] = Counter()
         for slot in present:
             usage[slot.tenant] += slot.length

@@ -1,6 +1,6 @@
-"""The values in which a store's index answers: names, grants, leases, and what is held in place.
+"""The values that a store's index returns: names, grants, leases, and blocks held in place.
 
-They are frozen and know of nothing but keys, slots and checksums.
+Frozen; they know only keys, slots and checksums.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class BlockName:
 
 
 NO_NAME = BlockName(BlockKey(b""))
-OWN = "\0"  # how the names of writers begin that are the store's own: they say when they are done, whatever happens
+OWN = "\0"  # prefix of the store's own writers: they always report when they are done
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The right of one writer to one slot. The epoch is never used again, so it also names the slot's content."""
+    """One writer's right to one slot. The epoch is never reused, so it also identifies the slot's content."""
 
     slot: int
     epoch: int
@@ -68,8 +68,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A block that is held in place, because it is being saved elsewhere or is about to be read. ``let_go`` ends that.
-    ``must_go`` when the policy has given it up: its slot is to be used again once it is safe."""
+    """A block held in place because it is being saved elsewhere or is about to be read. ``let_go`` ends that.
+    ``must_go``: the policy has chosen it, and its slot will be reused once it is saved."""
 
     must_go: bool
     grant: Grant

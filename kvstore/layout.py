@@ -1,8 +1,8 @@
-"""Where the bytes of a model's KV lie: the block of one rank, and how a deployment deals layers and heads out to ranks.
+"""The layout of a model's KV: one rank's block, and how a deployment distributes layers and heads over ranks.
 
-A deployment cuts a model's KV over pipeline stages (layers) and tensor-parallel ranks (heads), into blocks of some
-number of tokens, as some type of number. A rank's block is a ``KVLayout`` of fewer layers and heads. Nothing here moves
-a byte or knows another layout.
+A deployment splits a model's KV over pipeline stages (layers) and tensor-parallel ranks (heads), into blocks of some
+number of tokens, in some type. A rank's block is a ``KVLayout`` with fewer layers and heads. Nothing here moves bytes
+or knows another layout.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NUMPY: dict[str, np.dtype[Any]] = {"float32": np.dtype("<f4"), "bfloat16": np.d
 
 
 def rows(layout: KVLayout, block: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """A view ``[layer, K|V, head, token, row_bytes]`` of the bytes that begin with a block."""
+    """A view ``[layer, K|V, head, token, row_bytes]`` of a buffer that begins with a block."""
     shape = (layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, layout.row_bytes)
     return block[: layout.block_bytes].reshape(shape)
 
 
 def numbers(rows: npt.NDArray[np.uint8], dtype: str) -> npt.NDArray[Any]:
-    """The numbers of rows ``[…, row_bytes]``: ``[…, dim]``; bfloat16 shows as uint16."""
+    """The numbers of rows ``[…, row_bytes]``: ``[…, dim]``; bfloat16 appears as uint16."""
     return rows[..., :-_SCALE_BYTES].view(np.int8) if dtype == "int8" else rows.view(_NUMPY[dtype])
 
 
@@ -41,8 +41,8 @@ def scales(rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
 class ShardedLayout:
     """How a deployment stores the KV of a model. Rank = stage · tensor_parallel + tensor rank.
 
-    With more tensor ranks than KV heads, neighbouring ranks store the same head. With fewer, heads are dealt out in
-    order as evenly as they divide. ``stages`` is the number of layers of each pipeline stage.
+    With more tensor ranks than KV heads, neighbouring ranks store the same head. With fewer, heads are distributed in
+    order, as evenly as they divide. ``stages`` lists the number of layers of each pipeline stage.
     """
 
     stages: tuple[int, ...]
@@ -51,7 +51,7 @@ class ShardedLayout:
     block_tokens: int
     dtype: str
     tensor_parallel: int = 1
-    num_kinds: int = 2  # as of ``KVLayout``
+    num_kinds: int = 2  # as in ``KVLayout``
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
@@ -63,7 +63,7 @@ class ShardedLayout:
 
     @classmethod
     def of(cls, layout: KVLayout, tensor_parallel: int = 1, pipeline_parallel: int = 1) -> ShardedLayout:
-        """The layout of a whole model's block, cut up; layers are dealt out as evenly as they divide."""
+        """The layout of a whole model's block, split; layers are distributed as evenly as they divide."""
         cuts = [layout.num_layers * stage // pipeline_parallel for stage in range(pipeline_parallel + 1)]
         stages = tuple(after - before for before, after in pairwise(cuts))
         return cls(
@@ -95,16 +95,17 @@ class ShardedLayout:
         return range(first, max((tensor_rank + 1) * self.num_kv_heads // degree, first + 1))
 
     def shard_name(self, rank: int) -> str:
-        """Which part of the model this rank has; "" for the whole. Ranks that store the same have the same name."""
+        """Which part of the model this rank has; "" for the whole. Ranks that store the same part have the same
+        name."""
         layers, heads = self.layers(rank), self.heads(rank)
         if len(layers) == self.num_layers and len(heads) == self.num_kv_heads:
             return ""
         return f"layers {layers.start}-{layers.stop}, heads {heads.start}-{heads.stop}"
 
     def block(self, rank: int) -> KVLayout:
-        """The bytes of this rank's blocks."""
+        """The layout of this rank's blocks."""
         return self.box(len(self.layers(rank)), len(self.heads(rank)), self.block_tokens)
 
     def box(self, num_layers: int, num_heads: int, num_tokens: int) -> KVLayout:
-        """So much of it as a block of its own."""
+        """A part of the block as a layout of its own."""
         return KVLayout(num_layers, num_heads, num_tokens, self.head_dim, self.dtype, num_kinds=self.num_kinds)

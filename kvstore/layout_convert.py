@@ -1,8 +1,8 @@
-"""From one type of number to another: rows of KV as float32, bfloat16, or int8 with a scale each.
+"""Converts KV rows between float32, bfloat16, and int8 with one scale per row.
 
-What widens and comes back is unchanged, bit for bit: float32 holds every bfloat16 and every product of an int8 and a
-scale of 16 significant bits, which is what the scales made here have. Written twice: plainly, which is the definition,
-and natively (``layout_convert.cpp``), in one pass over memory. Knows no blocks and no transfers.
+Widening and narrowing again is lossless, bit for bit: float32 represents every bfloat16, and every product of an int8
+and a scale of 16 significant bits, which the scales computed here have. Written twice: in numpy, which is the
+reference, and in C++ (``layout_convert.cpp``), in one pass over memory. It knows neither blocks nor transfers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NATIVE_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 class Converter:
-    """Copies one box of blocks of one format to its place in blocks of another, block after block."""
+    """Converts one box of the source format's blocks into its place in the target format's, block after block."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Converter:
         count: Place,
         is_native: bool = True,
     ) -> None:
-        """Without ``is_native``, or a compiler, Python does it."""
+        """Without ``is_native``, or a compiler, numpy does it."""
         self._source, self._there = source, _part(source_first, count)
         self._target, self._here = target, _part(target_first, count)
         self._library = _load() if is_native else None
@@ -51,7 +51,7 @@ class Converter:
         self._how = (*types, source.head_dim, shape, source_strides, target_strides)
 
     def __call__(self, source: Bytes, target: Bytes) -> None:
-        """One block of each format, or what begins with one: contiguous."""
+        """One block of each format, or a longer buffer that begins with one: contiguous."""
         if self._library is None:
             there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
             convert(there, here, self._source.dtype, self._target.dtype)
@@ -64,7 +64,7 @@ _Numbers = ctypes.c_int64 * 4
 
 
 def _lies(block: KVLayout, first: Place) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
-    """Where in a block a box begins, and how far its layers, K and V, and heads are apart: bytes."""
+    """Where in a block a box begins, and the strides of its layers, K and V, and heads, in bytes."""
     head = block.block_tokens * block.row_bytes
     kind, layer = block.num_kv_heads * head, block.layer_bytes
     return first[0] * layer + first[1] * head + first[2] * block.row_bytes, _Numbers(layer, kind, head, 0)
@@ -77,7 +77,7 @@ def _part(first: Place, count: Place) -> tuple[slice, slice, slice, slice]:
 
 @cache
 def _load() -> ctypes.CDLL | None:
-    """The library, or None where it cannot be built."""
+    """The library, or None if it cannot be built."""
     try:
         library = load_native("layout_convert", Path(__file__).with_name("layout_convert.cpp"))
     except BuildFailed as error:
@@ -90,13 +90,13 @@ def _load() -> ctypes.CDLL | None:
 
 
 def convert(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> None:
-    """Copy rows ``[layer, K|V, head, token, row_bytes]`` from one type to another: the definition."""
+    """Convert rows ``[layer, K|V, head, token, row_bytes]`` from one type to another: the reference."""
     if source_dtype == target_dtype:
         np.copyto(target, source)
     elif target_dtype == "float32":
         _widen(source, source_dtype, numbers(target, target_dtype))
     else:
-        for index in np.ndindex(source.shape[:2]):  # K or V of one layer: what comes in between stays in the cache
+        for index in np.ndindex(source.shape[:2]):  # K or V of a layer: stays in cache
             _narrow(_wide(source[index], source_dtype), target[index], target_dtype)
 
 
@@ -128,8 +128,8 @@ def _narrow(wide: npt.NDArray[np.float32], rows: npt.NDArray[np.uint8], dtype: s
 
 
 def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
-    """The bits, rounded to the nearest, ties to even; what is no number stays none. In place, because what is
-    allocated costs more than what is computed."""
+    """The bits, rounded to nearest, ties to even; NaN stays NaN. In place, because allocating costs more than
+    computing."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
@@ -142,7 +142,7 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
 
 
 def _scales_of(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """The least scales of 16 significant bits that bring each row ``[…, dim]`` into the range of int8."""
+    """The smallest scales of 16 significant bits that bring each row ``[…, dim]`` into the range of int8."""
     exact = (np.abs(values).max(axis=-1) / np.float32(_INT8_MAX)).astype(np.float32)
     bits = np.ascontiguousarray(exact).view(np.uint32)
     return ((bits + np.uint32(0xFF)) & np.uint32(0xFFFFFF00)).view(np.float32)

@@ -1,7 +1,8 @@
-"""From one KV layout to another: which bytes of which shards make up a block. Pure, and computed once for two layouts.
+"""From one KV layout to another: which bytes of which shards make up a block. Pure, and computed once per pair of
+layouts.
 
-``plan`` says for one rank of a target deployment which boxes (layers, heads, tokens) of which source blocks it is made
-of, and in which runs of bytes they lie. It must not know how bytes travel, or what a number is.
+``plan`` describes, for one rank of a target deployment, the boxes (layers, heads, tokens) of source blocks that it is
+made of, and the byte ranges they occupy. It knows neither how bytes travel nor how numbers are encoded.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from kvstore.layout import ShardedLayout
 from mooncake.errors import InvalidRequest
 from mooncake.types import KVLayout
 
-BOX_BYTES = 1 << 20  # read at once into scratch memory: it stays in a core's L2 until it is converted
-DIRECT_BYTES = 4 << 10  # runs from here on are read straight to their place, though they were one at the source
+BOX_BYTES = 1 << 20  # read into scratch memory at once: it stays in a core's L2 until it is converted
+DIRECT_BYTES = 4 << 10  # pieces this long are read straight to their place, even if they are one run at the source
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Box:
-    """What one source block gives to one target block: some layers, heads and tokens. Indices are local to the blocks;
-    block numbers count from the start of the plan's period. As a plan is computed once, boxes are equal only to
-    themselves."""
+    """What one source block contributes to one target block: some layers, heads and tokens. Indices are local to the
+    blocks; block numbers count from the start of the plan's period. A plan is computed once, so boxes compare by
+    identity."""
 
     rank: int  # of the source
     source_block: int
@@ -35,9 +36,9 @@ class Box:
     source_first: tuple[int, int, int]  # layer, head, token
     target_first: tuple[int, int, int]
     count: tuple[int, int, int]
-    reads: tuple[tuple[int, int], ...]  # offset and bytes of each run of the source block, in the order of the box
-    is_direct: bool  # whether it is read straight to its place in the target block, not through scratch memory
-    moves: npt.NDArray[np.int64]  # [3, n]: offset in the source block, bytes, place there
+    reads: tuple[tuple[int, int], ...]  # offset and bytes of each run of the source block, in box order
+    is_direct: bool  # read straight to its place in the target block, without scratch memory
+    moves: npt.NDArray[np.int64]  # [3, n]: offset in the source block, bytes, offset in the target block
     nbytes: int  # to be read
     has_whole_layers: bool  # of the source block, so that their checksums can be verified
 
@@ -65,9 +66,9 @@ class Plan:
 
 @lru_cache(maxsize=256)
 def plan(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Plan:
-    """Of heads that several source ranks store, neighbouring target ranks read from different ones.
+    """If several source ranks store a head, neighbouring target ranks read from different ones.
 
-    Raises InvalidRequest when the two are not of one model.
+    Raises InvalidRequest when the two layouts are not of one model.
     """
     same = ("num_layers", "num_kv_heads", "head_dim", "num_kinds")
     if any(getattr(source, name) != getattr(target, name) for name in same):
@@ -86,7 +87,7 @@ def plan(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Plan
 
 
 def _sources(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> Iterator[tuple[int, range]]:
-    """The source ranks to read from, with the heads to take from each: every head once for each layer wanted."""
+    """The source ranks to read from, with the heads to take from each: every head exactly once per wanted layer."""
     wanted = target.heads(target_rank)
     degree = source.tensor_parallel
     for stage in range(len(source.stages)):
@@ -97,7 +98,7 @@ def _sources(source: ShardedLayout, target: ShardedLayout, target_rank: int) -> 
 
 
 def _owners(layout: ShardedLayout) -> list[tuple[range, list[int]]]:
-    """Each different range of heads with the tensor ranks that store it."""
+    """Each distinct range of heads with the tensor ranks that store it."""
     owners: dict[range, list[int]] = {}
     for rank in range(layout.tensor_parallel):
         owners.setdefault(layout.heads(rank), []).append(rank)
@@ -105,7 +106,7 @@ def _owners(layout: ShardedLayout) -> list[tuple[range, list[int]]]:
 
 
 def _spans(source_tokens: int, target_tokens: int) -> Iterator[tuple[int, int]]:
-    """(first token, number) of each stretch of one period that lies in one block on both sides."""
+    """(first token, number) of each stretch of one period that is within one block on both sides."""
     period = math.lcm(source_tokens, target_tokens)
     cuts = sorted({*range(0, period, source_tokens), *range(0, period, target_tokens), period})
     yield from ((first, last - first) for first, last in pairwise(cuts))
@@ -152,8 +153,8 @@ def _boxes(
 
 
 def _cells(block: KVLayout, first: tuple[int, int, int], count: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of the part of a block that each head of each layer has, in the order in which a block of
-    exactly this size would store them."""
+    """(offset, bytes) of a box's part of each head of each layer, in the order in which a block of exactly the box's
+    size would store them."""
     row, layer_bytes = block.row_bytes, block.layer_bytes
     for layer in range(first[0], first[0] + count[0]):
         for kind in range(block.num_kinds):
@@ -163,7 +164,7 @@ def _cells(block: KVLayout, first: tuple[int, int, int], count: tuple[int, int, 
 
 
 def _merge(cells: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join neighbours that touch."""
+    """Join adjacent ranges."""
     merged: list[tuple[int, int]] = []
     for offset, nbytes in cells:
         if merged and sum(merged[-1]) == offset:
@@ -173,7 +174,7 @@ def _merge(cells: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _gather(reads: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """One behind the other."""
+    """Pack the ranges one after another."""
     moves: list[tuple[int, int, int]] = []
     place = 0
     for offset, nbytes in reads:
@@ -183,7 +184,7 @@ def _gather(reads: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def _pair(sources: Iterable[tuple[int, int]], places: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Join neighbours that touch on both sides."""
+    """Join ranges that are adjacent on both sides."""
     moves: list[tuple[int, int, int]] = []
     for (offset, nbytes), (place, _) in zip(sources, places, strict=True):
         if moves:

@@ -1,9 +1,9 @@
-"""Reads KV from segments that have another layout, by a plan, and converts it on the way.
+"""Reads KV from segments with another layout, by a plan, and converts it on the way.
 
-A segment of this host is copied from where it is mapped; from others bytes go straight to their place where they lie in
-one run there, and otherwise through scratch buffers the size of a core's cache while the next boxes are on their way. A
-whole source block is never put together anywhere. It knows the transfer engine's ranges; it must not know sockets,
-models or why blocks move.
+A segment on this host is copied from its mapping. From others, bytes that are contiguous on both sides are read
+straight to their place; the rest goes through scratch buffers the size of a core's cache while the next boxes are on
+their way. A whole source block is never assembled. It uses the transfer engine's ranges; it knows neither sockets,
+models nor why blocks move.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvstore.transfer.transport import PathFailed
 from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import SegmentAddress
 
-BOXES_AHEAD = 4  # on their way while one is converted
+BOXES_AHEAD = 4  # in flight while one is converted
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where one source rank's blocks lie: block i of the prompt in ``slots[i]`` of the segment at ``address``.
+    """One source rank's blocks: block i of the prompt in ``slots[i]`` of the segment at ``address``.
 
-    ``checksums[i]`` has one entry a layer of this shard; empty: nothing is verified.
+    ``checksums[i]`` has one entry per layer of this shard; if empty, nothing is verified.
     """
 
     address: SegmentAddress
@@ -46,15 +46,15 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a call of ``read_blocks`` did."""
+    """The result of ``read_blocks``."""
 
     nbytes: int  # read
-    unverified_bytes: int  # of those, parts of layers, for which no checksum exists, or shards that came without
+    unverified_bytes: int  # of those: parts of layers, which have no checksum, and shards without checksums
     num_ranges: int
 
 
 class WrongBytes(ChecksumMismatch):
-    """Of the block in ``slot`` of a segment."""
+    """Names the block by its ``slot`` in a segment."""
 
     def __init__(self, node_id: str, slot: int, layer: int) -> None:
         super().__init__(f"{node_id}: layer {layer} of slot {slot} differs from what was sealed")
@@ -68,7 +68,7 @@ class LayoutReader:
         self._transfer = transfer
         self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(BOXES_AHEAD)]
         self._views: dict[tuple[str, int], SegmentView | None] = {}
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads fill a machine's memory bus
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads saturate a machine's memory bus
 
     def read_blocks(
         self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None], deadline: float
@@ -76,11 +76,11 @@ class LayoutReader:
         """Fill ``targets`` (bytes of consecutive blocks of the plan's target rank; None: not wanted) from the blocks of
         the shards.
 
-        Tokens that no source block holds leave their bytes as they are. Mapped blocks are verified before they are
-        copied: whoever holds a lease on them looks at its clock after this returns.
+        Tokens that no source block holds leave their bytes unchanged. Mapped blocks are verified before they are
+        copied: a caller with a lease on them must check its clock after this returns.
 
-        Raises what ``TransferEngine.read`` does, WrongBytes, and InvalidRequest when a shard is missing or a
-        target has the wrong size.
+        Raises what ``TransferEngine.read`` does, WrongBytes, and InvalidRequest when a shard is missing or a target has
+        the wrong size.
         """
         jobs = _jobs(plan, shards, targets)
         elsewhere: list[_Job] = []
@@ -111,7 +111,7 @@ class LayoutReader:
         self._views.clear()
 
     def _copy(self, address: SegmentAddress, jobs: Sequence[_Job], plan: Plan, deadline: float) -> bool:
-        """Out of the mapped segment, when this host has it. False when it has not, or not any more."""
+        """Copy from the mapped segment, if it is on this host. False when it is not, or not any more."""
         key = (address.node_id, address.incarnation)
         try:
             if key not in self._views:
@@ -127,7 +127,7 @@ class LayoutReader:
             try:
                 _copy_all(jobs[half:], plan, blocks, deadline)
             finally:
-                other.exception()  # it writes into the caller's memory until then
+                other.exception()  # until then it writes into the caller's memory
             other.result()
             view.check()
         except PathFailed:
@@ -136,7 +136,7 @@ class LayoutReader:
         return True
 
     def _forget_gone(self) -> None:
-        """A view keeps the memory of a dead process."""
+        """A view would keep the memory of a dead process."""
         for key, view in list(self._views.items()):
             try:
                 if view is not None:
@@ -150,7 +150,7 @@ class LayoutReader:
             view.close()
 
     def _start_direct(self, jobs: Sequence[_Job], deadline: float) -> list[tuple[Transfer, list[_Job]]]:
-        """One request a shard, for what lies in long runs on both sides."""
+        """One request per shard, for what is in long runs on both sides."""
         groups: dict[int, list[_Job]] = {}
         for job in jobs:
             groups.setdefault(job.box.rank, []).append(job)
@@ -195,12 +195,12 @@ class LayoutReader:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One box of one period, with the memory that it goes to."""
+    """One box of one period, with the memory it is written to."""
 
     box: Box
     shard: Shard
     slot: int
-    checksums: Checksums | None  # one a layer of the source block
+    checksums: Checksums | None  # one per layer of the source block
     target: npt.NDArray[np.uint8]
 
     @property
@@ -208,13 +208,14 @@ class _Job:
         return self.checksums is not None and self.box.has_whole_layers
 
     def pieces_in_place(self) -> list[memoryview]:
-        """Of a direct box."""
+        """The pieces of a direct box."""
         memory = self.target.data
         return [memory[place : place + nbytes] for _, nbytes, place in self.box.moves.T.tolist()]
 
 
 def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
-    """What they move, each into its memory. What is read of one block is read in the order in which it lies there."""
+    """The transfers of these jobs, each into its memory. A block's parts are read in the order in which it stores
+    them."""
     blocks: dict[int, list[tuple[Box, memoryview]]] = {}
     for job, memory in zip(jobs, memories, strict=True):
         blocks.setdefault(job.slot, []).append((job.box, memory))
@@ -227,7 +228,7 @@ def _table(jobs: Sequence[_Job], memories: Sequence[memoryview]) -> PieceTable:
 
 @lru_cache(maxsize=1024)
 def _pattern(boxes: tuple[Box, ...]) -> Pattern:
-    """Of the same block, each into a memory of its own."""
+    """The transfers from one block, with one destination per box."""
     return Pattern.of(
         np.concatenate([np.insert(box.moves, 2, owner, axis=0) for owner, box in enumerate(boxes)], axis=1)
     )
@@ -273,7 +274,7 @@ def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray
 
 
 def _verify(job: _Job, pieces: Sequence[memoryview]) -> None:
-    """Check its layers. ``pieces`` are the bytes of the box, in order. Raises WrongBytes."""
+    """Verify its layers. ``pieces`` are the bytes of the box, in order. Raises WrongBytes."""
     box = job.box
     assert job.checksums is not None
     layer_bytes = box.nbytes // box.count[0]

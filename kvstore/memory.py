@@ -1,4 +1,4 @@
-"""What callers call memory, as bytes without a copy: buffers, numpy arrays and torch tensors on the CPU.
+"""A caller's memory as bytes without a copy: buffers, numpy arrays and torch tensors on the CPU.
 
 Torch is not imported for that.
 """
@@ -16,7 +16,7 @@ from mooncake.errors import InvalidRequest
 
 
 class TensorLike(Protocol):
-    """What a torch tensor offers; torch itself is not imported. Only contiguous CPU tensors are taken."""
+    """The interface of a torch tensor, without importing torch. Only contiguous CPU tensors are accepted."""
 
     def data_ptr(self) -> int: ...
 
@@ -31,7 +31,7 @@ Memory = Buffer | TensorLike | npt.NDArray[np.generic]
 
 
 def readable(data: Memory) -> memoryview:
-    """The bytes of whatever a caller calls memory, without a copy."""
+    """The bytes of a caller's memory, without a copy."""
     if hasattr(data, "data_ptr"):
         return _of_tensor(cast(TensorLike, data))
     try:

@@ -36,9 +36,9 @@ from mooncake.types import Role, SegmentAddress
 log = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
-HEAR_SHARE = 0.1  # of a processor, for what readers note
-GIVEN_AHEAD_SHARE, MANY_SLOTS = 1 / 16, 64  # of the slots writers may have so many ahead; twice as many of many
-MIN_PADDED_BYTES = 16 * PAGE  # smaller blocks would waste too much of a page
+HEAR_SHARE = 0.1  # of one processor, for reading what readers note
+GIVEN_AHEAD_SHARE, MANY_SLOTS = 1 / 16, 64  # slots that writers may hold in advance: of many, twice the share
+MIN_PADDED_BYTES = 16 * PAGE  # padding would waste too much of smaller blocks
 
 
 class StoreNode:
@@ -53,7 +53,7 @@ class StoreNode:
         self.control_address = ""
         self._block_bytes = block_bytes
         self._join_cluster = join_cluster
-        self._puts: WirePuts | None = None  # where there is a board
+        self._puts: WirePuts | None = None  # if there is a board
         self._membership: Membership | None = None
         self._cleanup = contextlib.AsyncExitStack()
 
@@ -72,7 +72,7 @@ class StoreNode:
         return self._segment_server.address
 
     async def start(self) -> None:
-        """Ends what it began when it fails half-way; ``stop`` may be called after that, or not."""
+        """Cleans up after itself when it fails half-way; ``stop`` may then be called or not."""
         try:
             await self._start()
         except BaseException:
@@ -110,7 +110,7 @@ class StoreNode:
         loop = asyncio.get_running_loop()
         ahead_slots = int(num_blocks * GIVEN_AHEAD_SHARE * (2 if num_blocks >= MANY_SLOTS else 1))
         if config.store.tenant_dram_gb:
-            ahead_slots = 0  # they could not be counted
+            ahead_slots = 0  # quotas could not count them
         self._segment_server = SegmentServer(
             self._segment,
             self.node_id,
@@ -188,7 +188,7 @@ class StoreNode:
         await self._cleanup.aclose()
 
     def _make_board(self) -> Board | None:
-        """Where clients of this host, and for all others the data plane's server, find blocks by key."""
+        """Where clients on this host, and the data plane's server for all others, find blocks by key."""
         board = Board.create(self._segment)
         if board is not None:
             self._cleanup.callback(board.close)
@@ -233,7 +233,7 @@ class StoreNode:
                 log.exception("sweeping the store failed")  # a bug there must not stop the next sweep
 
     async def _hear_readers(self) -> None:
-        """They can note only so much before somebody looks."""
+        """Readers can note only a limited number of reads before somebody looks."""
         store, pause_s = self._store, SWEEP_INTERVAL_S
         while True:
             before = store.num_heard
@@ -270,8 +270,8 @@ class StoreNode:
 
 
 def hear_again_s(pause_s: float, num_heard: int, took_s: float) -> float:
-    """When to look again at what readers note, if that many notes came in ``pause_s`` and hearing them took so long: as
-    soon as half of the room of one of them may be used, but not so often that the store does little else."""
+    """When to look at the readers' notes again, if ``num_heard`` notes came in ``pause_s`` and reading them took
+    ``took_s``: before a reader can have filled half of its room, but not so often that the store does little else."""
     half_s = pause_s * (MAX_NOTES // 2) / max(num_heard, 1)
     return max(min(half_s, SWEEP_INTERVAL_S), LOOK_S, took_s / HEAR_SHARE)
 

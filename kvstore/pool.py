@@ -1,4 +1,4 @@
-"""The pool from outside: blocks of bytes by key over any number of store nodes, for whoever needs no engine of ours.
+"""The pool's client: blocks of bytes by key over any number of store nodes, usable without the rest of the cluster.
 
     import kvstore
 
@@ -6,10 +6,9 @@
         await pool.put("chunk-17", array)             # anything contiguous: bytes, numpy, a torch CPU tensor
         n = await pool.get_into("chunk-17", tensor)   # straight into the tensor's memory; None when it is not there
 
-A key names its bytes for good: putting other bytes under a key that is stored changes nothing, ``remove`` it first.
-What is not stored is None or False and never an error; bytes that come back are the bytes that were put, or they do not
-come back. Which stores have which keys is in ``pool_keys``, how their answers add up in ``pool_answers``. This module
-must not know what the bytes mean, nor how they travel.
+Blocks are immutable: putting other bytes under a stored key changes nothing; ``remove`` it first. What is not stored is
+None or False, never an error; what is returned is exactly what was put. ``pool_keys`` decides which stores hold which
+keys, ``pool_answers`` combines their answers. This module knows neither what the bytes mean nor how they travel.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ T = TypeVar("T")
 
 
 class Client:
-    """Belongs to one event loop; any number of calls may be on their way at once.
+    """Belongs to one event loop; any number of calls may run at once.
 
-    Every call takes ``timeout_s``, ends within it and raises nothing but ``mooncake.errors``: InvalidRequest for what
-    the caller got wrong, NodeUnavailable when no store that should know answers, DeadlineExceeded, and what each method
-    names. A store that is gone or hangs makes its blocks misses, as long as another holds a replica: reads give each
-    replica its share of the time that is left. A call for many keys raises when nobody answers for one of them; what it
-    has done for the others stands, and asking again is harmless.
+    Every call takes ``timeout_s``, ends within it and raises nothing but ``mooncake.errors``: InvalidRequest for the
+    caller's mistakes, NodeUnavailable when no store that should know answers, DeadlineExceeded, and what each method
+    lists. Blocks of a store that is gone or hangs become misses unless another holds a replica: reads give each replica
+    a share of the time left. A call for many keys raises when nobody answers for one of them; what it has done for the
+    others stands, and repeating it is harmless.
     """
 
     def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
-        """``connect`` is how to get one."""
+        """Use ``connect`` to get one."""
         self._stores = dict(stores)
         self._replicas = replicas
         self._keys = PoolKeys(list(self._stores), replicas, namespace, salt)
@@ -80,15 +79,15 @@ class Client:
         max_mb_per_s: float = 0.0,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> Client:
-        """A client of the stores at these gRPC addresses, once they have answered. Of several ``replicas`` one store
+        """A client of the stores at these gRPC addresses, once they have answered. With several ``replicas`` one store
         needs to answer within ``timeout_s``; the others are used as soon as they do. Which stores hold a block follows
-        from the addresses as they are spelled: whoever is to find it spells them alike, in any order.
+        from the addresses as they are spelled: all clients must spell them alike, in any order.
 
         ``namespace`` is part of every key. For KV caches it is ``mooncake.hashing.kv_fingerprint(…)``: weights, dtype,
-        layout, block size and adapter, so that bytes of another configuration can never be taken for these. ``salt``
-        is part of every key too: nobody without it can ask what this tenant has stored. ``tenant`` is whose quota puts
-        count against. ``replicas`` is how many stores are to hold each block. ``secret`` is what the stores'
-        ``transfer.secret_file`` holds. Raises NodeUnavailable, and InvalidRequest when a store asks for another secret.
+        layout, block size and adapter, so that bytes of another configuration can never be mistaken for these. ``salt``
+        is part of every key too: nobody without it can ask what this tenant has stored. Puts count against the quota of
+        ``tenant``. ``replicas`` is how many stores should hold each block. ``secret`` is the content of the stores'
+        ``transfer.secret_file``. Raises NodeUnavailable, and InvalidRequest when a store requires another secret.
         """
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
         short = ways(transports, max_mb_per_s)
@@ -115,8 +114,8 @@ class Client:
             raise
 
     async def close(self) -> None:
-        """Waits a moment for what runs in the background (the ends of leases), then lets go of all connections. What is
-        called from now on raises NodeUnavailable."""
+        """Waits briefly for background work (the ends of leases), then closes all connections. Later calls raise
+        NodeUnavailable."""
         self._is_closed = True
         await asyncio.gather(*(store.close() for store in self._stores.values()))
         await self._owned.aclose()
@@ -141,11 +140,11 @@ class Client:
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> bool:
-        """Store ``data``. True when it is stored afterwards, also when it was before.
+        """Store ``data``. True when it is stored afterwards, even if it was before.
 
-        ``ranges`` is how many equal parts of it (layers) get a checksum each, so that they can be read alone. With
-        ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this returns.
-        Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
+        ``ranges`` is the number of equal parts (layers) with a checksum each, so that they can be read individually.
+        With ``parent``, stores evict this block before that one. With ``durable`` it has reached an SSD when this
+        returns. Raises OutOfBlocks when no store has room, or not durably, or the tenant's quota is used up.
         """
         deadline = self._begin(timeout_s)
         if self._replicas == 1 and not durable:
@@ -161,15 +160,15 @@ class Client:
         return stored
 
     async def get(self, key: Key, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytearray | None:
-        """The bytes stored under ``key``, or None. They are yours to change."""
+        """The bytes stored under ``key``, or None. The caller owns them."""
         [data] = await self.get_batch([key], timeout_s=timeout_s)
         return data
 
     async def get_into(self, key: Key, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
-        """Like ``get``, straight into memory of yours: writable, contiguous, at least as long as the block.
+        """Like ``get``, but into the caller's memory: writable, contiguous, at least as long as the block.
 
-        Returns the block's length in bytes, or None. After None or an error ``into`` may hold anything. Raises
-        InvalidRequest when the block is longer.
+        Returns the block's length in bytes, or None. After None or an error the content of ``into`` is undefined.
+        Raises InvalidRequest when the block is longer.
         """
         self._begin(timeout_s)
         if self._replicas == 1:
@@ -185,8 +184,8 @@ class Client:
     ) -> bytearray | None:
         """``length`` bytes from ``offset`` on, or None. Raises InvalidRequest when the block is not as long.
 
-        Verified like whole blocks: what is read from the store is the run of checksummed ranges around it (see
-        ``put``), so reading a layer of a block that was put with as many ranges as layers moves that layer alone.
+        Verified like whole blocks: the store reads the run of checksummed ranges around it (see ``put``), so reading a
+        layer of a block that was put with one range per layer moves only that layer.
         """
         if not 1 <= length <= MAX_BLOCK_BYTES:
             raise InvalidRequest(f"a range has 1 to {MAX_BLOCK_BYTES} bytes, got {length}", "length")
@@ -196,7 +195,7 @@ class Client:
     async def get_range_into(
         self, key: Key, offset: int, into: Memory, *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> bool:
-        """Like ``get_range``, straight into memory of yours where it covers whole ranges."""
+        """Like ``get_range``, but into the caller's memory, directly where it covers whole ranges."""
         deadline = self._begin(timeout_s)
         wire, view = self._keys.wire(key), writable(into)
         if offset < 0 or view.nbytes < 1:
@@ -215,31 +214,24 @@ class Client:
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
-        """``put`` for each (key, data), in few messages. Says for each whether it is stored afterwards. Of several with
-        one key the first is put.
+        """``put`` for each (key, data), in few messages. Returns for each whether it is stored afterwards. Of several
+        items with the same key the first is put.
 
         Raises OutOfBlocks when there was room for none of those that were not stored already.
         """
         deadline = self._begin(timeout_s)
         listed = list(items)
-        if parents is None:
-            parents = [b""] * len(listed)
-        elif len(parents) != len(listed):
-            raise InvalidRequest(f"{len(listed)} blocks need as many parents, got {len(parents)}", "parents")
-        views = [readable(data) for _, data in listed]
-        if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
-            raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
-        keys = [self._keys.wire(key) for key, _ in listed]
-        above = [self._keys.wire(parent) if parent else b"" for parent in parents]
+        views = _checked_views([data for _, data in listed])
+        names = self._names([key for key, _ in listed], parents)
         sums = await _off_loop(lambda: [range_checksums(view, ranges) for view in views], sum(v.nbytes for v in views))
         first: dict[bytes, int] = {}
-        for index, wire in enumerate(keys):
+        for index, (wire, _) in enumerate(names):
             first.setdefault(wire, index)
         groups = grouped(((home, views[i].nbytes), i) for wire, i in first.items() for home in self._keys.homes(wire))
         left = left_s(deadline)
         calls = [
             self._stores[address].put_all(
-                [(keys[i], above[i]) for i in mine],
+                [names[i] for i in mine],
                 [views[i] for i in mine],
                 [sums[i] for i in mine],
                 durable=durable,
@@ -256,7 +248,7 @@ class Client:
         told.check()
         if full is not None and not any(stored):
             raise full
-        return [stored[first[wire]] for wire in keys]
+        return [stored[first[wire]] for wire, _ in names]
 
     async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
         """``get`` for each key, in few messages and transfers."""
@@ -283,7 +275,8 @@ class Client:
         return await self._get(keys, room, self._begin(timeout_s))
 
     async def exists(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
-        """Whether each is stored now, anywhere. Protects and renews nothing: it may be gone when you ask for it."""
+        """Whether each is stored anywhere now. Protects and renews nothing: it may be gone by the time you ask for
+        it."""
         self._begin(timeout_s)
         wires = self._keys.wires(keys)
         if len(self._stores) == 1 and len(wires) <= MAX_BATCH:
@@ -312,7 +305,8 @@ class Client:
     async def pin(
         self, keys: Sequence[Key], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> int:
-        """Keep blocks in DRAM for ``ttl_s``: a soft pin while anything else can be evicted, a hard one for certain.
+        """Keep blocks in DRAM for ``ttl_s``: a soft pin while anything else can be evicted, a hard one without
+        exception.
 
         Returns how many replicas are pinned. Raises OutOfBlocks when hard pins would take more than half of a store.
         """
@@ -330,11 +324,20 @@ class Client:
         answers = await asyncio.gather(*(store.stats(timeout_s=timeout_s) for store in self._stores.values()))
         return dict(zip(self._stores, answers, strict=True))
 
+    def _names(self, keys: Sequence[Key], parents: Sequence[Key] | None) -> list[tuple[bytes, bytes]]:
+        """(key, parent) of each block, as stores know them. Raises InvalidRequest."""
+        if parents is None:
+            parents = [b""] * len(keys)
+        elif len(parents) != len(keys):
+            raise InvalidRequest(f"{len(keys)} blocks need as many parents, got {len(parents)}", "parents")
+        above = [self._keys.wire(parent) if parent else b"" for parent in parents]
+        return list(zip(self._keys.wires(keys), above, strict=True))
+
     def _begin(self, timeout_s: float) -> float:
-        """The deadline of a call that begins now. Raises InvalidRequest, or NodeUnavailable once this is closed."""
+        """The deadline of a call that starts now. Raises InvalidRequest, or NodeUnavailable after ``close``."""
         if self._is_closed:
             raise NodeUnavailable("this client of the pool has been closed")
-        if not abs(timeout_s) <= MAX_TIMEOUT_S:  # nor is it a number, perhaps
+        if not abs(timeout_s) <= MAX_TIMEOUT_S:  # also false for NaN
             raise InvalidRequest(f"a call may take {MAX_TIMEOUT_S:g} seconds at most, not {timeout_s}", "timeout_s")
         return time.monotonic() + timeout_s
 
@@ -346,7 +349,7 @@ class Client:
         return sum(await asyncio.gather(*(call(self._stores[a], [wires[i] for i in mine]) for a, mine in groups)))
 
     async def _read_range(self, wire: bytes, offset: int, view: memoryview, deadline: float) -> bool:
-        """From the first store that has it. Raises what went wrong when no store could say anything."""
+        """From the first store that has it. Raises what went wrong when no store could answer."""
         failure: MooncakeError | None = None
         has_answer = False
         for turn, address in enumerate(self._keys.homes(wire)):
@@ -368,7 +371,7 @@ class Client:
     async def _get(
         self, keys: Sequence[Key], room: Callable[[int, int], memoryview], deadline: float
     ) -> list[int | None]:
-        """Read blocks into the memory that ``room(index, length)`` gives; those that a store has not, from the next."""
+        """Read blocks into the memory that ``room(index, length)`` returns; those a store lacks, from the next one."""
         wires = self._keys.wires(keys)
         homes = [self._keys.homes(wire) for wire in wires]
         lengths: list[int | None] = [None] * len(wires)
@@ -393,8 +396,16 @@ def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> C
     return lambda index, length: room(numbers[index], length)
 
 
+def _checked_views(data: Sequence[Memory]) -> list[memoryview]:
+    """Raises InvalidRequest."""
+    views = [readable(each) for each in data]
+    if (longest := max((view.nbytes for view in views), default=0)) > MAX_BLOCK_BYTES:
+        raise InvalidRequest(f"a block has {MAX_BLOCK_BYTES} bytes at most, got {longest}", "data")
+    return views
+
+
 async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
-    """In a thread when it takes long enough for others to notice."""
+    """In a thread if it takes long enough for others to notice."""
     return await asyncio.to_thread(work) if nbytes > 1 << 20 else work()
 
 

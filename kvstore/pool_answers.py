@@ -1,6 +1,6 @@
-"""Calls for many keys, spread over stores: groups that fit a message each, and what the stores' answers add up to.
+"""Calls for many keys, spread over stores: groups that fit into one message each, and combining the stores' answers.
 
-It knows keys by their numbers alone, and nothing of what is asked.
+It knows keys only by their index, and nothing of the calls' meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from mooncake.errors import DeadlineExceeded, MooncakeError, RetryElsewhere, TryLater
 
-MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they fit one
+MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they still fit
 
 OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
 
@@ -21,7 +21,7 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 def grouped(placed: Iterable[tuple[Place, int]]) -> list[tuple[Place, list[int]]]:
-    """Numbers by where they are placed, no more of them together than fit a message."""
+    """Indices by where they are placed, in groups that fit into one message."""
     groups: dict[Place, list[int]] = {}
     for place, number in placed:
         groups.setdefault(place, []).append(number)
@@ -33,12 +33,12 @@ def grouped(placed: Iterable[tuple[Place, int]]) -> list[tuple[Place, list[int]]
 
 
 def share_s(deadline: float, num_turns: int) -> float:
-    """The time that the next of so many turns may take."""
+    """The time that the next of this many turns may take."""
     return (deadline - time.monotonic()) / num_turns
 
 
 async def answers_of(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
-    """What each gave or raised. One alone needs no task of its own."""
+    """Each call's result or exception. A single call needs no task of its own."""
     if len(calls) != 1:
         return await asyncio.gather(*calls, return_exceptions=True)
     try:
@@ -48,14 +48,14 @@ async def answers_of(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
 
 
 class Told:
-    """Whether some store has answered for each key, by number."""
+    """Whether some store has answered for each key, by index."""
 
     def __init__(self) -> None:
         self._answered: set[int] = set()
         self._outages: dict[int, MooncakeError] = {}
 
     def of(self, numbers: Sequence[int], answer: Sequence[T] | BaseException) -> Iterable[tuple[int, T]]:
-        """What a store says of each; nothing when it did not answer. Raises what is no outage."""
+        """Record a store's answer for these keys, or its outage. Raises any other error."""
         if isinstance(answer, OUTAGES):
             self._outages.update((number, answer) for number in numbers if number not in self._outages)
             return ()
@@ -65,7 +65,7 @@ class Told:
         return zip(numbers, answer, strict=True)
 
     def check(self) -> None:
-        """Raises what kept the stores of a key from answering, if none has."""
+        """Raises the outage of a key that no store has answered for."""
         for number, outage in self._outages.items():
             if number not in self._answered:
                 raise outage

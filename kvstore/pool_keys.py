@@ -1,6 +1,6 @@
-"""What a caller's keys are called in the stores of a pool, and which of the stores are to hold them.
+"""What a caller's keys are called in the stores of a pool, and which of the stores should hold them.
 
-Pure. A store sees neither namespaces nor salts, only keys that nobody makes up without knowing both.
+Pure. A store sees neither namespaces nor salts, only keys that cannot be guessed without knowing both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Key = str | bytes
 
 
 class PoolKeys:
-    """Whoever is to find a block has the same addresses, in any order, the same namespace and the same salt."""
+    """To find each other's blocks, clients need the same addresses, in any order, the same namespace and the same
+    salt."""
 
     def __init__(self, addresses: Sequence[str], replicas: int, namespace: str, salt: str) -> None:
         """Raises InvalidRequest."""
@@ -34,15 +35,15 @@ class PoolKeys:
         self._prefix = _prefix(namespace, salt)
 
     def homes(self, wire: bytes) -> list[str]:
-        """The stores that are to hold this key, the first first: rendezvous hashing, so that a store more or less moves
-        only its own share of keys."""
+        """The stores that should hold this key, in order: rendezvous hashing, so that adding or removing a store
+        moves only its own share of keys."""
         if len(self._addresses) == 1:
             return self._addresses
         ranked = sorted(self._addresses, key=lambda address: -xxhash.xxh3_64_intdigest(address.encode() + b"\0" + wire))
         return ranked[: self._replicas]
 
     def wire(self, key: Key) -> bytes:
-        """What stores call it. Raises InvalidRequest."""
+        """The key's name in the stores. Raises InvalidRequest."""
         try:
             wire = self._prefix + (key.encode() if isinstance(key, str) else key)
         except (TypeError, UnicodeEncodeError):

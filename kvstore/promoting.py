@@ -1,7 +1,7 @@
-"""Blocks that come back from a store's SSD into its DRAM because somebody is about to read them.
+"""Loads blocks from a store's SSD back into its DRAM because somebody is about to read them.
 
-Everything here happens on the store's event loop, but for the disk. Which blocks are worth it ``tiers`` decides. It
-must not know who reads them, nor under which lease.
+Everything here runs on the store's event loop, except the disk. ``tiers`` decides which blocks are worth it. It knows
+neither who reads them nor under which lease.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore.tiers import promotion
 from mooncake.errors import KVLoadFailed, OutOfBlocks
 from mooncake.types import BlockKey
 
-PROMOTER = f"{OWN}ssd"  # the writer of blocks that come back
+PROMOTER = f"{OWN}ssd"  # the writer of blocks loaded from the SSD
 
 
 class Promoting:
@@ -37,8 +37,8 @@ class Promoting:
         block_bytes: int,
         wait_s: float,
     ) -> None:
-        """``pages`` gives the bytes of a slot and length. ``publish`` is called when the SSD may have lost a block. A
-        load waits for a slot for at most ``wait_s``."""
+        """``pages`` returns the bytes of a slot and length. ``publish`` is called when the SSD may have lost a
+        block. A load waits for a slot for at most ``wait_s``."""
         self._ssd = ssd
         self._index = index
         self._ahead = ahead
@@ -52,24 +52,24 @@ class Promoting:
     async def bring(
         self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool, held: contextlib.ExitStack
     ) -> None:
-        """Load what DRAM lacks of ``keys`` (of their leading run), as far as that is worth it. What is there then stays
-        where it is until ``held`` is closed."""
+        """Load what DRAM lacks of ``keys`` (of their leading run), as far as that is worthwhile. What is there then
+        stays in place until ``held`` is closed."""
         for key in self._worth_loading(keys, recompute_ms, scattered):
             if not await self._have(key):
                 if scattered:
                     continue
                 break
-            if (block := self._index.hold(key)) is not None:  # so that the next ones do not push it out
+            if (block := self._index.hold(key)) is not None:  # so that the next ones do not evict it
                 held.callback(self._index.let_go, block)
 
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
-        """What is stored of ``keys`` (of their leading run), as far as what has to be loaded is worth it."""
+        """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile."""
         found = promotion(keys, self._index.exists(keys), self._ssd.length, self._ssd.load_s, recompute_ms, scattered)
         self._index.counters["promotions_not_worth_it"] += found.was_cut
         return found.run if found.lacking else []
 
     async def _have(self, key: BlockKey) -> bool:
-        """Whether the block is in DRAM, after loading it if need be."""
+        """Whether the block is in DRAM, after loading it if necessary."""
         if self._index.exists([key])[0]:
             return True
         waiting = self._loading.get(key)
@@ -80,7 +80,7 @@ class Promoting:
         return await asyncio.shield(waiting)
 
     async def _promote(self, key: BlockKey) -> bool:
-        """Load a block from the SSD into a slot. False when it cannot be had; it may have been lost then."""
+        """Load a block from the SSD into a slot. False when that fails; the SSD may have lost it then."""
         header = self._ssd.get(key)
         if header is None or header.length > self._block_bytes:
             return False
@@ -112,7 +112,7 @@ class Promoting:
             raise
         is_wanted = self._ssd.get(key) is header  # it may have been removed meanwhile
         if not is_wanted or not self._index.seal(grant, header.checksums, time.monotonic()):
-            self._index.abort(grant)  # … or the disk took so long that the reservation ran out
+            self._index.abort(grant)  # … or the disk took so long that the reservation expired
             return False
         self._index.counters["promotions"] += 1
         return True

@@ -1,7 +1,7 @@
-"""Copies of hot prefixes between stores: the one that shall have a prefix reads it from one that has it.
+"""Copies hot prefixes between stores: the store that should have a prefix reads it from one that has it.
 
-In the background of everything else, few at a time, checked like any other put. It knows keys and addresses; which
-prefix is worth a copy, and when it is given up again, the conductor decides.
+In the background, a few blocks at a time, verified like any other put. It knows keys and addresses; the conductor
+decides which prefix is worth a copy and when to drop it again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.rpc import replica_pb2_grpc
 from mooncake.rpc.server import Channels, remaining_s
 from mooncake.types import BlockKey
 
-COPIER = f"{OWN}copies"  # the writer of blocks that come from other stores
+COPIER = f"{OWN}copies"  # the writer of blocks copied from other stores
 MAX_BLOCKS = 32768  # of one prefix
 BLOCKS_A_TURN = 16  # leased, read and sealed together
 MAX_FETCHES = 2  # at once
@@ -72,7 +72,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         return pb.FetchResponse(held=held, copied=copied)
 
     async def _copy(self, source: StoreClient, keys: list[BlockKey], parent: bytes, deadline: float) -> int:
-        """What is missing here of a run of blocks; how many were copied."""
+        """Copy what is missing here of a run of blocks. Returns how many were copied."""
         if all(self._store.exists(keys)):
             return 0
         lease = await source.acquire(keys, timeout_s=max(deadline - time.monotonic(), 0.0))
@@ -102,19 +102,19 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
                 sealed = await self._store.seal([Sealing(grant, leased.checksums) for leased, grant in wanted])
                 return sum(one.is_sealed for one in sealed)
             return 0
-        finally:  # of what has been sealed there is nothing to give up
+        finally:  # no effect on those that have been sealed
             self._store.abort(grant for _, grant in wanted)
 
 
 def _checked_keys(keys: Sequence[bytes]) -> list[BlockKey]:
-    """Raises InvalidRequest for what is no prefix."""
+    """Raises InvalidRequest unless the keys are a prefix."""
     if not 1 <= len(keys) <= MAX_BLOCKS:
         raise InvalidRequest(f"a prefix has 1 to {MAX_BLOCKS} blocks, got {len(keys)}", "keys")
     return [checked_key(key) for key in keys]
 
 
 def _check_alike(blocks: Sequence[StoredBlock], num_keys: int) -> None:
-    """Raises KVLoadFailed unless a source answers as it should: no more than it was asked for, and blocks of one model,
-    which are of one length and have as many checksums. It may be anybody."""
+    """Raises KVLoadFailed unless the source's answer is valid: no more blocks than requested, all of one model, with
+    one length and number of checksums. The source may be anybody."""
     if len(blocks) > num_keys or len({(block.length, len(block.checksums)) for block in blocks}) > 1:
         raise KVLoadFailed("the store to copy from answers with blocks that are not what was asked for")

@@ -1,8 +1,7 @@
-"""Copies from a store's DRAM to its SSD being made, and those who wait for the room that this leaves; which blocks are
-copied, and when, ``tiers`` decides.
+"""Copies blocks from a store's DRAM to its SSD, and wakes those who wait for the room that this makes; ``tiers``
+decides which blocks are copied, and when.
 
-Everything here happens on the store's event loop. This module must not know who reads or writes blocks, nor how they
-come back.
+Everything here runs on the store's event loop. It knows neither who reads or writes blocks, nor how they come back.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from mooncake.types import BlockKey
 
 
 class Saving:
-    """The copies that are being made."""
+    """The copies in progress."""
 
     def __init__(
         self,
@@ -29,21 +28,21 @@ class Saving:
         pages: Callable[[int, int], memoryview],
         publish: Callable[[], object],
     ) -> None:
-        """``pages`` gives the bytes of a slot and length. ``publish`` is called whenever something has been saved or
-        could not be."""
+        """``pages`` returns the bytes of a slot and length. ``publish`` is called whenever something has been saved
+        or could not be."""
         self._ssd = ssd
         self._demotion = demotion
         self._pages = pages
         self._publish = publish
-        self._room = asyncio.Event()  # set whenever a slot may have come free
+        self._room = asyncio.Event()  # set whenever a slot may have become free
         self._work: set[asyncio.Task[bool]] = set()
 
     def room_came(self) -> None:
-        """A slot may have come free."""
+        """A slot may have become free."""
         self._room.set()
 
     async def wait_for_room(self, deadline: float) -> bool:
-        """For who has just found none. Whether it is worth asking again: something that was being saved has left, or
+        """For a caller that found no room. Returns whether to try again: something that was being saved has left, or
         may leave now."""
         left = deadline - time.monotonic()
         if left <= 0 or not self._demotion.is_busy:
@@ -62,8 +61,8 @@ class Saving:
         self.write_through(name, False)
 
     def write_through(self, name: BlockName, durable: bool) -> asyncio.Future[bool] | None:
-        """Start copying a block when it is asked for, or has been seen often enough. Who waits for that may leave: its
-        slot is held until it is over."""
+        """Start copying a block if that was requested, or it has been seen often enough. The caller may leave while
+        it waits: the slot is held until the copy ends."""
         if self._ssd is None:
             return None
         held = self._demotion.copy_if_due(name, must=durable)
@@ -73,12 +72,12 @@ class Saving:
         self._start_all(self._demotion.take_leaving())
 
     def prepare(self, now: float) -> None:
-        """Save ahead what will have to go next."""
+        """Save in advance what will have to leave next."""
         self._start_all(self._demotion.prepare(now))
 
     async def finish(self, timeout_s: float) -> None:
-        """Save what is only in DRAM and would have been saved when it left, as much at a time as the SSD lets wait.
-        Ends when that takes nothing for so long."""
+        """Save what is only in DRAM and would have been saved on leaving, as fast as the SSD accepts it. Ends when
+        it accepts nothing for this long."""
         assert self._ssd is not None
         rest = self._demotion.rest()
         while True:
@@ -94,7 +93,7 @@ class Saving:
             self._start(held)
 
     def _start(self, held: Held) -> asyncio.Task[bool]:
-        """The index holds the slot meanwhile. Handed over at once, so that a removal from now on finds it there."""
+        """The index holds the slot meanwhile. Submitted synchronously, so that a removal from now on finds it there."""
         assert self._ssd is not None
         header = BlockHeader(held.name.key, held.name.parent, held.tenant, held.length, held.checksums)
         saving = self._ssd.save(header, self._pages(held.grant.slot, held.length))

@@ -1,7 +1,7 @@
-"""Registered memory: one run of blocks in a memfd, which other processes of this host may map.
+"""Registered memory: one run of blocks in a memfd, which other processes on this host may map.
 
 A memfd has no name in any file system, so nothing is left behind however its owner dies. This module knows bytes and
-memory limits; it must not know what the blocks hold, who may write them, or how they travel.
+memory limits; it knows neither what the blocks hold, who may write them, nor how they travel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.host_memory import available_bytes
 
-# <linux/fcntl.h>: Python's fcntl names some of these only from 3.13 on.
+# <linux/fcntl.h>: Python's fcntl has some of these only from 3.13 on.
 F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 0x2, 0x4
 
 MAX_BLOCK_BYTES = (1 << 32) - 1  # lengths and offsets travel as uint32
@@ -29,9 +29,9 @@ MAX_BLOCKS = 1 << 24
 
 
 class Segment:
-    """``num_blocks`` blocks of ``block_bytes`` bytes, shared and writable. Its owner alone creates and closes it.
+    """``num_blocks`` blocks of ``block_bytes`` bytes, shared and writable. Only its owner creates and closes it.
 
-    ``incarnation`` is a random number of this one segment: whoever names another speaks to a dead owner.
+    ``incarnation`` is a random number of this one segment: a peer that names another one means a dead owner.
     """
 
     def __init__(self, name: str, fd: int, block_bytes: int, num_blocks: int) -> None:
@@ -46,7 +46,7 @@ class Segment:
 
     @classmethod
     def create(cls, name: str, block_bytes: int, num_blocks: int) -> Segment:
-        """Raises ConfigError, saying what to change, when this much memory is not there."""
+        """Raises ConfigError, saying what to change, when this much memory is not available."""
         if not (1 <= block_bytes <= MAX_BLOCK_BYTES and 1 <= num_blocks <= MAX_BLOCKS):
             raise ConfigError(f"segment {name}: {num_blocks} blocks of {block_bytes} bytes is out of range")
         size = block_bytes * num_blocks
@@ -54,7 +54,7 @@ class Segment:
         fd = os.memfd_create(f"mooncake-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, size)
-            # A peer that maps it can then neither cut it under our feet nor grow it.
+            # A peer that maps it can then neither truncate it while we use it nor grow it.
             fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             return cls(name, fd, block_bytes, num_blocks)
         except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ class Segment:
         return self.buffer[start : start + length]
 
     def close(self) -> None:
-        """Give the memory back. Views that are still alive keep it until they die."""
+        """Free the memory. Views that are still alive keep it until they are gone."""
         if self.fd < 0:
             return
         os.close(self.fd)
@@ -101,7 +101,7 @@ def map_shared(fd: int, size: int, writable: bool = True) -> mmap.mmap:
 
 
 def is_sealed_size(fd: int) -> bool:
-    """Whether the memfd's owner has given up shrinking it, so that touching a mapping can never fault."""
+    """Whether the memfd can no longer shrink, so that touching a mapping can never fault."""
     try:
         return bool(fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)
     except OSError:
@@ -111,7 +111,7 @@ def is_sealed_size(fd: int) -> bool:
 def host_id() -> str:
     """Names the reach of an abstract unix socket: this boot of this kernel, and this network namespace.
 
-    Two containers of one host that do not share a network namespace get different names, and so use TCP.
+    Two containers on one host that do not share a network namespace get different names, and so use TCP.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespace = Path("/proc/self/ns/net").stat().st_ino
@@ -136,7 +136,7 @@ def _address_space() -> int | None:
 
 
 def _file_size_limit() -> tuple[str, int | None]:
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # growing a memfd past it would kill us with SIGXFSZ
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)  # growing a memfd beyond it would kill us with SIGXFSZ
     return "RLIMIT_FSIZE", None if limit == resource.RLIM_INFINITY else limit
 
 

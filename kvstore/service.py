@@ -1,4 +1,4 @@
-"""The Store service: wire messages to calls of the store and back, and the bounds on what a message may ask."""
+"""The Store service: translates wire messages to calls of the store, and limits what a message may request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
     def __init__(self, store: Store, address: SegmentAddress) -> None:
         self._store = store
         self._segment = segment_to_wire(address)
-        self.board_path = ""  # set by whoever opened its door
-        self.fast_rpc_port = 0  # set by whoever serves this by fast RPC, too
+        self.board_path = ""  # set by whoever opens its door
+        self.fast_rpc_port = 0  # set by whoever also serves this by fast RPC
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))

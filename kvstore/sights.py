@@ -1,6 +1,8 @@
-"""How often a block has been asked for or offered lately, in bounded memory: most blocks are seen once and never again.
+"""How often a block has recently been asked for or offered, in bounded memory: most blocks are seen once and never
+again.
 
-Two generations of counts: when the young one is full it becomes the old one, and the old one is forgotten. Pure.
+Two generations of counts: when the young one is full it becomes the old one, and the previous old one is forgotten.
+Pure.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ class Sights:
         self._old: dict[BlockKey, int] = {}
 
     def see(self, key: BlockKey) -> int:
-        """Count one more; returns how often it has been seen now."""
+        """Count one more sight. Returns the block's count."""
         count = self._young.get(key, self._old.get(key, 0)) + 1
         if key not in self._young and len(self._young) >= self._keep:
             self._young, self._old = {}, self._young

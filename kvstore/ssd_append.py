@@ -1,7 +1,7 @@
-"""The end of an SSD's log: records get places there, and are written in runs that become durable one after the other.
+"""The end of an SSD's log: assigns places to records and writes them in runs that become durable one after another.
 
-Two runs are on their way at once, and are counted in their order, for a start-up finds nothing behind what is torn. It
-must not know where room for a record comes from, which blocks are worth saving, nor who waits for them.
+Two runs are in flight at once, but are counted in order, because recovery finds nothing behind a torn record. It knows
+neither how room for records is made, which blocks are worth saving, nor who waits for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class PendingBlock:
-    """A block that waits to be saved. ``data`` stays as it is until ``done`` is. Dropped meanwhile: unwanted. Once its
-    record has a place, ``undo`` takes it back."""
+    """A block waiting to be saved. ``data`` is unchanged until ``done``. If it is dropped meanwhile, it is unwanted.
+    Once its record has a place, ``undo`` takes that back."""
 
     header: BlockHeader
     data: memoryview
@@ -42,7 +42,7 @@ class PendingBlock:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A record with its place. ``undo`` takes it back, if it is a block's."""
+    """A record with its place. ``undo`` takes back a block's."""
 
     place: Place
     header: bytes
@@ -51,31 +51,31 @@ class Write:
 
 
 class SsdAppender:
-    """Belongs to one event loop; what it writes it writes in threads. Whatever raises OSError leaves the log's open
-    segment of no use: see ``failed``."""
+    """Belongs to one event loop; writes in threads. After any OSError the log's open segment is unusable: see
+    ``failed``."""
 
     def __init__(
         self, files: SsdLog, index: SsdIndex, first_sequence: int, answer: Callable[[PendingBlock, bool], object]
     ) -> None:
-        """``answer`` is told of each block whether it has been saved."""
+        """``answer`` is called with each block and whether it has been saved."""
         self._files = files
         self._index = index
         self._answer = answer
         self._sequence = first_sequence
         self._durable = first_sequence - 1
-        self._runs: deque[asyncio.Task[None]] = deque()  # on their way to the disk, in the order of the log
-        self._run_bytes: Counter[str] = Counter()  # of blocks in them, by tenant
-        self._refusals = 0  # in a row, of the disk: told when they begin and when they end
+        self._runs: deque[asyncio.Task[None]] = deque()  # in flight, in the order of the log
+        self._run_bytes: Counter[str] = Counter()  # by tenant: bytes of blocks in them
+        self._refusals = 0  # consecutive ones of the disk: logged when they start and end
         self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
 
     @property
     def bytes_on_way(self) -> Counter[str]:
-        """Of blocks that the index does not count yet, by tenant. A copy."""
+        """By tenant: bytes of blocks that the index does not count yet. A copy."""
         return self._run_bytes.copy()
 
     @property
     def last_run(self) -> asyncio.Task[None] | None:
-        """When it ends well, all before it have. None when nothing is on its way."""
+        """Its success implies that of all before it. None when nothing is in flight."""
         return self._runs[-1] if self._runs else None
 
     # Places
@@ -107,30 +107,30 @@ class SsdAppender:
     async def start(
         self, writes: Sequence[Write], blocks: Sequence[PendingBlock] = (), drops: Sequence[Drop] = ()
     ) -> None:
-        """Start to write records of one segment: ``blocks``, one a record, or ``drops``. Raises what went wrong with an
-        earlier run."""
+        """Start writing records of one segment: ``blocks``, one per record, or ``drops``. Raises what went wrong
+        with an earlier run."""
         if len(self._runs) == RUNS_ON_WAY:
             await self._runs.popleft()
         self._run_bytes += _bytes_by_tenant(blocks)
         self._runs.append(asyncio.create_task(self._run(writes, blocks, drops, self.last_run), name="ssd-run"))
 
     async def write_drops(self, ensure_room: Callable[[int], Awaitable[None]], but_of: int | None = None) -> None:
-        """Start to write the drops so far, but those of one segment."""
+        """Start writing the drops so far, except those of one segment."""
         while drops := self._index.take_drops(MAX_DROPS, but_of):
             try:
                 await ensure_room(len(pack_drops(drops, 0, 0, 0)))
                 await self.start([self._place_drops(drops)], drops=drops)
-            except BaseException:  # also an earlier run's: this one has not begun then, and keeps nothing
+            except BaseException:  # even an earlier run's: then this one has not started, and keeps nothing
                 self._index.keep_drops(drops)
                 raise
 
     async def settle(self) -> None:
-        """Return once all that was started is durable. Raises what went wrong with it."""
+        """Return once everything started is durable. Raises what went wrong."""
         while self._runs:
             await self._runs.popleft()
 
     async def join(self) -> None:
-        """Return once nothing is on its way any more, however it went."""
+        """Return once nothing is in flight, whatever the outcome."""
         await asyncio.gather(*self._runs, return_exceptions=True)
         self._runs.clear()
 
@@ -139,8 +139,7 @@ class SsdAppender:
             run.cancel()
 
     def failed(self, error: Exception) -> None:
-        """The disk would not take something. What the open segment holds beyond its safe part is never looked at
-        again."""
+        """The disk refused something. The open segment beyond its durable part is never used again."""
         self._index.counters["ssd_write_errors"] += 1
         self._index.close_open()
         if not isinstance(error, OSError):
@@ -164,13 +163,13 @@ class SsdAppender:
         drops: Sequence[Drop],
         before: asyncio.Task[None] | None,
     ) -> None:
-        """Write records, and once they and all before them are durable, say that they are there: a restart finds
-        nothing behind what is torn. Raises OSError."""
+        """Write records, and report them once they and all before them are durable: recovery finds nothing behind a
+        torn record. Raises OSError."""
         try:
             await self.in_writer(self._write_and_sync, writes)
             if before is not None:
                 await asyncio.shield(before)
-        except BaseException:  # and yet what was to be written may be there: a restart is not to find it
+        except BaseException:  # the record may be on the disk all the same; recovery must not find it
             self._index.keep_drops([*drops, *(drop for write in writes for drop in write.undo)])
             for pending in blocks:
                 self._answer(pending, False)
@@ -190,8 +189,8 @@ class SsdAppender:
             self._answer(pending, not pending.is_unwanted)
 
     def _write_and_sync(self, writes: Sequence[Write]) -> None:
-        """In a thread: one run of records of one segment, durable when this returns. Raises OSError."""
-        headers = memoryview(mmap.mmap(-1, sum(len(write.header) for write in writes)))  # aligned, all at once
+        """In a thread: one run of records of one segment, durable on return. Raises OSError."""
+        headers = memoryview(mmap.mmap(-1, sum(len(write.header) for write in writes)))  # aligned, in one piece
         parts: list[memoryview] = []
         at = 0
         for write in writes:

@@ -1,9 +1,10 @@
-"""Which block's record lies where in the log of an SSD, which goes when it is full, and which segment to empty next.
+"""Where each block's record is in the SSD's log, which block is evicted when it is full, and which segment to empty
+next.
 
     append ──▶ live ──evicted, dropped, stored again──▶ dead ──its segment has no live record──▶ room
 
-Live bytes stay below a share of the room, so that the emptiest segment always has enough dead bytes to be worth
-copying the rest out of it. Pure: no clock, no files, no threads; what must be written (drops) is handed out as values.
+Live bytes stay below a share of the room, so that the emptiest segment always has enough dead bytes to make copying the
+rest out worthwhile. Pure: no clock, no files, no threads; what must be written (drops) is returned as values.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from kvstore.ssd_log import Place, Scan
 from kvstore.ssd_record import PAGE, BlockHeader, Drop, padded
 from mooncake.types import BlockKey
 
-MAX_LIVE_SHARE = 0.85  # of all segments: at more, compaction copies too much for what it frees
+MAX_LIVE_SHARE = 0.85  # of all segments: with more, compaction copies too much for what it frees
 MIN_SEGMENTS = 4
 SEGMENT_BYTES = 64 << 20
-RECORDS_A_SEGMENT = 4  # of the largest, at least: a segment's unused end is then small
+RECORDS_A_SEGMENT = 4  # at least this many of the largest records: the unused end is then small
 
 
 def segment_size(capacity_bytes: int, largest_block: int, most: int = SEGMENT_BYTES) -> int:
-    """Bytes of a segment of a tier that is to hold blocks of up to ``largest_block`` bytes."""
+    """Segment size in bytes of a tier for blocks of up to ``largest_block`` bytes."""
     return padded(max(min(most, capacity_bytes // 8), RECORDS_A_SEGMENT * (largest_block + PAGE)))
 
 
@@ -39,15 +40,15 @@ class SsdBlock:
 
 @dataclass(slots=True)
 class _Segment:
-    used: int = 0  # bytes from its beginning
+    used: int = 0  # bytes from its start
     live: int = 0
-    keys: set[BlockKey] = field(default_factory=set)  # live
-    drops: set[Drop] = field(default_factory=set)  # written here
+    keys: set[BlockKey] = field(default_factory=set)  # live blocks
+    drops: set[Drop] = field(default_factory=set)  # drops written here
 
 
 class SsdIndex:
-    """One owner. ``is_built_on`` says whether a block that is elsewhere (in DRAM) builds on a key: then it stays.
-    ``mark`` is told of each block that comes or goes."""
+    """One owner. ``is_built_on`` says whether a block elsewhere (in DRAM) builds on a key: then it stays. ``mark``
+    is called for each block that comes or goes."""
 
     def __init__(
         self,
@@ -61,11 +62,11 @@ class SsdIndex:
         self.segment_bytes = segment_bytes
         self.max_segments = max(MIN_SEGMENTS, capacity_bytes // segment_bytes)
         self.live_bytes = 0
-        self._largest = 0  # record
+        self._largest = 0  # record so far
         self._policy = policy
         self.is_built_on = is_built_on
         self.mark: Callable[[BlockKey, bool], object] = lambda key, is_here: None
-        self._tenant_bytes = tenant_bytes  # most of one tenant; 0: no bound
+        self._tenant_bytes = tenant_bytes  # limit per tenant; 0: none
         self._blocks: dict[BlockKey, SsdBlock] = {}
         self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # least recently used first
         self._usage: Counter[str] = Counter()
@@ -88,7 +89,7 @@ class SsdIndex:
         return self._blocks.values()
 
     def touch(self, keys: Iterable[BlockKey], now: float) -> None:
-        """These were asked for, wherever they were read from."""
+        """These were asked for, whichever tier they were read from."""
         for key in keys:
             if (block := self._blocks.get(key)) is not None:
                 self._policy.hit(key, now)
@@ -97,8 +98,8 @@ class SsdIndex:
     # Starting
 
     def recover(self, scan: Scan, now: float) -> list[int]:
-        """Take over what a scan found: of a block's records that were not dropped the last. Returns segments that hold
-        nothing."""
+        """Take over what a scan found: the last record of each block that was not dropped. Returns segments that
+        hold nothing."""
         for number in scan.segments:
             self._segments[number] = _Segment(used=self.segment_bytes)
         self._next_segment = max((self._next_segment - 1, *scan.segments, *scan.aside)) + 1
@@ -122,7 +123,7 @@ class SsdIndex:
         return len(self._segments) >= self.max_segments
 
     def new_segment(self) -> int:
-        """The number for the next one; nothing is open until ``opened`` says that it exists."""
+        """The number of the next segment; none is open until ``opened`` says that it exists."""
         self._open = None
         self._next_segment += 1
         return self._next_segment - 1
@@ -132,7 +133,7 @@ class SsdIndex:
         self._open = number
 
     def take(self, size: int) -> tuple[int, int]:
-        """(segment, offset) for a record of so many bytes in the open segment, which has room for it."""
+        """(segment, offset) for a record of this size in the open segment, which has room for it."""
         assert self._open is not None and size <= self.room()
         segment = self._segments[self._open]
         offset, segment.used = segment.used, segment.used + size
@@ -143,8 +144,9 @@ class SsdIndex:
         self._open = None
 
     def make_room(self, nbytes: int, waiting: int, now: float) -> bool:
-        """Evict until a record of so many bytes may live, beside those ``waiting`` to be written. False when everything
-        else is built upon. A record does not cross segments, so each may end with the room of the largest unused."""
+        """Evict until a record of this size may live, beside those ``waiting`` to be written. False when everything
+        else is built upon. A record does not cross segments, so each may end with unused room up to the largest
+        record."""
         self._largest = max(self._largest, nbytes)
         limit = int(self.max_segments * (self.segment_bytes - self._largest) * MAX_LIVE_SHARE)
         held: list[BlockKey] = []
@@ -163,14 +165,14 @@ class SsdIndex:
         return self.live_bytes + waiting + nbytes <= limit
 
     def _knotted(self, now: float) -> BlockKey | None:
-        """Blocks that claim each other as parents would wait for each other for ever: let one of them go."""
+        """Blocks that name each other as parents would wait for each other for ever: evict one of them."""
         key = next((key for key in self._blocks if key in self._policy), None)
         if key is not None:
             self._policy.remove(key, now)
         return key
 
     def fit_tenant(self, tenant: str, nbytes: int, now: float) -> bool:
-        """Evict what this tenant has not used for longest until so many more bytes fit its quota."""
+        """Evict this tenant's least recently used blocks until this many more bytes fit its quota."""
         if not self._tenant_bytes:
             return True
         for key in list(self._by_tenant.get(tenant, ())):
@@ -182,7 +184,7 @@ class SsdIndex:
         return self._usage[tenant] + nbytes <= self._tenant_bytes
 
     def insert(self, header: BlockHeader, place: Place, now: float) -> None:
-        """The record is on the disk and safe."""
+        """The record is on the disk and durable."""
         self._insert(header, place, now)
 
     def moved(self, key: BlockKey, before: Place, after: Place) -> bool:
@@ -193,7 +195,7 @@ class SsdIndex:
             return False
         self._unlink(block)
         self._link(replace(block, place=after))
-        self._drops[_drop_of(key, before)] = None  # for as long as its segment is not deleted
+        self._drops[_drop_of(key, before)] = None  # as long as its segment exists
         return True
 
     def drop(self, key: BlockKey, now: float) -> bool:
@@ -209,8 +211,8 @@ class SsdIndex:
         return bool(self._drops)
 
     def take_drops(self, limit: int, but_of: int | None = None) -> list[Drop]:
-        """What the log has to be told, but for one segment; ``dropped`` says that it was, ``keep_drops`` that it could
-        not be."""
+        """Drops to be logged, except those of one segment; ``dropped`` says that they were, ``keep_drops`` that they
+        could not be."""
         taken = list(islice((drop for drop in self._drops if drop.segment != but_of), limit))
         for drop in taken:
             del self._drops[drop]
@@ -230,7 +232,7 @@ class SsdIndex:
     # Compaction
 
     def emptiest(self) -> tuple[int, list[SsdBlock]] | None:
-        """The segment to give up, and what is to be copied out of it first."""
+        """The segment to delete next, and the blocks to copy out of it first."""
         closed = [number for number in self._segments if number != self._open]
         if not closed:
             return None
@@ -239,12 +241,12 @@ class SsdIndex:
         return number, sorted(blocks, key=lambda block: block.place.offset)
 
     def carry_drops(self, number: int) -> None:
-        """The segment is to be deleted. Drops written there that still matter then are to be written again."""
+        """The segment will be deleted. Drops written there that will still matter are queued again."""
         drops, self._segments[number].drops = self._segments[number].drops, set()
         self.keep_drops(drop for drop in drops if drop.segment != number)
 
     def give_up(self, number: int) -> None:
-        """The segment has been deleted, and with it whatever was to be dropped there."""
+        """The segment has been deleted, and with it everything that had to be dropped there."""
         assert not self._segments[number].keys
         self.carry_drops(number)
         del self._segments[number]
@@ -255,7 +257,7 @@ class SsdIndex:
         return self._segments.keys()
 
     def shrink(self) -> bool:
-        """The disk has no room for more segments than there are. Whether that is news."""
+        """The disk has no room for more segments than there are. Returns whether that is new."""
         before, self.max_segments = self.max_segments, max(MIN_SEGMENTS, min(self.max_segments, len(self._segments)))
         return self.max_segments < before
 
@@ -283,7 +285,7 @@ class SsdIndex:
         before = self._blocks.get(header.key)
         if before is not None:
             self._unlink(before)
-            # Or it would come back when the new one's segment has gone.
+            # Otherwise it would return once the new one's segment is gone.
             self._drops[_drop_of(header.key, before.place)] = None
         else:
             self._policy.insert(_policy_block(header), now)

@@ -1,8 +1,8 @@
 """Moves runs of whole pages between memory and the SSD's files, and verifies what it reads.
 
-Written twice: plainly, which is the definition, and natively (``ssd_io.cpp``), where a run is one call without the
-interpreter; a thread that comes back from every system call waits for its lock as long as the disk takes for a block.
-All calls block. It must not know what a record is, nor which file is whose.
+Written twice: in Python, which is the reference, and in C++ (``ssd_io.cpp``), where a run is one call without the GIL;
+a Python thread returning from every system call waits for the GIL as long as the disk takes for a block. All calls
+block. It knows neither what a record is, nor which file is whose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 IO_BYTES = 1 << 20  # of one read or write: larger ones are slower on most disks
 _IO_VECTORS = 512
-_MIN_PART_BYTES = 241  # shorter ranges have another xxh3, which xxh3.h does not know
+_MIN_PART_BYTES = 241  # xxh3 treats shorter input differently, which our xxh3.h does not implement
 _READ = np.dtype(
     [
         ("fd", "<i4"),
@@ -42,7 +42,7 @@ _PART = np.dtype([("base", "<u8"), ("length", "<u8")])
 
 
 class VerifiedRead(NamedTuple):
-    """``into`` is whole aligned pages, to be filled from ``offset``; the block is the first ``length`` bytes of it."""
+    """``into`` is whole aligned pages, to be filled from ``offset``; the block is its first ``length`` bytes."""
 
     fd: int
     offset: int
@@ -52,9 +52,9 @@ class VerifiedRead(NamedTuple):
 
 
 class SsdIO(Protocol):
-    """``write_and_sync`` puts aligned parts of whole pages behind each other, about IO_BYTES a system call, and makes
-    them durable; it raises OSError. ``read`` says for each job whether its bytes are what was sealed, or what went
-    wrong."""
+    """``write_and_sync`` writes aligned parts of whole pages one after another, about IO_BYTES per system call, and
+    makes them durable; it raises OSError. ``read`` returns for each job whether its bytes match their checksums, or
+    what went wrong."""
 
     def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None: ...
 
@@ -127,7 +127,7 @@ class NativeIO:
 
 @lru_cache(1)
 def best_io() -> SsdIO:
-    """Native where there is a compiler; says in one line why not elsewhere."""
+    """C++ where there is a compiler; otherwise Python, with a one-line log message."""
     try:
         return NativeIO()
     except BuildFailed as error:
@@ -144,12 +144,12 @@ def read_pages(fd: int, offset: int, into: memoryview) -> None:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where non-empty contiguous memory lies in this process."""
+    """The address of non-empty contiguous memory."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Groups for one system call each: about IO_BYTES, or one larger part cut up."""
+    """Groups for one system call each: about IO_BYTES, or one larger part split."""
     batch: list[memoryview] = []
     total = 0
     for part in parts:

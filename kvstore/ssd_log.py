@@ -1,8 +1,8 @@
-"""The files of an SSD tier: one directory of segments of a fixed size, written once from front to back, then deleted.
+"""The files of an SSD tier: one directory of fixed-size segments, each written once from front to back, then deleted.
 
-It moves pages between memory and disk past the page cache (O_DIRECT), and finds again what earlier lives wrote. Every
-call blocks and may come from any thread. It must not know which blocks are worth
-keeping, nor trust a byte that it did not verify when it scans.
+It moves pages between memory and disk past the page cache (O_DIRECT), and recovers what earlier runs wrote. Every call
+blocks and may come from any thread. It does not know which blocks are worth keeping, and while scanning trusts no byte
+that it has not verified.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUFFIX, _ASIDE = ".kvlog", ".unread"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record begins, the bytes of its header and of all of it, and its number."""
+    """Where a record begins, the sizes of its header and of the whole record, and its sequence number."""
 
     segment: int
     offset: int
@@ -44,8 +44,8 @@ class Place:
 
 
 class BlockRead(NamedTuple):
-    """A block of ``length`` bytes to be read from ``offset`` of a segment, and what it was sealed with. ``into`` may
-    have room up to the next whole page."""
+    """A block of ``length`` bytes to be read from ``offset`` of a segment, and its checksums. ``into`` may have room
+    up to the next whole page."""
 
     segment: int
     offset: int
@@ -56,14 +56,14 @@ class BlockRead(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a directory held: records with their offsets in the order in which they were written. Segments that lie
-    ``aside``, now or since an earlier life, take room and are nobody's."""
+    """What a directory held: records with their offsets in the order they were written. Segments set ``aside``, now
+    or by an earlier run, take room but are not used."""
 
     records: tuple[tuple[int, Record], ...]
     segments: tuple[int, ...]
     aside: tuple[int, ...]
     last_sequence: int
-    torn: int  # records that were cut off because they are not whole
+    torn: int  # incomplete records that were cut off
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Scratch(threading.local):
 class SsdLog:
     """Raises ConfigError when the directory cannot be used, or another process uses it.
 
-    With ``direct`` it goes past the page cache where the file system lets it; ``is_direct`` says what came of it.
+    With ``direct`` it bypasses the page cache where the file system allows it; ``is_direct`` says whether it does.
     """
 
     def __init__(self, directory: Path, segment_bytes: int, direct: bool = True, io: SsdIO | None = None) -> None:
@@ -96,7 +96,7 @@ class SsdLog:
         self.segment_bytes = padded(segment_bytes)
         self.directory = directory
         self._files: dict[int, _File] = {}
-        self._lock = threading.Lock()  # of the table of files
+        self._lock = threading.Lock()  # for the table of files
         self._scratch = _Scratch()
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ class SsdLog:
     # Writing: a place is written by one thread
 
     def create(self, segment: int) -> None:
-        """A new empty segment with all its room on the disk. Raises OSError; then nothing is left of it."""
+        """A new empty segment with its room allocated on the disk. Raises OSError, leaving nothing of it behind."""
         path = self._path(segment)
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | self._flags, 0o600)
         try:
@@ -129,16 +129,16 @@ class SsdLog:
             self._files[segment] = _File(fd)
 
     def write(self, segment: int, offset: int, parts: Sequence[memoryview]) -> None:
-        """Put parts one after the other at ``offset``, each padded to whole pages; they survive from when this returns.
-        Raises OSError: then nobody knows what does."""
+        """Write parts one after another from ``offset``, each padded to whole pages; they are durable on return.
+        Raises OSError: then it is unknown which are."""
         with self._open(segment) as fd:
             self._io.write_and_sync(fd, offset, [self._aligned(part) for part in parts])
             if not self.is_direct:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def delete(self, segment: int) -> None:
-        """Gone for good when this returns; its room is free once the last reader has left. Raises OSError: then it is
-        still to be deleted."""
+        """Durable on return; its room is free once the last reader has finished. Raises OSError: then it still has
+        to be deleted."""
         self._path(segment).unlink(missing_ok=True)
         self._sync_directory()
         with self._lock:
@@ -161,8 +161,8 @@ class SsdLog:
                 into[:] = pages[: into.nbytes]
 
     def read_blocks(self, reads: Sequence[BlockRead]) -> list[bool | OSError | KeyError]:
-        """For each, whether its bytes are what was sealed, or why they could not be read (KeyError: its segment has
-        been deleted)."""
+        """For each, whether its bytes match their checksums, or why they could not be read (KeyError: its segment
+        has been deleted)."""
         results: list[bool | OSError | KeyError] = [False] * len(reads)
         straight: list[tuple[int, VerifiedRead]] = []
         with contextlib.ExitStack() as files:
@@ -184,8 +184,8 @@ class SsdLog:
     # Starting and ending
 
     def scan(self) -> Scan:
-        """Find the records of earlier lives. Reads headers, and the bytes of those that may be torn: what was written
-        after the last one that is known to have been safe. Raises OSError when files cannot be opened or renamed."""
+        """Find the records of earlier runs. Reads headers, and the bytes of records that may be torn: those written
+        after the last one known to have been durable. Raises OSError when files cannot be opened or renamed."""
         numbers = self._numbers(_SUFFIX)
         for number in numbers:
             self._files[number] = _File(os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC | self._flags))
@@ -208,8 +208,8 @@ class SsdLog:
                 self._guard = -1
 
     def _scan_segment(self, segment: int) -> list[tuple[int, Record]] | None:
-        """Until the first thing that is no record: what is behind it cannot be trusted. None when the segment cannot be
-        read; it lies aside then."""
+        """Up to the first thing that is not a record: what follows cannot be trusted. None when the segment cannot
+        be read; it is then set aside."""
         rows: list[tuple[int, Record]] = []
         offset = 0
         try:
@@ -225,8 +225,8 @@ class SsdLog:
         return rows
 
     def _leave_aside(self, segment: int, error: OSError) -> None:
-        """The disk may read it another time, so it is not deleted. But it must not come back by itself: later lives do
-        not know what is there, and so cannot write down what is to be dropped of it. Raises OSError."""
+        """The disk may be able to read it another time, so it is not deleted. But it must not return by itself:
+        later runs do not know its blocks, and so cannot log which of them to drop. Raises OSError."""
         path = self._path(segment)
         log.error("%s cannot be read (%s): left aside as %s", path, error, path.with_suffix(_ASIDE).name)
         path.rename(path.with_suffix(_ASIDE))
@@ -248,8 +248,9 @@ class SsdLog:
         return parse(bytes(longer), segment)
 
     def _cut_torn(self, rows: list[tuple[int, Record]], durable: int) -> list[tuple[int, Record]] | None:
-        """What comes before the first torn record. That one is struck out on the disk too: the next life's horizon
-        will be beyond it, and must not take it for safe. None when the disk does not let us; the segment lies aside."""
+        """The records before the first torn one. The torn one is erased on the disk too: the next run's durable
+        sequence will be beyond it, and would make it count as whole. None when the disk refuses that; the segment is
+        then set aside."""
         for index, (offset, record) in enumerate(rows):
             try:
                 if record.sequence > durable and not self._is_whole(offset, record):
@@ -262,7 +263,7 @@ class SsdLog:
 
     def _is_whole(self, offset: int, record: Record) -> bool:
         if record.block is None:
-            return True  # it was in its header
+            return True  # the checksum was in its header
         if offset + record.size > self._size(record.segment):
             return False
         data = bytearray(record.block.length)
@@ -270,7 +271,7 @@ class SsdLog:
         return first_mismatch(data, record.block.checksums) is None
 
     def _numbers(self, suffix: str) -> tuple[int, ...]:
-        """Of the segments that lie there under such names. What somebody else has put there is none."""
+        """The numbers of segment files with this suffix. Other files are ignored."""
         return tuple(sorted(int(path.stem, 16) for path in self.directory.glob(f"{16 * '[0-9a-f]'}{suffix}")))
 
     @property
@@ -320,11 +321,11 @@ class SsdLog:
 
     @staticmethod
     def _is_straight(into: memoryview) -> bool:
-        """Whether the disk can put pages there."""
+        """Whether the disk can read pages directly into it."""
         return into.nbytes % PAGE == 0 and _is_aligned(into)
 
     def _aligned(self, part: memoryview) -> memoryview:
-        """The same bytes, as whole pages and where the disk can take them from."""
+        """The same bytes, as whole pages in memory the disk can read from."""
         size = padded(part.nbytes)
         if size == part.nbytes and (not self.is_direct or _is_aligned(part)):
             return part

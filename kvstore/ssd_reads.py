@@ -1,6 +1,6 @@
-"""Reading blocks back from an SSD's log: reads that wait at the same time share trips to a few threads.
+"""Reads blocks back from an SSD's log: concurrent reads share trips to a few threads.
 
-It knows where a block lies and what its bytes must be, and nothing of which blocks are worth keeping.
+It knows where a block is and what its checksums are, but not which blocks are worth keeping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SsdReads:
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
 
     def read(self, block: SsdBlock, into: memoryview) -> asyncio.Future[bool]:
-        """Whether the bytes that came are those that were sealed; OSError or KeyError (its segment was deleted)."""
+        """Whether the bytes match their checksums; otherwise OSError or KeyError (its segment was deleted)."""
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Reading(block, into, answer))
         self._start()
@@ -55,10 +55,10 @@ class SsdReads:
 
     def _end(self, batch: list[_Reading], trip: asyncio.Future[list[bool | OSError | KeyError]]) -> None:
         self._busy -= 1
-        failure = trip.exception()  # a bug; nobody may wait for ever
+        failure = trip.exception()  # a bug; nobody must wait for ever
         results = [failure] * len(batch) if failure is not None else trip.result()
         for reading, result in zip(batch, results, strict=True):
-            if reading.answer.done():  # nobody waits for it any more
+            if reading.answer.done():  # its caller has gone
                 continue
             if isinstance(result, BaseException):
                 reading.answer.set_exception(result)

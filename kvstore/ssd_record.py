@@ -1,11 +1,11 @@
-"""What a record of the SSD's log looks like: a header of whole pages, then the block's bytes, padded to whole pages.
+"""The format of a record in the SSD's log: a header of whole pages, then the block's bytes, padded to whole pages.
 
     magic | checksum of the rest of the header | kind, lengths | segment, sequence, durable | key, parent, tenant | body
 
-The body of a block's header is its checksums, one a range; that of a *drop* is a list of records to be forgotten.
-``segment`` and ``sequence`` tie a record to its place, so that bytes of an earlier life are never taken for one.
-``durable`` is the last sequence that was safe when this record was written: everything up to the largest one found is
-whole, what comes after may be torn. Pure: bytes in, values out. It must not know about files or threads.
+The body of a block's header is its checksums, one per range; that of a *drop* is a list of records to be forgotten.
+``segment`` and ``sequence`` tie a record to its place, so that bytes of an earlier run are never mistaken for one.
+``durable`` is the last sequence number that was durable when this record was written: everything up to the largest one
+found is whole; what comes after may be torn. Pure: bytes in, values out. It knows neither files nor threads.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _BLOCK, _DROPS = 1, 2
 
 
 class NotARecord(Exception):
-    """These bytes are no record of this place: the log ends before them."""
+    """These bytes are not a record for this place: the log ends before them."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHeader:
-    """A stored block. The names are those of the pool; ``length`` is its bytes without padding."""
+    """A stored block, under its name in the pool; ``length`` is its bytes without padding."""
 
     key: BlockKey
     parent: bytes
@@ -44,7 +44,7 @@ class BlockHeader:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The record ``sequence`` of ``key``, which lies in ``segment``, counts no more."""
+    """The record ``sequence`` of ``key`` in ``segment`` is void."""
 
     key: BlockKey
     segment: int
@@ -53,7 +53,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record as found. Exactly one of ``block`` and ``drops`` says something."""
+    """One record as found. Exactly one of ``block`` and ``drops`` is set."""
 
     segment: int
     sequence: int
@@ -96,9 +96,9 @@ def pack_drops(drops: Sequence[Drop], segment: int, sequence: int, durable: int)
 
 
 def parse(data: bytes, segment: int) -> Record:
-    """The record whose header begins ``data`` (as much of it as MAX_HEADER_BYTES, or up to the end of the segment).
+    """The record whose header begins ``data`` (MAX_HEADER_BYTES of it, or up to the end of the segment).
 
-    Raises NotARecord for anything that is not a whole header written for this segment.
+    Raises NotARecord for anything but a complete header written for this segment.
     """
     if len(data) < PAGE:
         raise NotARecord

@@ -1,7 +1,7 @@
-"""Room at the end of an SSD's log: a new segment, and where there are enough of them, one that is emptied first.
+"""Makes room at the end of an SSD's log: creates a segment, or, when there are enough, empties one first (compaction).
 
-The segment with the fewest live bytes goes: what is still wanted of it is copied to the end of the log, then its file
-is deleted. It must not know which blocks are worth keeping, nor who saves and reads them.
+The segment with the fewest live bytes goes: its live records are copied to the end of the log, then its file is
+deleted. It knows neither which blocks are worth keeping, nor who saves and reads them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class SsdRoom:
         self._load = load
 
     async def ensure(self, size: int) -> None:
-        """See to it that the open segment has room for a record. Raises OSError."""
+        """Make sure that the open segment has room for a record. Raises OSError."""
         if self._index.room() >= size:
             return
         if self._index.needs_reclaim():
-            await self._appender.settle()  # what is on its way counts as live nowhere yet
+            await self._appender.settle()  # records in flight are not counted as live anywhere yet
             await self._reclaim()
         await self._ensure_open(size)
 
     async def _ensure_open(self, size: int) -> None:
-        """As above, without making room for another segment first."""
+        """Likewise, without emptying another segment first."""
         if self._index.room() < size:
             await self._open_segment()
 
@@ -65,8 +65,9 @@ class SsdRoom:
         self._index.opened(number)
 
     async def _live_with_less(self) -> bool:
-        """The disk is full before the tier is: give up the segment that holds least, and keep to what room there is."""
-        await self._appender.settle()  # what is on its way is in no segment's books yet
+        """The disk is full before the tier is: delete the segment with the fewest live bytes, and reduce the tier to
+        the room there is."""
+        await self._appender.settle()  # records in flight are not counted in any segment yet
         found = self._index.emptiest()
         if found is None:
             return False
@@ -82,7 +83,8 @@ class SsdRoom:
         return True
 
     async def _reclaim(self) -> None:
-        """Empty segments with the fewest live bytes into the open one, and delete them, until there is room for one."""
+        """Copy the live records of the emptiest segments into the open one, and delete them, until there is room for
+        a segment."""
         for _ in range(self._index.max_segments):
             found = self._index.emptiest() if self._index.needs_reclaim() else None
             if found is None:
@@ -94,19 +96,19 @@ class SsdRoom:
             for block in blocks:
                 await self._copy(block)
             if number not in self._index.segments:
-                continue  # the disk was full, and it had to go as it was
+                continue  # the disk was full, and it had to be deleted uncopied
             if self._index.live_of(number):
-                return  # something could not be copied; the next one may do better
+                return  # something could not be copied; the next attempt may succeed
             await self._delete(number)
             self._index.counters["ssd_segments_compacted"] += 1
 
     async def _delete(self, number: int) -> None:
-        """Its drops count until the file is gone: whoever starts anew would find it. Raises OSError."""
+        """Its drops count until the file is gone: recovery would find it. Raises OSError."""
         await self._appender.in_writer(self._files.delete, number)
         self._index.give_up(number)
 
     async def _copy(self, block: SsdBlock) -> None:
-        """Move one block to the open segment; one that cannot be read rightly is dropped instead."""
+        """Move one block to the open segment; one that cannot be read correctly is dropped instead."""
         key = block.header.key
         if self._index.get(key) is not block:
             return

@@ -1,9 +1,9 @@
 """The SSD under a store's DRAM: saves blocks in groups that are made durable together, and loads them again.
 
-All decisions and all state live on one event loop, in ``SsdIndex``; reads and writes of the disk run in threads. How
-records get onto the disk is in ``ssd_append``, where room for them comes from in ``ssd_room``. What the disk refuses,
-loses or returns wrong is counted, the block's replica here is dropped, and the store goes on: a tier that fails costs
-hits, never bytes. It must not know about slots, leases or clients.
+All decisions and all state are on one event loop, in ``SsdIndex``; disk reads and writes run in threads. ``ssd_append``
+writes records, ``ssd_room`` makes room for them. If the disk refuses, loses or corrupts something, that is counted, the
+block's replica here is dropped, and the store goes on: a failing tier costs hits, never bytes. It knows nothing of
+slots, leases or clients.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
 MAX_QUEUE = 4096  # blocks waiting to be saved
-CLOSE_TIMEOUT_S = 15.0  # without anything being saved: the disk hangs
+CLOSE_TIMEOUT_S = 15.0  # without progress: the disk hangs
 _RATE_WEIGHT = 0.2
-_FIRST_READ_BYTES_PER_S = 1e9  # believed until something was read
+_FIRST_READ_BYTES_PER_S = 1e9  # assumed until something has been read
 
 
 class SsdTier:
@@ -49,7 +49,7 @@ class SsdTier:
         self._saving: dict[BlockKey, PendingBlock] = {}
         self._is_committing = False
         self._work = asyncio.Event()
-        self._commits: list[asyncio.Future[None]] = []  # who waits for drops to be safe
+        self._commits: list[asyncio.Future[None]] = []  # waiting for drops to be durable
         self._off_until = 0.0
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
@@ -68,7 +68,7 @@ class SsdTier:
         is_built_on: Callable[[BlockKey], bool] = lambda key: False,
         tenant_bytes: int = 0,
     ) -> SsdTier:
-        """Find what earlier lives left there. Larger blocks than ``largest_block`` (bytes) are refused. Raises
+        """Recover what earlier runs left there. Blocks larger than ``largest_block`` (bytes) are refused. Raises
         ConfigError."""
         segment_bytes = segment_size(capacity_bytes, largest_block, segment_bytes)
         if MIN_SEGMENTS * segment_bytes > capacity_bytes:
@@ -79,7 +79,7 @@ class SsdTier:
 
     @classmethod
     async def over(cls, files: SsdLog, index: SsdIndex) -> SsdTier:
-        """Take over what earlier lives left in these files. Raises ConfigError; they are closed then."""
+        """Take over what earlier runs left in these files. Raises ConfigError, after closing them."""
         try:
             scan = await asyncio.to_thread(files.scan)
             for number in index.recover(scan, time.monotonic()):
@@ -122,7 +122,7 @@ class SsdTier:
         return block.header if block else None
 
     def length(self, key: BlockKey) -> int | None:
-        """Bytes of a block, None when it is not there."""
+        """Bytes of a block; None when it is not there."""
         block = self._index.get(key)
         return block.header.length if block else None
 
@@ -130,13 +130,13 @@ class SsdTier:
         return [block.header for block in self._index.blocks()]
 
     def load_s(self, nbytes: int) -> float:
-        """What reading so many bytes is going to take, with what is being read already."""
+        """Predicted time to read this many bytes, behind the reads in progress."""
         return (nbytes + self._reading) / self._bytes_per_s
 
     def save(self, header: BlockHeader, data: memoryview) -> asyncio.Future[bool]:
-        """Write a block, whose bytes must stay as they are until the answer: True once it is durable, False when it
-        could not be kept (full, error, quota, too many ranges for a record). Saving what is there already or on its way
-        costs nothing."""
+        """Write a block, whose bytes must not change until the answer: True once it is durable, False when it could
+        not be stored (full, error, quota, too many ranges for a record). Free for blocks that are there already or
+        on their way."""
         waiting = self._saving.get(header.key)
         if waiting is not None:
             return waiting.done
@@ -158,10 +158,10 @@ class SsdTier:
         return done
 
     async def load(self, key: BlockKey, into: memoryview) -> BlockHeader:
-        """Read a block and verify it. ``into`` has its length, or up to the next whole page if it can.
+        """Read a block and verify it. ``into`` has its length, or up to the next whole page if possible.
 
-        Raises KVLoadFailed when it is not here (any more), and ChecksumMismatch when its bytes are wrong; the block is
-        dropped then, as after an error of the disk.
+        Raises KVLoadFailed when it is not here (any more), and ChecksumMismatch when its bytes are wrong; then, and
+        after a disk error, the block is dropped.
         """
         block = self._index.get(key)
         if block is None:
@@ -199,7 +199,7 @@ class SsdTier:
         dropped = 0
         for key in keys:
             if (pending := self._saving.pop(key, None)) is not None:
-                pending.is_unwanted = True  # or it would come back when it has been written
+                pending.is_unwanted = True  # otherwise it would return once it has been written
                 self._index.keep_drops(pending.undo)
             dropped += self._index.drop(key, time.monotonic())
         if self._index.has_drops:
@@ -207,7 +207,7 @@ class SsdTier:
         return dropped
 
     async def committed(self) -> None:
-        """Return once all drops so far are durable, or the disk would not take them."""
+        """Return once all drops so far are durable, or the disk has refused them."""
         if self._index.has_drops or self._is_committing:
             done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._commits.append(done)
@@ -218,8 +218,8 @@ class SsdTier:
         return self._index.take_left()
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Saves what waits, then lets go of the files. A disk that takes nothing for so long hangs: its files stay
-        open, for a thread may still be writing there."""
+        """Saves what waits, then closes the files. If the disk makes no progress for this long it hangs: its files
+        stay open, because a thread may still be writing to them."""
         is_answering = await self._finish(timeout_s)
         self._task.cancel()
         self._appender.cancel()
@@ -235,7 +235,7 @@ class SsdTier:
             log.error("the SSD hangs: its files stay open, and %d blocks are not saved", left)
 
     async def _finish(self, timeout_s: float) -> bool:
-        """Whether all that waits was saved or refused, and all drops are durable."""
+        """Whether everything waiting was saved or refused, and all drops are durable."""
         while self._saving:
             done, _ = await asyncio.wait([pending.done for pending in self._saving.values()], timeout=timeout_s)
             if not done:
@@ -260,7 +260,7 @@ class SsdTier:
     async def _commit_for_ever(self) -> None:
         while True:
             self._is_committing = False
-            with contextlib.suppress(TimeoutError):  # drops that are left over do not wait for more
+            with contextlib.suppress(TimeoutError):  # remaining drops do not wait for more
                 async with asyncio.timeout(BACK_OFF_S if self._index.has_drops else None):
                     await self._work.wait()
             self._work.clear()
@@ -286,7 +286,7 @@ class SsdTier:
         return group
 
     async def _commit(self, group: list[PendingBlock]) -> None:
-        """Start to write drops, then blocks."""
+        """Start writing drops, then blocks."""
         now = time.monotonic()
         kept: list[PendingBlock] = []
         waiting = self._appender.bytes_on_way
@@ -318,8 +318,8 @@ class SsdTier:
             yield part
 
     async def _tell_drops(self) -> None:
-        """Start to write the drops so far. Who waits for them hears of it as soon as they are durable, however much is
-        still to be saved, or when the disk would not take them."""
+        """Start writing the drops so far. Those waiting for them are notified as soon as they are durable or
+        refused, however much is still to be saved."""
         waiting, self._commits = self._commits, []
         try:
             await self._appender.write_drops(self._room.ensure)
@@ -330,7 +330,7 @@ class SsdTier:
                 _answer_all(waiting)
 
     def _fail(self, group: Iterable[PendingBlock], error: Exception) -> None:
-        """The disk would not take it."""
+        """The disk refused it."""
         self._appender.failed(error)
         self._off_until = time.monotonic() + BACK_OFF_S
         for pending in [*group, *self._queue]:

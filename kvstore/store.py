@@ -1,8 +1,8 @@
-"""One store: the index of blocks in DRAM, the SSD under it, the grants on the segment's slots and the events, in step.
+"""One store: keeps the DRAM index, the SSD under it, the grants on the segment's slots, and the events in step.
 
-How blocks get in is in ``writing`` and ``ahead``, how they go to the SSD and come back in ``saving`` and ``promoting``;
-here they are put together. Everything happens on one event loop, except what takes long: checksums of large seals and
-the disk, which threads do. It must not know about gRPC, sockets or nodes.
+Blocks get in by ``writing`` and ``ahead``, and to the SSD and back by ``saving`` and ``promoting``; this module
+combines them. Everything runs on one event loop, except what takes long (checksums of large seals, and the disk), which
+runs in threads. It knows nothing of gRPC, sockets or nodes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
-from kvstore.anew import Anew
 from kvstore.board import Board
 from kvstore.eviction import EvictionPolicy
 from kvstore.index import StoreIndex
 from kvstore.index_types import OWN, BlockName, Counts, Grant, Lease, Offer
 from kvstore.promoting import Promoting
+from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.ssd_record import PAGE, padded
@@ -34,7 +34,7 @@ from mooncake.types import BlockEvent, BlockKey, Tier
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """What became of a ``Sealing``. ``is_durable`` only where that was asked for."""
+    """The result of a ``Sealing``. ``is_durable`` only if that was requested."""
 
     is_sealed: bool
     is_durable: bool = False
@@ -58,8 +58,8 @@ class Store:
         board: Board | None = None,
         ahead_slots: int = 0,
     ) -> None:
-        """What is readable in DRAM is listed on the ``board`` too, and what its readers note counts as read. Writers
-        may have ``ahead_slots`` slots ahead: give none where quotas are kept, which could not count them."""
+        """Blocks readable in DRAM are listed on the ``board`` too, and reads that its readers note count as reads.
+        Writers may hold ``ahead_slots`` slots in advance: pass 0 where there are quotas, which could not count them."""
         self.lease_s = lease_s
         self.block_bytes = segment.block_bytes
         self._segment = segment
@@ -68,12 +68,12 @@ class Store:
         self._events = events
         self._ssd = ssd
         self._worth = Worth(ssd, rules, segment.num_blocks)
-        self.num_heard = 0  # times that somebody of the board has read, ever
+        self.num_heard = 0  # reads noted on the board, in total
         self._index = StoreIndex(
             segment.num_blocks,
             lease_s,
             reserve_timeout_s,
-            first_id=segment.incarnation >> 1,  # 62 random bits: room to count, and nobody else's range
+            first_id=segment.incarnation >> 1,  # 62 random bits: room to count, and a range of our own
             policy=policy,
             tenant_bytes=tenant_bytes,
             must_save=self._worth.must_save,
@@ -85,9 +85,9 @@ class Store:
         self.ahead = SlotsAhead(
             self._index, server, board, segment.block_bytes, ahead_slots, self._worth.is_saved, self._on_stored
         )
-        anew = Anew(self._index) if not tenant_bytes else None  # quotas count what has a name
+        recomputed = Recomputed(self._index) if not tenant_bytes else None  # quotas count only named blocks
         self._writing = Writing(
-            segment, server, self._index, self.ahead, self._worth, self._saving, anew, self._publish
+            segment, server, self._index, self.ahead, self._worth, self._saving, recomputed, self._publish
         )
         self._promoting: Promoting | None = None
         if ssd is not None:
@@ -114,9 +114,9 @@ class Store:
         into_dram: bool = False,
         number: int = 0,
     ) -> list[Offer]:
-        """As the index does, and blocks on the SSD are stored too; with ``into_dram`` they get a slot as well where
-        there is room. While blocks are being saved, waits up to ``wait_s`` for theirs. ``number`` is for
-        ``abort_numbers``. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
+        """As the index does, except that blocks on the SSD count as stored; with ``into_dram`` they get a slot as
+        well if there is room. While blocks are being saved, waits up to ``wait_s`` for their slots. ``number`` is
+        for ``abort_numbers``. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
         if not 1 <= length <= self.block_bytes:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
@@ -125,7 +125,7 @@ class Store:
         return await self._writing.reserve(Wanted(names, writer, length, ranges, tenant, into_dram, number), wait_s)
 
     async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
-        """Close the slots to their writers, check what is in them, and make readable what is right. With ``durable``,
+        """Close the slots to their writers, verify their content, and make it readable if correct. With ``durable``,
         return once it is on the SSD too, or cannot be."""
         sealed = await self._writing.seal(sealings)
         saves = [self._saving.write_through(name, durable) if name else None for name in sealed]
@@ -136,13 +136,13 @@ class Store:
         return [Sealed(name is not None, is_safe) for name, is_safe in zip(sealed, safe, strict=True)]
 
     def give_ahead(self, writer: str, count: int = NEAR_AHEAD) -> None:
-        """Fill this writer up; others may leave for that."""
+        """Top up this writer's slots; other blocks may be evicted for that."""
         self.ahead.fill_up(writer, count)
         self._saving.save_leaving()
         self._publish()
 
     def settle(self) -> None:
-        """What nobody who has put a block waits for: learn of what came and what has been read, make room, tell."""
+        """Work that no put waits for: process arrivals and reads, make room, publish changes."""
         self.ahead.catch_up()
         self._hear_readers()
         self.ahead.fill_short()
@@ -150,12 +150,12 @@ class Store:
         self._make_room()
 
     def hear_readers(self) -> None:
-        """Learn of what has been read since."""
+        """Process the reads noted on the board since the last call."""
         self.ahead.catch_up()
         self._hear_readers()
 
     def near_writer_gone(self, writer: str) -> None:
-        """It was a client of this host, and holds the segment no more."""
+        """A client on this host is gone, and no longer maps the segment."""
         self.ahead.close(writer)
         self._saving.room_came()
 
@@ -164,16 +164,17 @@ class Store:
         self._writing.abort(grants)
 
     def abort_numbers(self, writer: str, numbers: Iterable[int]) -> None:
-        """The writer never heard what it was given by the calls of these numbers."""
+        """The writer never learned what it was given by its calls with these numbers."""
         self._writing.abort(self._index.numbered(writer, numbers))
 
     # Reading
 
     async def acquire(self, keys: Sequence[BlockKey], recompute_ms: float = 0.0, scattered: bool = False) -> Lease:
-        """Lease the leading run of ``keys`` that is stored, or with ``scattered`` whatever is stored of them.
+        """Lease the leading run of ``keys`` that is stored, or with ``scattered`` every stored block of them.
 
-        Blocks that are on the SSD alone are loaded first, as far as reading them takes less time than computing them
-        does (``recompute_ms`` each; 0: it cannot be done)."""
+        Blocks that are only on the SSD are loaded first, as far as reading them is faster than computing them
+        (``recompute_ms`` each; 0: impossible).
+        """
         self.ahead.catch_up()
         self._hear_readers()
         self._saving.count_sights(keys)
@@ -198,7 +199,7 @@ class Store:
         self._publish()
 
     def exists(self, keys: Sequence[BlockKey]) -> list[bool]:
-        """Whether each can be read from DRAM or the SSD. Touches nothing."""
+        """Whether each can be read from DRAM or the SSD. Does not count as a use."""
         self.ahead.catch_up()
         stored = self._index.exists(keys)
         if self._ssd is None:
@@ -219,8 +220,8 @@ class Store:
         return count
 
     def give_up(self, keys: Sequence[BlockKey]) -> int:
-        """Free DRAM of a chain from its last block on, as far as nothing here builds on a block, nobody reads it and it
-        is not pinned. What the SSD has of it stays there. Returns how many blocks went."""
+        """Free the DRAM of a chain from its last block backwards, as far as nothing here builds on a block, nobody
+        reads it and it is not pinned. Its blocks on the SSD stay. Returns how many blocks went."""
         self.ahead.catch_up()
         self._hear_readers()
         count = self._index.give_up(keys, time.monotonic())
@@ -232,7 +233,7 @@ class Store:
         return self._ssd.drop(keys) if self._ssd is not None else 0
 
     async def pin(self, keys: Sequence[BlockKey], is_hard: bool, ttl_s: float) -> int:
-        """Keep blocks in DRAM, from the SSD too. Returns how many of them are kept. Raises OutOfBlocks."""
+        """Keep blocks in DRAM, loading them from the SSD. Returns how many are pinned. Raises OutOfBlocks."""
         lease = await self.acquire(keys, scattered=True)
         try:
             now = time.monotonic()
@@ -244,8 +245,8 @@ class Store:
         return self._index.unpin(keys)
 
     def sweep(self) -> None:
-        """End what has run out of time. A late writer that maps the segment may still be copying: its slots wait in
-        quarantine for it to say that it is done, or to be gone."""
+        """End everything that has timed out. A late writer that maps the segment may still be copying: its slots
+        stay in quarantine until it says that it is done, or is gone."""
         with self.ahead.alone():
             for reserved in self._index.sweep(time.monotonic()):
                 self._server.revoke([reserved.grant.slot])
@@ -266,8 +267,8 @@ class Store:
         self._saving.room_came()
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Save what is only in DRAM and would have been saved when it left, then let go of the SSD. Either ends when
-        the SSD takes nothing for so long; the interpreter, at its own end, still waits for a write that hangs there."""
+        """Save what is only in DRAM and would have been saved on leaving, then close the SSD. Either step ends when
+        the SSD makes no progress for this long; the interpreter's own exit still waits for a hanging write."""
         self.ahead.catch_up()
         if self._ssd is None:
             return
@@ -303,16 +304,16 @@ class Store:
         if self._ssd is not None:
             self._ssd.index.check()
 
-    # What others learn of
+    # Publishing
 
     def _on_stored(self, name: BlockName, is_new: bool) -> None:
-        """Somebody has put this block into a slot given ahead."""
+        """Somebody has put this block into a slot granted in advance."""
         self._worth.saw(name.key)
         if is_new:
             self._saving.copy_if_due(name)
 
     def _hear_readers(self) -> None:
-        """Of the board: what they have read has been used, for eviction and for the SSD."""
+        """Blocks read through the board count as used, for eviction and for the SSD."""
         if self._board is not None and (slots := self._board.take_notes()):
             self.num_heard += len(slots)
             keys = self._index.was_read(slots, time.monotonic())
@@ -321,17 +322,17 @@ class Store:
                 self._ssd.touch(reversed(keys))
 
     def _make_room(self) -> None:
-        """Ahead of those who will want it; and tell what changed."""
+        """Make room before it is needed, and publish what changed."""
         self._saving.prepare(time.monotonic())
         self._publish()
 
     def _pages(self, slot: int, length: int) -> memoryview:
-        """A block's bytes, up to a whole page where the slot has it: the disk can then take or fill them in place."""
+        """A block's bytes, up to a whole page if the slot has that: the disk can then read or write it in place."""
         room = padded(length)
         return self._segment.range(slot, 0, room if self.block_bytes % PAGE == 0 else length)
 
     def _publish(self) -> None:
-        """Tell what changed. A block that the SSD lost is still here when DRAM has it."""
+        """Publish what changed. A block that the SSD lost is still here if DRAM has it."""
         ssd = self._ssd
         lost = ssd.take_left() if ssd is not None else ()
         self._events.append(tier_events(self._index, lost, lambda key: ssd is not None and key in ssd))

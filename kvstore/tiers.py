@@ -1,7 +1,7 @@
-"""What lies in which of a store's two tiers, decided: which blocks are copied from DRAM to the SSD and when, which come
-back when they are asked for, and what others are told of it.
+"""The decisions between a store's two tiers: which blocks are copied from DRAM to the SSD and when, which are loaded
+back on demand, and which events are published.
 
-Pure: no clock, no disk, no event loop. Whoever moves the bytes asks here; the store does, and so does the simulator.
+Pure: no clock, no disk, no event loop. It is used by the store, and by the simulator.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from kvstore.sights import Sights
 from kvstore.ssd_record import BlockHeader
 from mooncake.types import BlockEvent, BlockKey
 
-AHEAD_SHARE = 1 / 16  # of the slots that are kept free or saved already, so that a put finds room at once
+AHEAD_SHARE = 1 / 16  # of the slots, kept free or saved already, so that a put finds room at once
 MIN_AHEAD = 4
 MIN_REMEMBERED = 65536
-REFUSED_PAUSE_S = 0.01  # after a refused save, before those who wait for room look again: two whose blocks lie in each
-# other's way would otherwise keep each other, and the disk, busy without end
+# Pause after a refused save before waiting writers look again: two writers whose blocks are in each other's way would
+# otherwise keep each other, and the disk, busy for ever.
+REFUSED_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class TierRules:
-    """What goes to the SSD: a block that is seen for the ``write_through_sights``-th time, at once; and one that has to
-    leave DRAM, when it was seen ``demote_sights`` times by then. 0 is never."""
+    """What goes to the SSD: a block seen for the ``write_through_sights``-th time, at once; and a block that leaves
+    DRAM, if it was seen ``demote_sights`` times by then. 0 means never."""
 
     write_through_sights: int = 2
     demote_sights: int = 1
@@ -46,10 +47,10 @@ class SecondTier(Protocol):
 
 
 class Worth:
-    """Which blocks belong on the SSD. Where there is none, none does."""
+    """Which blocks belong on the SSD; none if there is no SSD."""
 
     def __init__(self, ssd: SecondTier | None, rules: TierRules, num_slots: int) -> None:
-        """Sights of at least four times as many blocks as DRAM has slots are remembered."""
+        """Remembers sights of at least four times as many blocks as DRAM has slots."""
         self._ssd = ssd
         self._rules = rules
         self._sights = Sights(max(MIN_REMEMBERED, 4 * num_slots))
@@ -59,7 +60,7 @@ class Worth:
         return self._ssd is not None and self._ssd.is_writable
 
     def saw(self, key: BlockKey) -> bool:
-        """Count a sight; whether that makes it worth a copy."""
+        """Count a sight. Returns whether the block is now worth a copy."""
         return self._ssd is not None and self._sights.see(key) == self._rules.write_through_sights
 
     def is_saved(self, name: BlockName) -> bool:
@@ -81,8 +82,8 @@ class Worth:
 
 
 class Demotion:
-    """Which copies are to be made now. The index keeps the bytes of what is handed out in place until ``ended``, which
-    has to follow once for each, whatever came of it."""
+    """Which copies to make now. The index keeps the bytes of returned blocks in place until ``ended``, which must be
+    called once for each, whatever the outcome."""
 
     def __init__(self, worth: Worth, index: StoreIndex, num_slots: int) -> None:
         self._worth = worth
@@ -92,7 +93,7 @@ class Demotion:
 
     @property
     def is_busy(self) -> bool:
-        """Whether blocks are on their way that cannot go before they are there."""
+        """Whether blocks are being copied that cannot leave before that is done."""
         return self._num_open > 0 or self._index.num_saving > 0
 
     def saw(self, keys: Iterable[BlockKey]) -> list[Held]:
@@ -101,7 +102,7 @@ class Demotion:
         return [held for held in found if held is not None]
 
     def copy_if_due(self, name: BlockName, must: bool = False) -> Held | None:
-        """To be copied when it has been seen often enough, or has to be. None also when it is not in DRAM."""
+        """A block to copy, if it has been seen often enough or ``must`` be. None also when it is not in DRAM."""
         if not must and not self._worth.is_due(name):
             return None
         held = self._index.hold(name.key)
@@ -115,14 +116,14 @@ class Demotion:
         return leaving
 
     def prepare(self, now: float) -> list[Held]:
-        """What will have to go next, to be saved ahead."""
+        """The blocks that will leave next, to be saved in advance."""
         if not self._worth.can_save:
             return []
         self._index.prepare(self._num_ahead, now)
         return self.take_leaving()
 
     def rest(self) -> Iterator[Held]:
-        """What is only in DRAM and would have been saved when it left: each is looked at when its turn comes."""
+        """Blocks only in DRAM that would have been saved on leaving; each is checked when its turn comes."""
         for name in map(BlockName, self._index.stored_keys()):
             if self._worth.must_save(name) and (held := self.copy_if_due(name, must=True)) is not None:
                 yield held
@@ -133,8 +134,8 @@ class Demotion:
 
 
 class Promotion(NamedTuple):
-    """``run`` is what of the asked blocks is to be read, ``lacking`` those of it that the SSD alone has. ``was_cut``:
-    the rest is there too, and computing it takes less time than loading it."""
+    """``run`` is the part of the requested blocks to read, ``lacking`` those of it that are only on the SSD.
+    ``was_cut``: the rest is stored too, but computing it is faster than loading it."""
 
     run: list[BlockKey]
     lacking: list[BlockKey]
@@ -149,9 +150,9 @@ def promotion(
     recompute_ms: float = 0.0,
     scattered: bool = False,
 ) -> Promotion:
-    """What is stored of the leading run of ``keys`` (``scattered``: of all), as far as loading what DRAM lacks takes
-    less time than computing the run, ``recompute_ms`` a block (0: it cannot be computed). ``ssd_bytes`` says how long a
-    block on the SSD is, None where there is none; ``load_s`` how long reading so many bytes is going to take."""
+    """The stored leading run of ``keys`` (``scattered``: all stored ones), as far as loading what DRAM lacks is
+    faster than computing the run at ``recompute_ms`` per block (0: impossible). ``ssd_bytes`` returns the length of
+    a block on the SSD, None if it is not there; ``load_s`` the predicted time to read that many bytes."""
     run: list[BlockKey] = []
     lacking: list[BlockKey] = []
     waiting = 0
@@ -173,11 +174,11 @@ def promotion(
 def tier_events(
     index: StoreIndex, lost: Iterable[BlockHeader], is_on_ssd: Callable[[BlockKey], bool]
 ) -> list[BlockEvent]:
-    """What others are to be told: what changed in DRAM, then what the SSD has ``lost`` and nothing has now.
+    """The events to publish: what changed in DRAM, then what the SSD has ``lost`` and no tier has now.
 
     In this order, because a block that left DRAM for the SSD, which then lost it, is gone.
     """
     changed = index.take_events()
-    lost = [header for header in lost if not is_on_ssd(header.key)]  # it may have been saved anew
+    lost = [header for header in lost if not is_on_ssd(header.key)]  # it may have been saved again
     here = index.exists([header.key for header in lost])
     return changed + [BlockEvent(False, h.key, h.parent) for h, is_here in zip(lost, here, strict=True) if not is_here]

@@ -1,4 +1,4 @@
-"""How an event loop waits for work of other threads that uses memory of the caller's."""
+"""Lets an event loop wait for work in other threads that uses the caller's memory."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 
 async def to_its_end(running: asyncio.Future[T], stop: Callable[[], object] = lambda: None) -> T:
-    """What ``running`` gives or raises. Does not return before it has ended, however often it is cancelled meanwhile;
-    the first time ``stop`` is called, which may make it end sooner."""
+    """The result of ``running``. Does not return before it has ended, however often it is cancelled; on the first
+    cancellation ``stop`` is called, which may make it end sooner."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:

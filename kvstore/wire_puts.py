@@ -1,13 +1,14 @@
-"""Whole blocks that come over the data plane: its server lists them, this keeps it in slots and decides the rest.
+"""Whole blocks that arrive over the data plane: its server lists them; this keeps it supplied with slots and decides
+the exceptions.
 
-A block that has landed is listed where it lies before its sender is answered, so a block that was put can be read by
-everybody; the store hears of it a moment later, many at a time. Only where the board does not know (another writer may
-be at that block, slots are just being taken back) the store is asked while the sender waits. A sender that dies
-half-way has landed nothing, and its slot is used for the next.
+A block is listed before its sender is answered, so a block that was put can be read by everybody; the store learns of
+it a moment later, in batches. Only if the board cannot tell (another writer may be writing that block, or slots are
+just being taken back) is the store asked while the sender waits. A sender that dies half-way leaves nothing, and its
+slot is reused.
 
-The first block wakes the store. While more come behind it, the store looks for them every LOOK_S and is woken only when
-its slots run low: to be woken for each costs more than the block does. Slots are only held while blocks are being put,
-so that an idle store has all of its memory.
+The first block wakes the store. While more follow, the store polls every LOOK_S and is woken only when slots run low: a
+wake-up per block would cost more than the block. Slots are held only while blocks are being put, so an idle store has
+all its memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mooncake.errors import InvalidRequest
 
 AHEAD = 16  # slots: as many as four clients have connections
 RETURN_AFTER_S = 1.0  # without a put
-LOOK_S = 0.02  # an event, or a reader's note, may wait so long
+LOOK_S = 0.02  # an event, or a reader's note, may wait this long
 
 _ANSWERS = {Committed.STORED: Status.OK, Committed.BUSY: Status.REFUSED, Committed.OVER: Status.NO_SLOT}
 
@@ -38,7 +39,7 @@ class WirePuts:
     """Everything on the store's event loop."""
 
     def __init__(self, store: Store, server: SegmentServer, wake_fd: int) -> None:
-        """``wake_fd`` is that of the store's board."""
+        """``wake_fd`` is the board's."""
         self._store = store
         self._server = server
         self._wake_fd = wake_fd
@@ -49,7 +50,7 @@ class WirePuts:
         self._looking: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """From now on ``heard`` is called when there is something to hear."""
+        """Call ``heard`` whenever the board wakes us."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._wake_fd, self.heard)
 
@@ -61,7 +62,7 @@ class WirePuts:
             self._looking.cancel()
 
     def heard(self) -> None:
-        """Blocks have come, or one waits for a slot."""
+        """Blocks have arrived, or one waits for a slot."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
         self._go_on()
@@ -69,12 +70,12 @@ class WirePuts:
             self._look_later(self._loop)
 
     def came(self, put: Put) -> None:
-        """A block has come, and may have to be refused."""
+        """A block has arrived, and may have to be refused."""
         put.answer(self._commit(put.landed))
         self._go_on()
 
     def sweep(self) -> None:
-        """Take the slots back that nobody has put anything into for a while, and replace those that ran out."""
+        """Return slots unused for a while, and replace those that have expired."""
         if time.monotonic() >= self._last_s + RETURN_AFTER_S:
             while (slot := self._server.take_ahead()) is not None:
                 self._store.abort([Grant(*slot)])
@@ -103,12 +104,12 @@ class WirePuts:
     def _commit(self, landed: Landed) -> Status:
         grant, ahead = Grant(landed.slot, landed.epoch), self._store.ahead
         writer = ahead.writer_of(grant)
-        if writer is None:  # another's, of whom we know only what the sender says
+        if writer is None:  # not ours: we know only what the sender says
             return Status.NO_SLOT
         try:
             name = BlockName(checked_key(landed.key), checked_parent(landed.parent))
             tenant = checked_tenant(landed.tenant)
             return _ANSWERS[ahead.commit(writer, grant, name, landed.length, landed.checksums, tenant)]
-        except InvalidRequest:  # which it hears when it asks for a reservation
+        except InvalidRequest:  # the sender learns of it when it asks for a reservation
             self._store.abort([grant])
             return Status.NO_SLOT

@@ -1,7 +1,7 @@
-"""How blocks get into a store's DRAM one by one: slots are reserved, filled by whoever asked, and sealed or given up.
+"""Writes into a store's DRAM block by block: slots are reserved, filled by the writer, and sealed or aborted.
 
-Everything here happens on the store's event loop, except the checksums of large seals, which a thread computes. It must
-not know who reads blocks, nor what becomes of them once they are readable.
+Everything here runs on the store's event loop, except the checksums of large seals, which a thread computes. It knows
+neither who reads blocks, nor what happens to them once they are readable.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kvstore.ahead import SlotsAhead
-from kvstore.anew import Anew
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant, Offer, Reserved
+from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.tiers import Worth
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 
-_INLINE_VERIFY_BYTES = 256 << 10  # less is checked faster than a thread is woken
+_INLINE_VERIFY_BYTES = 256 << 10  # below this, verifying is faster than waking a thread
 
 
 @dataclass(frozen=True, slots=True)
 class Sealing:
-    """A writer's claim: these bytes are in this slot."""
+    """A writer's claim that these bytes are in this slot."""
 
     grant: Grant
     checksums: Checksums
@@ -35,8 +35,9 @@ class Sealing:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Blocks that a writer wants slots for: all of ``length`` bytes in ``ranges`` equal parts. With ``into_dram`` also
-    for those that only the SSD has. The writer may draw a ``number`` to name them by when it never hears of them."""
+    """Blocks that a writer wants slots for, all of ``length`` bytes in ``ranges`` equal parts. With ``into_dram``
+    also for blocks only on the SSD. The writer may choose a ``number``, to refer to them if it never receives the
+    answer."""
 
     names: Sequence[BlockName]
     writer: str
@@ -58,18 +59,18 @@ class Writing:
         ahead: SlotsAhead,
         worth: Worth,
         saving: Saving,
-        anew: Anew | None,
+        recomputed: Recomputed | None,
         publish: Callable[[], object],
     ) -> None:
-        """Without ``anew`` nobody gets a slot for what is on the SSD. ``publish`` is called when something may have
-        left for what is to be written."""
+        """Without ``recomputed`` nobody gets a slot for what is on the SSD. ``publish`` is called when something may
+        have been evicted."""
         self._segment = segment
         self._server = server
         self._index = index
         self._ahead = ahead
         self._worth = worth
         self._saving = saving
-        self._anew = anew
+        self._recomputed = recomputed
         self._publish = publish
 
     async def reserve(self, wanted: Wanted, wait_s: float) -> list[Offer]:
@@ -85,8 +86,8 @@ class Writing:
                     not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
                     for offer, name in zip(offers, wanted.names, strict=True)
                 )
-                if wanted.into_dram and self._anew is not None:
-                    is_short |= self._offer_anew(self._anew, offers, wanted)
+                if wanted.into_dram and self._recomputed is not None:
+                    is_short |= self._offer_recomputed(self._recomputed, offers, wanted)
                 if is_short and await self._saving.wait_for_room(deadline):
                     continue
                 if full is not None and not any(offer.grant for offer in offers):
@@ -94,12 +95,13 @@ class Writing:
                     raise full
                 self._index.note_number((offer.grant for offer in offers if offer.grant), wanted.number)
                 return offers
-        except BaseException:  # the writer will never hear of these
+        except BaseException:  # the writer will never learn of these
             self.abort(offer.grant for offer in offers if offer.grant)
             raise
 
     async def seal(self, sealings: Sequence[Sealing]) -> list[BlockName | None]:
-        """Close the slots to their writers, check what is in them, and make readable what is right: those blocks."""
+        """Close the slots to their writers, verify their content, and make it readable if correct. Returns those
+        blocks."""
         with self._ahead.alone():
             jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
             self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
@@ -108,7 +110,7 @@ class Writing:
             verdicts = self._verify(jobs)
         else:
             verdicts = await asyncio.to_thread(self._verify, jobs)
-        with self._ahead.alone():  # what is made anew has a name only now
+        with self._ahead.alone():  # what is recomputed gets its name only now
             return [
                 self._finish(sealing, is_wrong=reserved is not None and not is_right)
                 for (sealing, reserved), is_right in zip(jobs, verdicts, strict=True)
@@ -122,7 +124,7 @@ class Writing:
         self._saving.room_came()
 
     def _fill(self, offers: list[Offer], wanted: Wanted) -> OutOfBlocks | None:
-        """Ask the index for the offers that say nothing yet. Returns why there was no room for any of them."""
+        """Ask the index about offers still undecided. Returns why there was no room for any of them."""
         waiting = [at for at, offer in enumerate(offers) if not (offer.grant or offer.is_stored)]
         asked = [wanted.names[at] for at in waiting]
         try:
@@ -141,13 +143,15 @@ class Writing:
                 self._server.grant([offer.grant.slot], offer.grant.epoch)
         return None
 
-    def _offer_anew(self, anew: Anew, offers: list[Offer], wanted: Wanted) -> bool:
-        """Slots also for what only the SSD has. Whether there were too few."""
+    def _offer_recomputed(self, recomputed: Recomputed, offers: list[Offer], wanted: Wanted) -> bool:
+        """Slots also for blocks only on the SSD. Returns whether there were too few."""
         here = self._index.exists([name.key for name in wanted.names])
         lacking = [at for at, offer in enumerate(offers) if offer.is_stored and not here[at]]
         names = [wanted.names[at] for at in lacking]
         with self._ahead.alone():
-            grants = anew.reserve(names, wanted.writer, wanted.length, wanted.ranges, wanted.tenant, time.monotonic())
+            grants = recomputed.reserve(
+                names, wanted.writer, wanted.length, wanted.ranges, wanted.tenant, time.monotonic()
+            )
         for at, grant in zip(lacking, grants, strict=False):
             offers[at] = Offer(grant)
             self._server.grant([grant.slot], grant.epoch)
@@ -156,7 +160,7 @@ class Writing:
         return len(grants) < len(lacking)
 
     def _verify(self, jobs: Sequence[tuple[Sealing, Reserved | None]]) -> list[bool]:
-        """Whether each slot holds what its writer says. Of a reservation that is over nobody knows."""
+        """Whether each slot holds what its writer claims; False if its reservation is over."""
         return [reserved is not None and self._is_right(sealing, reserved) for sealing, reserved in jobs]
 
     def _is_right(self, sealing: Sealing, reserved: Reserved) -> bool:
@@ -166,10 +170,10 @@ class Writing:
         return first_mismatch(data, sealing.checksums) is None
 
     def _finish(self, sealing: Sealing, is_wrong: bool) -> BlockName | None:
-        """The block, when it has been sealed. Whatever comes of it, its writer is done: what came too late, or ran out
-        while it was verified, leaves a free slot."""
-        if not is_wrong and self._anew is not None and sealing.grant in self._anew:
-            return self._anew.seal(sealing.grant, sealing.checksums, time.monotonic())
+        """The block, if it has been sealed. Either way its writer is done: a seal that came too late, or expired
+        during verification, leaves a free slot."""
+        if not is_wrong and self._recomputed is not None and sealing.grant in self._recomputed:
+            return self._recomputed.seal(sealing.grant, sealing.checksums, time.monotonic())
         name = self._index.reserved_name(sealing.grant)
         if not is_wrong and self._index.seal(sealing.grant, sealing.checksums, time.monotonic()):
             return name

@@ -1,4 +1,4 @@
-"""Adapters of a model (LoRA, Hu et al. 2021) as PEFT folders: what they are called, what is in them, who they are.
+"""Adapters of a model (LoRA, Hu et al. 2021) as PEFT folders: their names, sizes and identities.
 
 Torch-free: names, sizes and the digest that blocks and messages carry. ``mooncake.model.lora`` reads their weights.
 """
@@ -17,7 +17,7 @@ import msgspec
 from mooncake.errors import ConfigError, ModelError, NotFound
 
 if TYPE_CHECKING:
-    from mooncake.types import TokenIds  # numpy, without which the command line comes to life sooner
+    from mooncake.types import TokenIds  # numpy, which would slow the command line's start
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_FILE_BYTES = 2 << 30
@@ -44,7 +44,7 @@ class Adapter:
     One with an ``invocation`` is an activated LoRA (aLoRA, arXiv 2504.12397): it acts from where a prompt invokes it.
     """
 
-    name: str  # as clients say it
+    name: str  # as clients name it
     path: Path
     digest: str
     alpha: float
@@ -52,17 +52,17 @@ class Adapter:
     invocation: tuple[int, ...] = ()  # tokens; empty: it acts on all of a prompt
 
     def scale(self, rank: int) -> float:
-        """What the product of its matrices of this rank is multiplied by (Kalajdzievski 2023 for the root)."""
+        """The factor on the product of its matrices of this rank (Kalajdzievski 2023 for the root)."""
         return self.alpha / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
     def start_in(self, prompt: TokenIds) -> int | None:
-        """The first token that it acts on; None: it is not invoked, and the model answers alone. As in PEFT, an
-        activated one begins with the first token of the last invocation."""
+        """The first token that it acts on; None: it is not invoked, and the base model answers. As in PEFT, an
+        activated adapter starts at the first token of the last invocation."""
         return last_occurrence(prompt, self.invocation) if self.invocation else 0
 
 
 def last_occurrence(tokens: TokenIds, wanted: Sequence[int]) -> int | None:
-    """Where ``wanted`` begins in ``tokens`` for the last time."""
+    """Where the last occurrence of ``wanted`` in ``tokens`` begins."""
     num_places = len(tokens) - len(wanted) + 1
     if num_places < 1:
         return None
@@ -74,7 +74,7 @@ def last_occurrence(tokens: TokenIds, wanted: Sequence[int]) -> int | None:
 
 
 def open_adapter(name: str, path: str) -> Adapter:
-    """Raises ModelError for a folder that is not there, or that holds something else than plain or activated LoRA."""
+    """Raises ModelError for a folder that is missing, or that contains anything but plain or activated LoRA."""
     folder = Path(path)
     try:
         text = (folder / CONFIG_FILE).read_bytes()
@@ -116,7 +116,7 @@ def open_adapters(paths: Mapping[str, str]) -> tuple[Adapter, ...]:
 
 
 def parse_adapters(texts: Iterable[str]) -> dict[str, str]:
-    """``name=path`` each, to paths by name. Raises ConfigError."""
+    """Parses ``name=path`` strings to paths by name. Raises ConfigError."""
     paths: dict[str, str] = {}
     for text in texts:
         name, equals, path = text.partition("=")
@@ -129,7 +129,7 @@ def parse_adapters(texts: Iterable[str]) -> dict[str, str]:
 
 
 class AdapterTable:
-    """Which adapters one engine has, by place in its model, and by digest."""
+    """The adapters of one engine, by index in its model, and by digest."""
 
     def __init__(self, adapters: Iterable[Adapter]) -> None:
         self.adapters = tuple(adapters)

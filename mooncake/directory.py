@@ -1,7 +1,7 @@
-"""What conductors keep in common, or across a restart: which nodes there are, and which blocks each of them holds.
+"""What conductors share, or keep across a restart: which nodes there are, and which blocks each of them holds.
 
-Only hints that can be built anew: a node's own account is the truth, and a directory that loses everything costs time.
-The conductor speaks to this protocol and knows no database; the implementations live in ``kvstore.metadata``.
+Only hints that can be rebuilt: the nodes themselves are authoritative, and a directory that loses everything only costs
+time. The conductor uses this protocol and knows no database; the implementations are in ``kvstore.metadata``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ RECORD_KEY_BYTES = 15
 
 @dataclass(frozen=True, slots=True)
 class BlockTable:
-    """The blocks of one cache after all its events before ``next_sequence``, by tier; keys are cut."""
+    """The blocks of one cache after all its events before ``next_sequence``, by tier; keys are truncated."""
 
-    incarnation: int = 0  # of the cache's account of events
+    incarnation: int = 0  # of the cache's event log
     next_sequence: int = 0
     blocks: dict[Tier, list[bytes]] = field(default_factory=dict)
 
@@ -42,28 +42,28 @@ BlocksOf: TypeAlias = Callable[[str], Iterator[Iterable[tuple[bytes, Tier]]]]
 
 
 class Directory(Protocol):
-    """One owner, one event loop. Nothing here raises when the database is gone, slow or full, and no method that is not
-    a coroutine waits for it."""
+    """One owner, one event loop. Nothing here raises when the database is gone, slow or full, and only coroutines
+    wait for it."""
 
     async def load(self) -> list[KnownNode]:
         """What was known before; nothing when the database does not answer in time."""
 
     def start(self, blocks_of: BlocksOf) -> None:
-        """Begin to write. ``blocks_of`` is asked when a node's whole table has to be written again."""
+        """Start writing. ``blocks_of`` is called when a node's whole table must be written again."""
 
     def joined(self, node_id: str, description: bytes, table: BlockTable | None = None) -> None:
-        """The node is part of the cluster. ``table`` says that its blocks are as they were loaded."""
+        """The node is part of the cluster. ``table``: its blocks are those that were loaded."""
 
     def left(self, node_id: str) -> None: ...
 
     def changed(
         self, node_id: str, incarnation: int, next_sequence: int, events: Sequence[BlockEvent], is_reset: bool
     ) -> None:
-        """The owner has taken over these events of a cache; with ``is_reset`` after forgetting what it held before."""
+        """The owner has applied these events of a cache; with ``is_reset`` after forgetting what it held before."""
 
     @property
     def state(self) -> str:
         """One word or sentence for an operator."""
 
     async def close(self) -> None:
-        """Write what is left, if that is possible at once, and end."""
+        """Write what is left, if possible at once, and end."""

@@ -1,6 +1,6 @@
-"""What a node that computes does beside its roles: open the model, run one engine, serve, join the cluster, leave it.
+"""What a node with an engine does besides its roles: open the model, run one engine, serve, join the cluster, leave it.
 
-It must not know which roles there are: a node brings its own.
+It does not know which roles there are: a node supplies its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NodeRole(Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Somebody waits for what it does."""
+        """Whether somebody waits for its work."""
         ...
 
     def report(self, load: cluster_pb2.Load) -> None:
@@ -39,19 +39,19 @@ class NodeRole(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Return once nothing of ended requests is held any more; the engine still runs."""
+        """Return once nothing of finished requests is held any more; the engine is still running."""
         ...
 
     def stop(self) -> None:
-        """The engine has stopped, if it had started. Whatever ``serve`` began ends."""
+        """Called when the engine has stopped, if it had started. Ends whatever ``serve`` started."""
         ...
 
 
 class EngineNode:
-    """``await start()``, then serve until ``await stop()``. Raises ConfigError or ModelError from ``start``.
+    """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError or ModelError.
 
-    A node says what its roles are (``_make_roles``), and where it differs from others, how they hook into the engine,
-    which memory the cache lies in, and who it is.
+    A subclass supplies its roles (``_make_roles``), and, where it differs from the default, how they hook into the
+    engine, the cache's memory, and its identity.
     """
 
     def __init__(self, config: Config, role: Role, section: EngineSection) -> None:
@@ -65,7 +65,7 @@ class EngineNode:
         self._transfer: TransferEngine
         self._channels: Channels
         self._membership: Membership
-        self._cleanup = contextlib.AsyncExitStack()  # the other way round as things were started
+        self._cleanup = contextlib.AsyncExitStack()  # in the reverse order of starting
 
     def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
         raise NotImplementedError
@@ -76,11 +76,11 @@ class EngineNode:
 
     @property
     def _buffer(self) -> memoryview | None:
-        """What the cache, or its mirror, shall lie over; None: memory of its own."""
+        """The memory for the cache, or its mirror; None: allocate it."""
         return None
 
     async def start(self) -> None:
-        """Ends what it began when it fails half-way; ``stop`` may be called after that, or not."""
+        """Cleans up after itself when it fails half-way; ``stop`` may then be called or not."""
         try:
             config, section = self.config, self._section
             checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
@@ -133,7 +133,7 @@ class EngineNode:
         return await first_end(self._membership.wait_replaced(), self.host.wait_broken())
 
     async def stop(self) -> None:
-        """What it was given ends first, within ``node.drain_s``. Idempotent."""
+        """Requests in progress finish first, within ``node.drain_s``. Idempotent."""
         await self._cleanup.aclose()
 
     @property
@@ -141,7 +141,7 @@ class EngineNode:
         return any(role.is_answering for role in self._roles)
 
     def _on_wanted_role(self, role: str) -> None:
-        """The conductor says so again and again; most nodes cannot change."""
+        """Called repeatedly while the conductor wants this; most nodes cannot change."""
 
     def _info(self) -> cluster_pb2.NodeInfo:
         return cluster_pb2.NodeInfo(

@@ -1,7 +1,8 @@
-"""A cache's own account of which blocks it holds, as numbered events, and the service that hands them out.
+"""A cache's numbered events about the blocks it holds, and the service that publishes them.
 
-The owner appends; subscribers catch up from the number they expect. Whoever fell behind the bounded log, or speaks of
-another incarnation, gets a snapshot instead. The owner's cache is the truth; every index built from this is soft state.
+The owner appends; subscribers continue from the number they expect. A subscriber that fell behind the bounded log, or
+names another incarnation, gets a snapshot instead. The owner's cache is authoritative; every index built from this is
+soft state.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from mooncake.rpc.convert import event_to_wire
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 EVENTS_PER_MESSAGE = 4096
-UNFINISHED = 2**64 - 1  # where a subscriber stands within a snapshot: no log gets there, so asking from it begins anew
+UNFINISHED = 2**64 - 1  # position inside a snapshot: no log gets that far, so resuming from it starts over
 
 
 class EventLog:
-    """Numbered events of one cache in one life (``incarnation``). One owner: append on the event loop only."""
+    """Numbered events of one cache in one ``incarnation``. One owner: append on the event loop only."""
 
     def __init__(self, incarnation: int, keep: int = 65536) -> None:
         self.incarnation = incarnation
         self.next_sequence = 0
         self._kept: deque[BlockEvent] = deque(maxlen=keep)
-        self._stored: dict[BlockKey, tuple[bytes, Tier]] = {}  # parent: what a snapshot holds, in order of storing
+        self._stored: dict[BlockKey, tuple[bytes, Tier]] = {}  # parent, tier; in order of storing
         self._changed = asyncio.Event()
         self._has_ended = False
 
     def begin_anew(self, incarnation: int) -> None:
-        """The same blocks under another life of their owner: whoever followed starts from a snapshot."""
+        """The same blocks under a new incarnation: all subscribers start over with a snapshot."""
         self.incarnation = incarnation
 
     def append(self, events: Iterable[BlockEvent]) -> None:
@@ -59,18 +60,18 @@ class EventLog:
     async def wait(self, sequence: int) -> bool:
         """Return once there is something after ``sequence``; False when the log has ended."""
         while self.next_sequence <= sequence and not self._has_ended:
-            self._changed.clear()  # whoever waited until now has been woken already
+            self._changed.clear()  # all earlier waiters have been woken already
             await self._changed.wait()
         return not self._has_ended
 
     def end(self) -> None:
-        """Let subscribers go, before the server stops: it would wait for them, and then cut them off."""
+        """Release subscribers before the server stops: it would wait for them, and then cut them off."""
         self._has_ended = True
         self._changed.set()
 
 
 class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
-    """Serves an EventLog. A subscriber that hangs is held back by gRPC's own flow-control window."""
+    """Serves an EventLog. A hanging subscriber is held back by gRPC's own flow control."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -94,7 +95,7 @@ class CacheEventsServicer(common_pb2_grpc.CacheEventsServicer):
                 return
 
     def _messages(self, events: list[BlockEvent], first: int, end: int, reset: bool) -> Iterator[pb.BlockEvents]:
-        """Cut into parts. Numbers of events advance one each; a snapshot leads to ``end`` with its last part only."""
+        """Split into parts. Event numbers advance by one each; only a snapshot's last part leads to ``end``."""
         for start in range(0, max(len(events), 1), EVENTS_PER_MESSAGE):
             part = events[start : start + EVENTS_PER_MESSAGE]
             is_last = start + len(part) == len(events)

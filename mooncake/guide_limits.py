@@ -1,8 +1,8 @@
-"""What a guide may ask of the grammar engine: how many expressions one text has to match all at once.
+"""Limits on guides: how many expressions one text may have to match at once.
 
-The time of llguidance grows exponentially with their number, in one step that looks at none of its own limits and that
-nothing can stop: while it compiles, or later, on the thread that makes the tokens. So they are counted before it sees
-them. Counting may find too many, as of a union whose cases cannot both be met, but never too few. Pure.
+llguidance's time grows exponentially with that number, in a single step that ignores its own limits and cannot be
+interrupted: while it compiles, or later, on the thread that generates the tokens. So they are counted first. The count
+may be too high, for example for a union whose cases exclude each other, but never too low. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from urllib.parse import unquote
 
 from mooncake.errors import InvalidRequest
 
-MAX_AT_ONCE = 6  # patterns and formats that one string has to match: milliseconds; 12 are seconds, 24 are hours
-MAX_INTERSECTIONS = 8  # characters & in a grammar, the operator among them
+MAX_AT_ONCE = 6  # patterns and formats one string must match: milliseconds; 12 take seconds, 24 hours
+MAX_INTERSECTIONS = 8  # characters & in a grammar, including the operator
 MAX_VISITS = 300_000  # of parts of a schema: half a second of counting
 
 Schema = dict[str, object]
@@ -26,13 +26,13 @@ _JSON = re.compile(r"%json\s*")
 
 
 class GuideTooComplex(InvalidRequest):
-    """It would take the grammar engine too long."""
+    """The grammar engine would take too long for it."""
 
     code = "guide_too_complex"
 
 
 def check_grammar(grammar: str) -> None:
-    """Raises GuideTooComplex; ValueError for a schema in it that is no JSON."""
+    """Raises GuideTooComplex; ValueError for a schema in it that is not JSON."""
     if grammar.count("&") > MAX_INTERSECTIONS:
         what = f"a grammar may have {MAX_INTERSECTIONS} of the character & at most; in a text, \\x26 says the same"
         raise GuideTooComplex(what, "guide")
@@ -48,7 +48,7 @@ def check_schema(schema: object) -> None:
 
 
 class _Places:
-    """The values that answers to one schema may have, each with all the schemas that hold for it."""
+    """The values that answers to one schema may contain, each with all the schemas that apply to it."""
 
     def __init__(self, root: Schema, parts: list[Schema]) -> None:
         self._root = root
@@ -63,7 +63,7 @@ class _Places:
             raise GuideTooComplex("a schema with so many patterns may have no $id within it", "guide")
 
     def check(self) -> None:
-        """Look at every place once."""
+        """Visit every place once."""
         todo: list[_Place] = [frozenset((self._number(self._root),))]
         seen = set(todo)
         while todo:
@@ -77,7 +77,7 @@ class _Places:
                         todo.append(place)
 
     def _alternatives(self, place: _Place) -> Iterator[list[Schema]]:
-        """The sets of schemas, one of which holds as a whole."""
+        """The sets of schemas, one of which applies as a whole."""
         branches: list[tuple[set[int], list[int | tuple[int, ...]]]] = [(set(), list(place))]
         while branches:
             met, todo = branches.pop()
@@ -100,7 +100,7 @@ class _Places:
                 yield [self._schemas[number] for number in met]
 
     def _inside(self, schemas: list[Schema]) -> Iterator[_Place]:
-        """Properties by name, those of any other name, items by index, and those behind them."""
+        """Properties by name, those of any other name, items by index, and later ones."""
         names = {name for schema in schemas for name in _dict(schema.get("properties"))}
         length = max((len(_first_items(schema)) for schema in schemas), default=0)
         self._visit((len(names) + length + 2) * len(schemas))
@@ -110,7 +110,7 @@ class _Places:
             yield self._place(self._item(schema, index) for schema in schemas)
 
     def _property(self, schema: Schema, name: str | None) -> list[object]:
-        """Alternatives for it: a pattern is taken to match any other name."""
+        """Alternatives for it: a pattern is assumed to match any other name."""
         if name is not None and name in (named := _dict(schema.get("properties"))):
             return [named[name]]
         return [*_dict(schema.get("patternProperties")).values(), schema.get("additionalProperties")]
@@ -126,7 +126,7 @@ class _Places:
         return frozenset(group[0] if len(group) == 1 else group for group in groups if group)
 
     def _numbers_of(self, parts: object) -> tuple[int, ...]:
-        """Of those that are objects; true and false say nothing of texts."""
+        """Identities of those that are objects; true and false do not constrain texts."""
         return tuple(self._number(part) for part in parts if isinstance(part, dict)) if isinstance(parts, list) else ()
 
     def _number(self, schema: Schema) -> int:
@@ -136,7 +136,7 @@ class _Places:
         return number
 
     def _target(self, ref: object) -> Schema:
-        """Only within the schema: what a name or an address stands for is not known here."""
+        """Only within the schema: other documents are not known here."""
         found: object = self._root
         if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
             raise GuideTooComplex("in a schema with so many patterns every $ref has to begin with #/", "guide")
@@ -155,7 +155,7 @@ class _Places:
 
 
 def _parts(tree: object) -> Iterator[Schema]:
-    """Every object of a schema, itself first, whatever it is there for."""
+    """Every object inside a schema, including itself, whatever its purpose."""
     todo = [tree]
     while todo:
         part = todo.pop()

@@ -1,7 +1,7 @@
-"""Guided answers: which tokens may follow, so that an answer keeps to a schema, an expression, a choice or a grammar.
+"""Guided answers: which tokens may follow, so that an answer matches a schema, an expression, a choice or a grammar.
 
-The grammar engine is llguidance. What is allowed depends on the guide and the tokens generated so far and on nothing
-else, so any node can take an answer over. This module must not know sequences, samplers or torch.
+The grammar engine is llguidance. What is allowed depends only on the guide and the tokens generated so far, so any node
+can take over an answer. This module knows neither sequences, samplers nor torch.
 """
 
 from __future__ import annotations
@@ -21,37 +21,38 @@ from mooncake.guide_limits import check_grammar, check_schema
 from mooncake.tokenizer import Tokenizer
 from mooncake.types import Guide, GuideKind, TokenIds
 
-MAX_COMPILED = 64  # guides kept ready
-# Ways to read what may come next, at one token, looked at on the thread that makes everybody's tokens. Usual schemas
-# and grammars have a few hundred, those with hundreds of cases some thousand; where one text can be read in many ways
-# there are more with every token, and each takes longer.
+MAX_COMPILED = 64  # compiled guides kept
+# Limit on parser states at one token, which are computed on the thread that generates all tokens. Usual schemas and
+# grammars have a few hundred, those with hundreds of cases some thousand; ambiguous ones have more with every
+# token, and each takes longer.
 MAX_READINGS = 5000
 
 
 class Guides:
-    """Compiles guides for one vocabulary and keeps the last ones. Thread-safe; the tokenizer is read at first use.
+    """Compiles guides for one vocabulary and caches the latest ones. Thread-safe; the tokenizer is read at first use.
 
-    Each guide is compiled once, by who asks first; others who want it wait for that, and nobody waits for another one.
+    Each guide is compiled once, by the first caller; others that want it wait for that, and for no other guide.
     """
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        """``vocab_size`` is the model's: it may have more rows than the tokenizer has tokens."""
+        """``vocab_size`` is the model's, which may have more rows than the tokenizer has tokens."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()  # never held for long
         self._reading = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()  # and being compiled
+        self._compiled: OrderedDict[Guide, Future[LLMatcher]] = OrderedDict()  # compiled, or being compiled
 
     def compile(self, guide: Guide) -> None:
-        """Have it ready: the first use of a vocabulary takes some tenths of a second, a complex schema as well.
+        """Compile it in advance: the first use of a vocabulary takes some tenths of a second, and so does a complex
+        schema.
 
-        Raises InvalidRequest when the guide makes no sense, or would take too long.
+        Raises InvalidRequest when the guide is invalid, or would take too long.
         """
         self._matcher(guide)
 
     def state(self, guide: Guide) -> GuideState:
-        """At the beginning of an answer. Raises InvalidRequest."""
+        """The state at the beginning of an answer. Raises InvalidRequest."""
         matcher = self._matcher(guide)
         with self._lock:
             return GuideState(matcher.deep_copy(), self._vocab_size)
@@ -83,12 +84,12 @@ class Guides:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(step_max_items=MAX_READINGS))
         if matcher.is_error():
             raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(matcher.get_error())}", "guide")
-        GuideState(matcher.deep_copy(), self._vocab_size).allowed()  # raises when no answer can begin
+        GuideState(matcher.deep_copy(), self._vocab_size).allowed()  # raises when no answer is possible
         return matcher
 
 
 class GuideState:
-    """Where one answer stands in its guide."""
+    """The state of one answer in its guide."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
@@ -97,33 +98,33 @@ class GuideState:
         self._num_tokens = 0
 
     def follow(self, answer: TokenIds) -> None:
-        """Bring the state to the end of ``answer``, of which it may have seen a part."""
-        if len(answer) < self._num_tokens:  # speculation that did not come true
+        """Advance the state to the end of ``answer``, of which it may have seen a part."""
+        if len(answer) < self._num_tokens:  # speculation that failed
             self._matcher.rollback(self._num_tokens - len(answer))
         else:
             self._matcher.consume_tokens(answer[self._num_tokens :].tolist())
         self._num_tokens = len(answer)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """By token id; only tokens that end the answer when the guide has nothing more to say.
+        """Mask by token id; only tokens that end the answer once the guide is complete.
 
         Raises InvalidRequest when the guide cannot be followed any further.
         """
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        if self._matcher.is_error():  # before, or found just now: the mask allows the end then
+        if self._matcher.is_error():  # an earlier or new error: the mask then only allows the end
             raise InvalidRequest(f"the guide cannot be followed any further: {_reason(self._matcher)}", "guide")
         bits = np.unpackbits(self._mask.view(np.uint8), bitorder="little")[: self._vocab_size]
         return bits.view(np.bool_)
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Of its error, in one line: what follows in others is its whole state."""
+    """Its error in one line: the other lines are its whole state."""
     reason = matcher.get_error().partition("\n")[0][:500]
     return "no text can satisfy it" if reason == "NoExtensionBias" else reason
 
 
 def _whole_grammar(guide: Guide) -> str:
-    """With its lead, in llguidance's own form. Raises InvalidRequest."""
+    """With its lead, in llguidance's own format. Raises InvalidRequest."""
     grammar = _grammar(guide)
     if not guide.lead:
         return grammar
@@ -156,12 +157,12 @@ def _grammar(guide: Guide) -> str:
 
 
 def _sentence(report: str) -> str:
-    """What the grammar engine says, without its drawings of where."""
+    """The grammar engine's message, without the drawing of the position."""
     return " ".join(line for line in report.splitlines() if line and not line.startswith(" "))[:500]
 
 
 def _json_grammar(schema: str) -> str:
-    """Spaced as json.dumps does: where white space is allowed anywhere, a small model can write it for ever."""
+    """Spaced as by json.dumps: where arbitrary white space is allowed, a small model can write it for ever."""
     check_schema(json.loads(schema))
     return LLMatcher.grammar_from_json_schema(
         schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -169,7 +170,7 @@ def _json_grammar(schema: str) -> str:
 
 
 class _Vocabulary:
-    """The names that llguidance reads a tokenizer by."""
+    """The attributes by which llguidance reads a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
@@ -177,7 +178,7 @@ class _Vocabulary:
         self.tokens = [tokenizer.token_bytes(token_id, skip_special=False) for token_id in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._tokenizer = tokenizer
-        self._num_leading = len(tokenizer.encode(""))  # what it puts before every prompt
+        self._num_leading = len(tokenizer.encode(""))  # tokens put before every prompt
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):

@@ -28,16 +28,16 @@ from mooncake.types import BlockKey, KVLayout, TokenIds
 
 SCHEME = b"mooncake-block-v2"
 KEY_BYTES = 32
-LONG_CHAIN = 4  # blocks from which one native call is worth it
+LONG_CHAIN = 4  # blocks from which a native call is worthwhile
 
 log = logging.getLogger(__name__)
 
 
 def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
-    """Identity of the KV bytes that a model produces (hex, 32 characters): ``content`` says which numbers they are (the
-    weights' digest and precision), the rest how they lie (dtype, layout, block size, which hidden states beside them,
-    and the part of the model that a ``shard`` has). Whoever knows the content can name the same KV in any layout.
-    """
+    """Identity of the KV bytes that a model produces (hex, 32 characters). ``content`` identifies the numbers (the
+    weights' digest and precision), the rest their arrangement (dtype, layout, block size, which hidden states are
+    stored with them, and the part of the model that a ``shard`` has). Whoever knows the content can name the same KV
+    in any layout."""
     text = (
         f"{content}|L{layout.num_layers}|H{layout.num_kv_heads}|B{layout.block_tokens}"
         f"|D{layout.head_dim}|{layout.dtype}"
@@ -52,36 +52,36 @@ def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:
 
 
 def chain_seed(fingerprint: str, salt: str = "", adapter: str = "") -> bytes:
-    """The parent of every first block of one model, tenant and adapter that acts on all of it (its digest; "": none)
-    (32 bytes)."""
+    """The parent of every first block of one model, tenant and adapter that acts on the whole prompt (its digest;
+    "": none) (32 bytes)."""
     parts = (fingerprint, salt, adapter) if adapter else (fingerprint, salt)
     fields = b"".join(len(part).to_bytes(4, "little") + part for part in map(str.encode, parts))
     return hashlib.sha256(SCHEME + fields).digest()
 
 
 def chunk_seed(fingerprint: str, salt: str = "") -> bytes:
-    """The parent of every first block of a text chunk that was computed with nothing before it, to be put at any place
-    of a prompt (32 bytes). Never that of a prompt, though the first chunk of one has the same KV."""
+    """The parent of every first block of a text chunk that was computed with nothing before it, for use at any
+    position of a prompt (32 bytes). Never that of a prompt, although a prompt's first chunk has the same KV."""
     return hashlib.sha256(chain_seed(fingerprint, salt) + b"chunk").digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What the names of one sequence's blocks follow from beside its tokens.
+    """What determines the names of one sequence's blocks, besides its tokens.
 
-    An adapter that acts from token ``start`` on, and not before, leaves what is before as the model's own: blocks
-    wholly before it have the names that they have without an adapter. The next one, in which it begins to act, has a
-    parent made of the last of them, the adapter and ``start``. That is part of the name because the tokens of a block
-    do not always say where in it an adapter begins: an invocation may reach into the next one.
+    An adapter that acts only from token ``start`` on leaves the KV before it as the base model's: blocks entirely
+    before ``start`` have the same names as without an adapter. The block in which it starts to act has a parent made
+    from the last of those, the adapter and ``start``, because a block's tokens do not always determine where in it an
+    adapter starts: an invocation may reach into the next block.
     """
 
     seed: bytes  # the parent of the first block
-    adapter: str = ""  # digest of one that begins to act behind the first token; "": none does
+    adapter: str = ""  # digest of one that starts to act after the first token; "": none
     start: int = 0  # the token where it does
 
     @classmethod
     def of(cls, fingerprint: str, salt: str = "", adapter: str = "", start: int = 0) -> Chain:
-        """Of one model, tenant and adapter (its digest; "": none), which acts from token ``start`` on."""
+        """For one model, tenant and adapter (its digest; "": none), which acts from token ``start`` on."""
         if adapter and start:
             return cls(chain_seed(fingerprint, salt), adapter, start)
         return cls(chain_seed(fingerprint, salt, adapter))
@@ -93,7 +93,7 @@ class Chain:
         return keys
 
     def extend(self, keys: list[BlockKey], tokens: TokenIds, block_tokens: int) -> None:
-        """Append to ``keys``, those of the first blocks of ``tokens``, the keys of its other full blocks."""
+        """Append to ``keys``, the keys of the first blocks of ``tokens``, those of its other full blocks."""
         num_shared = self.start // block_tokens
         if len(keys) < num_shared:
             rest = tokens[len(keys) * block_tokens : num_shared * block_tokens]
@@ -120,7 +120,7 @@ def extend_chain(parent: bytes, tokens: TokenIds, block_tokens: int) -> list[Blo
 
 
 def extend_chain_plainly(parent: bytes, data: bytes, size: int) -> list[BlockKey]:
-    """The definition: blocks of ``size`` bytes, one after the other."""
+    """The reference: blocks of ``size`` bytes, one after another."""
     keys: list[BlockKey] = []
     for start in range(0, len(data), size):
         content = hashlib.blake2s(data[start : start + size]).digest()
@@ -131,7 +131,7 @@ def extend_chain_plainly(parent: bytes, data: bytes, size: int) -> list[BlockKey
 
 @functools.cache
 def _native_chain() -> Callable[[bytes, int, int, int, ctypes.Array[ctypes.c_char]], None] | None:
-    """``extend_chain`` of hashing.cpp, or None where it cannot be built."""
+    """``extend_chain`` of hashing.cpp, or None if it cannot be built."""
     try:
         library = load_native("hashing", Path(__file__).with_name("hashing.cpp"))
     except BuildFailed as error:
@@ -145,5 +145,5 @@ def _native_chain() -> Callable[[bytes, int, int, int, ctypes.Array[ctypes.c_cha
 
 
 def prepare() -> None:
-    """Build and load what long chains use, before anybody waits for it."""
+    """Build and load what long chains use, before anyone waits for it."""
     _native_chain()

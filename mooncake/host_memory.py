@@ -1,4 +1,4 @@
-"""How much memory this process can still get: of the machine, and of the container it lives in."""
+"""How much memory this process can still get, from the machine and from its container."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int | None:
-    """What can be had without swapping: the kernel's estimate, or what a control group above this process allows when
-    that is less. None when neither can be known.
+    """What is available without swapping: the kernel's estimate, or the limit of a control group above this process if
+    that is less. None when neither is known.
 
-    A group's use counts the files that it has read, which the kernel drops as soon as somebody needs the room. They
-    count as free here, as they do in the estimate for the machine.
+    A group's usage includes the page cache of the files it has read, which the kernel drops when the room is needed. It
+    counts as free here, as it does in the kernel's estimate.
     """
     known: list[int] = []
     with contextlib.suppress(OSError):
@@ -25,20 +25,20 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int 
 
 
 def _group_limits(proc: Path, cgroups: Path) -> Iterator[int]:
-    """Of every group from this process's own to the root, in version 2 and in version 1."""
+    """For every group from this process's own to the root, in version 2 and in version 1."""
     for folder in _groups(proc, cgroups):
         for limit, usage, prefix in (
             ("memory.max", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
-            with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which is no limit
+            with contextlib.suppress(OSError, ValueError):  # ValueError: "max", which means no limit
                 limit_bytes = int((folder / limit).read_text())
                 used_bytes = int((folder / usage).read_text())
                 yield max(0, limit_bytes - used_bytes + _file_bytes(folder / "memory.stat", prefix))
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
-    """Inside a container the path of a group may be the one outside, which is not here; its root always is."""
+    """Inside a container a group's path may be the one outside, which does not exist here; the root always does."""
     with contextlib.suppress(OSError):
         for row in (proc / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = row.split(":", 2)
@@ -48,7 +48,7 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[Path]:
 
 
 def _file_bytes(stat: Path, prefix: str) -> int:
-    """Pages of files, in bytes; memory that processes share, a memfd among it, is not counted with them."""
+    """Page cache in bytes; shared memory, including memfds, is not included."""
     names = (f"{prefix}inactive_file", f"{prefix}active_file")
     rows = (row.partition(" ") for row in stat.read_text().splitlines())
     return sum(int(value) for name, _, value in rows if name in names)

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a model: one bound, one sentence for each thing that can be wrong with them."""
+"""Reads the JSON files of a model, with a size limit and a one-sentence error for everything that can be wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Factors for the channels of keys, measured once for a model by ``mooncake key-scales`` and kept in a file.
+"""Factors for key channels, measured once per model by ``mooncake key-scales`` and kept in a file.
 
-int8 pages have one scale a token and head, which the largest channel decides. Keys have channels that are large in
-every token; divided by their factors, with the queries multiplied by them, scores are what they were and codes are
+int8 pages have one scale per token and head, which the largest channel determines. Keys have channels that are large in
+every token; if they are divided by factors, and the queries multiplied by them, scores are unchanged and codes are
 finer. Every node of a cluster must have the same file: its digest is part of the name of all KV. Torch-free.
 """
 
@@ -23,7 +23,7 @@ Exponents = npt.NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeyScales:
-    """``exponents`` ``[layers, Hkv, D / 2]``: of two, for the channels c and c + D / 2, which RoPE turns into each
+    """``exponents`` ``[layers, Hkv, D / 2]`` of two, for channels c and c + D / 2, which RoPE rotates into each
     other."""
 
     exponents: Exponents
@@ -40,8 +40,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def save_key_scales(path: Path, scales: KeyScales, model: str, tokens: int) -> None:
-    """``model`` and ``tokens`` say where they are from. No reader sees a part. Raises ConfigError when there is no
-    room."""
+    """``model`` and ``tokens`` record the origin. Written atomically. Raises ConfigError when there is no room."""
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
@@ -52,7 +51,7 @@ def save_key_scales(path: Path, scales: KeyScales, model: str, tokens: int) -> N
 
 
 def load_key_scales(path: str) -> KeyScales:
-    """Raises ConfigError when there is no such file, or it is of another kind."""
+    """Raises ConfigError for a missing or invalid file."""
     try:
         if Path(path).stat().st_size > MAX_FILE_BYTES:
             raise ValueError("it is too long")

@@ -52,8 +52,8 @@ Message = ChatMessage | Mapping[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``logprobs`` runs along ``token_ids``, and is empty when none were asked for. ``stop_reason`` is the stop string,
-    or the one of ``stop_token_ids``, that ended it."""
+    """``logprobs`` is parallel to ``token_ids``, and empty unless requested. ``stop_reason`` is the stop string, or
+    the one of ``stop_token_ids``, that ended the answer."""
 
     index: int
     token_ids: list[int]
@@ -69,13 +69,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one prompt: ``outputs`` has as many answers as were asked for; most want only the first."""
+    """The result for one prompt: ``outputs`` has as many answers as requested, usually one."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt, whose KV was there already
+    cached_tokens: int  # prompt tokens whose KV was cached
     outputs: list[Answer]
-    prompt_logprobs: list[TokenLogprob] | None = None  # of its tokens but the first, when they were asked for
-    prompt: str | None = None  # its text, a conversation's with control tokens; None when it was given as token ids
+    prompt_logprobs: list[TokenLogprob] | None = None  # if requested: of all prompt tokens but the first
+    prompt: str | None = None  # its text, with control tokens for a conversation; None if it was given as token ids
 
     @property
     def token_ids(self) -> list[int]:
@@ -95,8 +95,8 @@ class Completion:
 
 
 class LLM:
-    """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or no engine can
-    have one of the numbers."""
+    """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or a number
+    is impossible."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class LLM:
             keep_events=False,
         )
         if threads:
-            torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch falls over absurd numbers
+            torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
         stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
@@ -204,12 +204,12 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Give its cache up and end processes that it has started; a ``with`` does it too. Idempotent."""
+        """Frees its cache and ends the processes it has started, like leaving a ``with``. Idempotent."""
         self.engine.drop_cached()
         self._backend.close()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where no ``sampling`` is given, with what the model's generation_config.json says of it."""
+        """Used where no ``sampling`` is given, including what the model's generation_config.json says."""
         return self._defaults.params()
 
     def generate(
@@ -221,11 +221,11 @@ class LLM:
         adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """Answer every prompt; answers come in the order of the prompts.
+        """Answer every prompt; answers are in the order of the prompts.
 
-        One ``sampling`` and ``adapter`` for all or one each; no ``sampling`` is ``get_default_sampling_params()``, and
-        seed 0 stands for a random one. Each answer ends before the first of the ``stop`` strings in it. With
-        ``sampling.n`` each prompt is computed once and answered so many times.
+        One ``sampling`` and ``adapter`` for all or one each; the default ``sampling`` is
+        ``get_default_sampling_params()``, and seed 0 means a random one. Each answer ends before the first of the
+        ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered that many times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = _prompt_list(prompts)
@@ -245,7 +245,7 @@ class LLM:
         adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or each of several, written with the model's own chat template."""
+        """Answer one conversation, or each of several, using the model's own chat template."""
         token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         samplings = _one_each(sampling or self.get_default_sampling_params(), len(token_ids))
@@ -264,8 +264,8 @@ class LLM:
         ignore_eos: bool = False,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """The ``beam_width`` answers to each prompt that beam search finds, best first, by the rules of transformers:
-        log-probabilities are added up and divided by length ** ``length_penalty``. Raises as ``generate``."""
+        """The ``beam_width`` answers to each prompt found by beam search, best first, by the rules of transformers:
+        the sum of log-probabilities divided by length ** ``length_penalty``. Raises like ``generate``."""
         sampling = SamplingParams(
             max_tokens=max_tokens,
             temperature=0.0,
@@ -279,7 +279,7 @@ class LLM:
     def _encode(self, prompt: object) -> TokenIds:
         try:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
-        except ValueError:  # lists of several lengths
+        except ValueError:  # lists of different lengths
             ids = np.empty((0, 0))
         if ids.shape == (0,):
             raise InvalidRequest("a prompt is empty", "prompts")
@@ -290,7 +290,7 @@ class LLM:
         return ids.astype(np.uint32)
 
     def _places(self, adapter: Adapters, count: int) -> list[int]:
-        """Of the adapters that were named, one for each prompt. Raises InvalidRequest."""
+        """Indices of the named adapters, one per prompt. Raises InvalidRequest."""
         names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
         if len(names) != count:
             raise InvalidRequest(f"{len(names)} adapters were given for {count} prompts", "adapter")
@@ -356,7 +356,7 @@ class LLM:
                 for output in self.engine.step():
                     draft = by_id[output.request_id]
                     if draft.take(output):
-                        # after a stop string too, and the engine knows only token ids
+                        # also after a stop string, which the engine does not know
                         self.engine.end_choice(output.request_id, output.choice)
                         progress.advance(bar, draft.is_complete)
                 self._check_progress(by_id)
@@ -370,7 +370,7 @@ class LLM:
 
 
 class _Draft:
-    """The answers to one prompt in the making."""
+    """The answers to one prompt while they are generated."""
 
     def __init__(
         self,
@@ -390,7 +390,7 @@ class _Draft:
         return all(answer.finish_reason is not None for answer in self._answers)
 
     def take(self, output: StepOutput) -> bool:
-        """Whether it completes an answer."""
+        """Returns whether it completes an answer."""
         if output.prompt_logprobs is not None:
             self._prompt_logprobs = list(output.prompt_logprobs)
         answer = self._answers[output.choice]
@@ -422,7 +422,7 @@ class _DraftAnswer:
         if output.token.logprob is not None:
             self._logprobs.append(output.token.logprob)
         self.finish_reason = output.finish_reason
-        if output.finish_reason is not FinishReason.STOP:  # the id that stops an answer is no part of its text
+        if output.finish_reason is not FinishReason.STOP:  # the id that stops an answer is not part of its text
             self._add(self._assembler.push(output.token.token_id))
         if output.finish_reason is not None:
             self._add(self._assembler.flush())
@@ -455,14 +455,14 @@ class _DraftAnswer:
 
 
 def _ranking(sampling: SamplingParams) -> SamplingParams:
-    """Answers are ranked by their log-probabilities, asked for or not."""
+    """Answers are ranked by their log-probabilities, requested or not."""
     if sampling.num_answers == sampling.n or sampling.logprobs is not None:
         return sampling
     return replace(sampling, logprobs=0)
 
 
 def _prompt_list(prompts: Prompts) -> list[object]:
-    """One prompt is a list of one. Whether it makes sense is seen when it is encoded."""
+    """A single prompt as a list. Validated when it is encoded."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     items: list[object] = list(prompts)
@@ -501,7 +501,7 @@ def _message(message: Message) -> ChatMessage:
 
 
 def _content(content: object) -> str:
-    """Parts a line each, as in vLLM."""
+    """One line per part, as in vLLM."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
@@ -510,7 +510,7 @@ def _content(content: object) -> str:
 
 
 def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """Sampling for each prompt. Without a seed of its own, a random answer gets one that nobody else has."""
+    """Sampling for each prompt. A random answer without a seed gets one of its own."""
     samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
     if not all(isinstance(each, SamplingParams) for each in samplings):
         raise InvalidRequest("sampling is one SamplingParams, or one for each prompt", "sampling")

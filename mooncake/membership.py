@@ -1,7 +1,7 @@
-"""One node's side of belonging to the cluster: it registers with the conductor, heartbeats, and says when it drains.
+"""A node's membership in the cluster: it registers with the conductor, sends heartbeats, and announces when it drains.
 
-It knows the Cluster service and nothing else: what a node measures and how loaded it is comes from the node through
-``report``. The conductor may come later, restart or vanish; the node goes on, and registers again when it can.
+It knows only the Cluster service: measurements and load come from the node through ``report``. The conductor may start
+later, restart or vanish; the node keeps running, and registers again when it can.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from mooncake.tls import tls_of
 log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 1.0
-SAMPLES_KEPT = 256  # of each kind: told again to a conductor that starts anew
+SAMPLES_KEPT = 256  # of each kind: sent again to a restarted conductor
 RPC_TIMEOUT_S = 2.0
 _IDLE_POLL_S = 0.02
 
 
 class Membership:
-    """``report`` is called on the event loop before each message and returns load, transports and the samples measured
-    since the call before (those of the first call are the warm-up's). This class fills in who is speaking."""
+    """``report`` is called on the event loop before each message and returns load, transports and the samples since
+    the previous call (at first, those of the warm-up). This class adds the node's identity."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Membership:
         report: Callable[[], pb.HeartbeatRequest],
         on_wanted_role: Callable[[str], None] = lambda role: None,
     ) -> None:
-        """``on_wanted_role`` is told, again and again, the role that the conductor wants this node to have. Raises
+        """``on_wanted_role`` is called repeatedly with the role that the conductor wants this node to have. Raises
         ConfigError when the conductor has a certificate and the configuration does not say how to reach it."""
         self._on_wanted_role = on_wanted_role
-        self.draining = False  # told with every heartbeat: this node takes nothing new
+        self.draining = False  # sent with every heartbeat: this node accepts nothing new
         self._address = config.conductor_address
         self._interval_s = config.conductor.heartbeat_interval_s
         self._metadata = bearer(config.conductor.api_key)
@@ -62,7 +62,7 @@ class Membership:
         self._channels = Channels(tls=tls_of(config))
         self._stub = ClusterStub(self._channels.get(self._address))
         self._recent = RecentSamples()
-        self._conductor = 0  # incarnation of the conductor that knows us; 0: none does
+        self._conductor = 0  # incarnation of the conductor that knows us; 0: none
         self._registered = asyncio.Event()
         self._replaced: asyncio.Future[StaleEpoch] = asyncio.get_running_loop().create_future()
         self._said_waiting = False
@@ -73,10 +73,10 @@ class Membership:
         return self._registered.is_set()
 
     async def start(self) -> None:
-        """Try once, and go on in the background when the conductor is not there yet.
+        """Try once, and continue in the background if the conductor is not there yet.
 
-        Raises ConfigError when the conductor refuses this node, Unauthenticated when it wants another API key, and
-        StaleEpoch when another process took the node's id.
+        Raises ConfigError when the conductor refuses this node, Unauthenticated when it requires another API key, and
+        StaleEpoch when another process has the node's id.
         """
         await self._try_register()
         self._task = asyncio.create_task(self._run(), name="membership")
@@ -86,12 +86,13 @@ class Membership:
         await self._registered.wait()
 
     async def wait_replaced(self) -> StaleEpoch:
-        """Return the error once another process has taken this node's id: the cluster will not have this one back."""
+        """Return the error once another process has taken this node's id, so that the cluster no longer accepts this
+        one."""
         return await asyncio.shield(self._replaced)
 
     async def drain(self, is_idle: Callable[[], bool], patience_s: float) -> bool:
-        """Take nothing new, heartbeat on, and return once ``is_idle``; False when it is not within ``patience_s``, or
-        when no conductor knows this node, so that nobody would spare it."""
+        """Announce that nothing new is accepted, and return once ``is_idle``; False when that takes longer than
+        ``patience_s``, or no conductor knows this node, so that nobody would stop sending work."""
         self.draining = True
         if not self.is_registered:
             return is_idle()
@@ -105,7 +106,7 @@ class Membership:
         return True
 
     async def stop(self) -> None:
-        """Say that this node drains (best effort, within a second), and be silent from then on."""
+        """Announce the drain (best effort, within a second), and send nothing from then on."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -116,12 +117,12 @@ class Membership:
         await self._channels.close()
 
     async def announce(self) -> None:
-        """Heartbeat now: something that the conductor should not learn late has changed."""
+        """Send a heartbeat now: something has changed that the conductor should know soon."""
         if self.is_registered:
             await self._heartbeat()
 
     async def change(self, info: pb.NodeInfo) -> None:
-        """Register as another node of the same name: another role, another incarnation. Errors as of ``start``."""
+        """Register under the same name with another role and incarnation. Raises like ``start``."""
         self._registered.clear()
         self._info, self.draining = info, False
         await self._try_register()
@@ -144,7 +145,7 @@ class Membership:
                     log.error("%s", error)
                 said = error.message
             except Exception:
-                # `report` is the node's code: a bug there must not silence the heartbeat for good
+                # `report` is the node's code: a bug there must not stop the heartbeats for good
                 log.exception("heartbeat of %s failed", self._info.node_id)
             backoff_s = 0.1 if self.is_registered else min(2 * backoff_s, MAX_BACKOFF_S)
             await asyncio.sleep(self._interval_s if self.is_registered else backoff_s)
@@ -160,7 +161,7 @@ class Membership:
                 raise error from None
             if not self._said_waiting:
                 log.info("%s waits for the conductor at %s", self._info.node_id, self._address)
-                if handshake_trouble(failure):  # which no waiting mends
+                if handshake_trouble(failure):  # waiting does not help
                     log.error("%s", error)
                 self._said_waiting = True
             return
@@ -202,7 +203,7 @@ class Membership:
 
 
 async def first_end(*ends: Coroutine[object, object, MooncakeError]) -> MooncakeError:
-    """Whichever comes first of the errors that a node cannot go on after."""
+    """The first error after which a node cannot continue."""
     waits = [asyncio.ensure_future(end) for end in ends]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -213,7 +214,7 @@ async def first_end(*ends: Coroutine[object, object, MooncakeError]) -> Mooncake
 
 
 class RecentSamples:
-    """The last samples of each kind."""
+    """The latest samples of each kind."""
 
     def __init__(self) -> None:
         self._prefill: deque[pb.PrefillSample] = deque(maxlen=SAMPLES_KEPT)

@@ -1,8 +1,8 @@
-"""Builds a C++ file of ours for this very machine at first use, and keeps the result for later processes.
+"""Compiles one of our C++ files for this machine at first use, and keeps the result for later processes.
 
-The library lives under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source (with the
-headers beside it), flags, compiler, instruction set. Several processes may build it at once: each renames its finished
-file into place. Whatever goes wrong is said in one sentence of ``BuildFailed``; nothing here knows what the code does.
+The library is stored under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source (with its
+headers), flags, compiler, instruction set. Several processes may build it at once: each renames its finished file into
+place. Every failure is one sentence in ``BuildFailed``; nothing here knows what the code does.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mooncake.precision import cpu_features
 
 COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
 MODULE_HEADER = Path(__file__).with_name("python_module.h")
-BUILD_TIMEOUT_S = 300  # seconds of one core; a crowded machine takes a multiple
+BUILD_TIMEOUT_S = 300  # seconds on one core; a busy machine takes several times as long
 
 log = logging.getLogger(__name__)
 
 
 class BuildFailed(Exception):
-    """No native code for this machine; the message says why and what would help."""
+    """No native code on this machine; the message says why and what would help."""
 
 
 def load_native(name: str, source: Path, headers: Sequence[Path] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """``source`` as a loaded library, built if need be. Raises BuildFailed."""
+    """``source`` as a loaded library, built if necessary. Raises BuildFailed."""
     compiler = _find_compiler()
     command = [compiler, *COMPILE_FLAGS, *flags]
     path = _cache_folder() / f"{name}-{_digest(command, [source, *headers])}.so"
@@ -49,7 +49,8 @@ def load_native(name: str, source: Path, headers: Sequence[Path] = (), flags: Se
 
 
 def load_module(name: str, source: Path, headers: Sequence[Path] = (), flags: Sequence[str] = ()) -> ModuleType:
-    """As ``load_native``, for a source that lists functions with ``PYTHON_MODULE``: they are called as Python's own."""
+    """Like ``load_native``, for a source that exports functions with ``PYTHON_MODULE``: they become Python
+    functions."""
     library = ctypes.PyDLL(load_native(name, source, [MODULE_HEADER, *headers], flags)._name)
     library.python_module.restype = ctypes.py_object
     module: ModuleType = library.python_module()
@@ -65,7 +66,7 @@ def _find_compiler() -> str:
 
 
 def _cache_folder() -> Path:
-    """Our own folder for built code: never one that somebody else could have filled."""
+    """Our own folder for built code: never one that somebody else could have written to."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(base) / "mooncake" / "kernels"
     try:

@@ -1,9 +1,9 @@
-"""Layers in groups by what they see, so that layers with a sliding window keep no more than their windows.
+"""Groups layers by what they see, so that layers with a sliding window keep only their windows.
 
-A *page* holds ``block_tokens`` tokens of one group's layers. Groups have equally many rows, so all pages have the same
-size and come from one pool; a block of a sequence is a page a group. A model whose layers all see the same is one
-group, and its page is the whole block. Pure arithmetic, after vLLM's hybrid cache manager and Jenga (arXiv 2503.18292).
-It must not know which page is whose.
+A *page* holds ``block_tokens`` tokens of one group's layers. All groups have the same number of rows, so all pages have
+the same size and come from one pool; a block of a sequence is one page per group. A model whose layers all see the same
+is one group, and its page is the whole block. Pure arithmetic, after vLLM's hybrid cache manager and Jenga (arXiv
+2503.18292). It does not know which page is whose.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, cast
 from mooncake.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from mooncake.types import BlockKey, KVLayout  # numpy, without which the command line comes to life sooner
+    from mooncake.types import BlockKey, KVLayout  # numpy, which would slow the command line's start
 
-MAX_GROUPS = 8  # each costs a step a block table and a list of slots
-WINDOWS_IN_CONTEXT = 8  # the context for which memory is weighed, in windows
+MAX_GROUPS = 8  # each adds a block table and a list of slots to a step
+WINDOWS_IN_CONTEXT = 8  # the context for which memory is compared, in windows
 LEAST_SAVED = 0.1  # of that memory; for less, several groups are not worth their tables
 
 
 @dataclass(frozen=True, slots=True)
 class PageGroups:
-    """``windows``: tokens that a query sees, itself included, in the layers of each group; 0: all. ``places``: (group,
-    row of its page) of each layer; empty when layer l is row l of the only group."""
+    """``windows``: per group, the tokens that a query sees, itself included; 0: all. ``places``: (group, row of its
+    page) of each layer; empty when layer l is row l of the only group."""
 
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...] = ()
@@ -39,46 +39,47 @@ class PageGroups:
         return self.places[layer] if self.places else (0, layer)
 
     def rows_with(self, layer: int) -> tuple[int, range]:
-        """Group, and the rows of its pages that are final with the layer: the empty ones follow the last that is not,
-        for a page travels as a whole."""
+        """Group, and the rows of its pages that become final with this layer. Empty rows become final with the last
+        used one, because a page travels as a whole."""
         group, row = self.place_of(layer)
         has_next = not self.places or (group, row + 1) in self.places
         return group, range(row, row + 1 if has_next else self.num_rows)
 
     @property
     def num_rows(self) -> int:
-        """Layers in a page."""
+        """Layers per page."""
         return 1 + max(row for _, row in self.places)
 
     @property
     def num_empty_rows(self) -> int:
-        """In all pages of one block: what is wasted where numbers of layers do not divide."""
+        """In all pages of one block: the waste where numbers of layers do not divide."""
         return self.num_groups * self.num_rows - len(self.places) if self.places else 0
 
     @property
     def name(self) -> str:
-        """Part of the names of all KV that lies so; empty where a page is a block."""
+        """Part of the names of all KV with this layout; empty where a page is a block."""
         return f"groups {self.windows} {self.places}" if self.places else ""
 
     def page_layout(self, block: KVLayout) -> KVLayout:
-        """Of one page, where ``block`` has all layers."""
+        """The layout of one page, where ``block`` has all layers."""
         return replace(block, num_layers=self.num_rows) if self.places else block
 
     def first_page(self, group: int, position: int, block_tokens: int) -> int:
-        """The first block of which the token at ``position`` sees something in the group's layers."""
+        """The first block that the token at ``position`` sees in the group's layers."""
         window = self.windows[group]
         return max(position - window + 1, 0) // block_tokens if window else 0
 
     def spans_behind(self, num_computed: int, first_block: int, block_tokens: int) -> list[range]:
-        """The blocks of each group whose pages a sequence needs that goes on behind so many computed tokens, in place
-        of another one; it has those of blocks before ``first_block``."""
+        """For each group, the blocks whose pages another sequence needs to continue after ``num_computed`` tokens;
+        it already has those before ``first_block``."""
         num_blocks = -(-num_computed // block_tokens)
         firsts = (self.first_page(group, num_computed, block_tokens) for group in range(self.num_groups))
         return [range(min(max(first_block, first), num_blocks), num_blocks) for first in firsts]
 
     def border(self, num_blocks: int, has: Callable[[int, int], bool], block_tokens: int) -> int:
-        """How many leading blocks, ``num_blocks`` at most, a sequence can go on behind where groups that see everything
-        have all of those: the others have what the last token of them sees. ``has``: a group's page of a block."""
+        """After how many leading blocks, at most ``num_blocks``, a sequence can continue if groups that see
+        everything have all of them: the others must have what the last token before that sees. ``has``: whether a
+        group's page of a block is there."""
         windowed = [group for group, window in enumerate(self.windows) if window]
         while num_blocks:
             position = num_blocks * block_tokens - 1
@@ -94,20 +95,20 @@ class PageGroups:
         return num_blocks
 
     def most_pages(self, group: int, at_once: int, block_tokens: int) -> int | None:
-        """Of the group, for a window that begins anywhere in a block and ``at_once`` tokens behind it. None: as many as
-        the sequence has blocks."""
+        """The group's maximum, for a window that begins anywhere in a block and ``at_once`` tokens after it. None:
+        one page per block."""
         window = self.windows[group]
         return -(-(window + at_once - 1) // block_tokens) + 1 if window else None
 
     def num_pages(self, num_tokens: int, block_tokens: int) -> int:
-        """That a sequence holds between two steps, all of whose tokens but the newest, so many, are computed. (Of the
-        last one it keeps all that it saw: it may be computed again.)"""
+        """Pages that a sequence holds between two steps, when all of its tokens but the newest are computed. (It
+        keeps what the last computed one saw: that one may be computed again.)"""
         num_blocks = -(-num_tokens // block_tokens)
         return sum(num_blocks - self.first_page(g, num_tokens - 1, block_tokens) for g in range(self.num_groups))
 
     def num_needed(self, num_blocks: int, at_once: int, block_tokens: int) -> int:
-        """Pages without which a sequence of so many blocks may not get on, ``at_once`` tokens a step: groups with a
-        window need theirs beside those of a cached prefix, which may be another sequence's too."""
+        """Pages without which a sequence of this many blocks may get stuck, at ``at_once`` tokens per step: groups
+        with a window need theirs in addition to those of a cached prefix, which may be shared."""
         needed = 0
         for group, window in enumerate(self.windows):
             most = self.most_pages(group, at_once, block_tokens)
@@ -116,7 +117,7 @@ class PageGroups:
         return needed
 
     def max_model_len(self, num_pages: int, at_once: int, block_tokens: int, asked: int) -> int:
-        """Tokens of the longest sequence that so many pages hold, up to as many as are ``asked`` for."""
+        """Tokens of the longest sequence that fits this many pages, at most as many as ``asked`` for."""
         low, high = 0, -(-asked // block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -131,30 +132,30 @@ UNIFORM = PageGroups((0,))
 """One group that keeps everything: what every model can have."""
 
 
-_NUMBERS = 1 << 32  # blocks of a sequence, and more
+_NUMBERS = 1 << 32  # larger than the number of a sequence's blocks
 
 
 def page_number(group: int, block: int) -> int:
-    """Of a sequence's pages: those of one group follow one another, and the first group's are the blocks' own."""
+    """Numbers a sequence's pages: those of a group are consecutive, and the first group's equal the block numbers."""
     return group * _NUMBERS + block
 
 
 def page_key(key: BlockKey, group: int) -> BlockKey:
-    """Of the group's page of a block, as long as every key. The first group has the block's own."""
+    """The key of the group's page of a block, as long as every key. The first group uses the block's own."""
     return cast("BlockKey", bytes((key[0] ^ group,)) + key[1:]) if group else key
 
 
 def groups_of(config: ModelConfig, context: int) -> PageGroups:
-    """As ``plan_groups``, for the layers of a model that keep keys and values."""
+    """Like ``plan_groups``, for the layers of a model that keep KV."""
     return plan_groups([config.window_of(layer) for layer in config.kv_owners], context)
 
 
 def plan_groups(windows: Sequence[int], context: int) -> PageGroups:
-    """Groups for layers that see so many tokens each (0: all), in sequences of up to ``context`` tokens.
+    """Groups for layers that see this many tokens each (0: all), in sequences of up to ``context`` tokens.
 
-    Of all sizes of a group that give no more than ``MAX_GROUPS``, the one that needs the least memory, empty rows
-    included, where sequences are ``WINDOWS_IN_CONTEXT`` windows long. That is mostly the number of layers of the rarer
-    kind. Groups that see everything come first: the first group names the blocks for everybody else.
+    Among group sizes that give at most ``MAX_GROUPS``, the one that needs the least memory, including empty rows, for
+    sequences of ``WINDOWS_IN_CONTEXT`` windows. Usually that is the number of layers of the rarer kind. Groups that see
+    everything come first: the first group names the blocks for everyone else.
     """
     seen = [window if window < context else 0 for window in windows]
     kinds = sorted(set(seen), key=lambda window: (window > 0, -window))
@@ -173,7 +174,7 @@ def plan_groups(windows: Sequence[int], context: int) -> PageGroups:
     size = min(sizes, key=lambda size: (cost(size), -size), default=0)
     as_one = len(seen) * (kinds[0] or longest)
     if not size or cost(size) > (1 - LEAST_SAVED) * as_one:
-        return PageGroups((kinds[0],))  # everybody keeps what the layers keep that see most
+        return PageGroups((kinds[0],))  # all layers keep what those that see most keep
     places = [(0, 0)] * len(seen)
     found: list[int] = []
     for kind in kinds:

@@ -1,8 +1,7 @@
-"""Memory that the kernel has provided before anybody has to wait for it.
+"""Memory whose pages the kernel has provided before anyone waits for them.
 
-A page is zeroed when it is first touched, and on a virtual machine whose host takes back what lies unused, the host
-has to find it, too: a prompt that is the first to use its blocks would wait for that at both ends of its hand-off and
-in the pool.
+A page is zeroed when it is first touched, and on a virtual machine with ballooning the host has to find it too: a
+prompt that is the first to use its blocks would wait for that at both ends of its hand-off and in the pool.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from mooncake.native import BuildFailed, load_native
 
 log = logging.getLogger(__name__)
 
-_STEP_BYTES = 2 << 20  # after which it looks whether anybody still wants the memory
+_STEP_BYTES = 2 << 20  # after each step it checks whether anybody still wants the memory
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def prefault(memory: Bytes) -> None:
-    """Blocking; the GIL is free meanwhile. What lies in ``memory`` stays, also what others write there meanwhile. Where
-    there is no compiler, pages come at first touch."""
+    """Blocking; the GIL is released meanwhile. The content of ``memory`` is preserved, even what others write
+    meanwhile. Without a compiler pages are provided at first touch."""
     library = _library()
     if library is not None:
         _touch(library, memory, 0, memory.nbytes)
 
 
 def prefault_in_background(memory: Bytes) -> None:
-    """The same in a thread that runs only where a core is idle, and that ends when nobody else has ``memory`` any more.
-    Whatever memory has an owner with another lifetime must be held by ``memory`` (as numpy's ``base``)."""
+    """The same in a thread that runs only on an idle core, and that ends when nobody else references ``memory``.
+    Memory whose owner has another lifetime must be held by ``memory`` (as numpy's ``base``)."""
     if memory.nbytes >= _STEP_BYTES:
         held = (weakref.ref(memory), memory.nbytes)
         thread = threading.Thread(target=_prefault_when_idle, args=held, name="prefault", daemon=True)
-        with contextlib.suppress(RuntimeError):  # there is no room for one more
+        with contextlib.suppress(RuntimeError):  # no further thread can be started
             thread.start()
 
 
 def _prefault_when_idle(memory: weakref.ref[Bytes], num_bytes: int) -> None:
-    with contextlib.suppress(OSError):  # of this thread alone; where that is not allowed, it takes its share
+    with contextlib.suppress(OSError):  # of this thread only; if not permitted, it runs normally
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     library = _library()
     for start in range(0, num_bytes, _STEP_BYTES):
@@ -60,7 +59,7 @@ def _prefault_when_idle(memory: weakref.ref[Bytes], num_bytes: int) -> None:
 
 
 def _touch(library: ctypes.CDLL, memory: Bytes, start: int, num_bytes: int) -> None:
-    begin: int = memory.__array_interface__["data"][0]  # what ``ctypes`` gives would hold ``memory`` in a cycle
+    begin: int = memory.__array_interface__["data"][0]  # ``ctypes`` would put ``memory`` into a reference cycle
     library.prefault_touch(begin + start, num_bytes, mmap.PAGESIZE)
 
 

@@ -1,6 +1,6 @@
-"""The values that every role speaks in: sampling parameters, tokens with log-probabilities, segments, block events.
+"""The values that every role uses: sampling parameters, tokens with log-probabilities, segments, block events.
 
-Plain frozen data. This module must not know about torch, gRPC, sockets or files; wire forms live in ``mooncake.rpc``.
+Plain frozen data. This module knows nothing of torch, gRPC, sockets or files; wire forms are in ``mooncake.rpc``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Role(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
-    ABORT = "abort"  # the client went away
+    ABORT = "abort"  # the client disconnected
 
 
 MAX_STOP_TOKEN_IDS = 64
@@ -49,10 +49,11 @@ MAX_GUIDE_CHARS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Keep the ``n`` likeliest answers instead of drawing one; scores are divided by length ** ``length_penalty``."""
+    """Keep the ``n`` most likely answers instead of sampling one; scores are divided by length **
+    ``length_penalty``."""
 
     length_penalty: float = 1.0
-    early_stopping: bool = False  # end with n finished answers, whatever could still come
+    early_stopping: bool = False  # end with n finished answers, whatever else could follow
 
 
 class GuideKind(StrEnum):
@@ -65,9 +66,9 @@ class GuideKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """What an answer has to look like. ``text`` is the schema, the expression, a JSON list of choices or a grammar.
+    """The required form of an answer. ``text`` is the schema, the expression, a JSON list of choices or a grammar.
 
-    ``lead`` is a grammar of what may come first, such as a thought; where it says ``@answer``, the guide begins.
+    ``lead`` is a grammar of what may precede it, such as a thought; the guide begins where it says ``@answer``.
     """
 
     kind: GuideKind
@@ -79,11 +80,10 @@ class Guide:
 class SamplingParams:
     """How to choose the next token. Greedy when ``temperature`` is 0.
 
-    ``logprobs`` is None for none, or the number of top alternatives wanted beside the chosen token (0 to 20);
-    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress: ingress draws one
-    when the client gives none, as ``LLM`` does for 0, which ``Client`` does not send. ``n`` answers are made of one
-    prompt, answer i with the seed ``seed + i``; with ``best_of`` so many are made and the ``n`` likeliest by token are
-    kept.
+    ``logprobs`` is None for none, or the number of top alternatives wanted besides the chosen token (0 to 20);
+    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress, which draws one
+    when the client gives none, as ``LLM`` does for 0, which ``Client`` does not send. With ``n``, answer i uses the
+    seed ``seed + i``; with ``best_of`` that many are generated and the ``n`` most likely per token are kept.
     """
 
     max_tokens: int = 16
@@ -96,8 +96,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    allowed_token_ids: tuple[int, ...] = ()  # only these are drawn; (): any
-    bad_words: tuple[tuple[int, ...], ...] = ()  # as tokens: the last one is not drawn where the answer has the others
+    allowed_token_ids: tuple[int, ...] = ()  # only these may be drawn; (): any
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences: the last token is not drawn after the others
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -105,7 +105,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     n: int = 1
     best_of: int = 0  # 0: n
-    beam_search: BeamSearch | None = None  # over n beams; nothing is drawn then
+    beam_search: BeamSearch | None = None  # over n beams; nothing is sampled then
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
@@ -179,18 +179,18 @@ class SamplingParams:
             raise InvalidRequest(f"beam search takes no {what}: it ranks what the model says", "n")
 
     def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
-        """Ids that the vocabulary must have, with the field that names them."""
+        """Ids that must be in the vocabulary, with the field that names them."""
         yield "logit_bias", [token_id for token_id, _ in self.logit_bias]
         yield "allowed_token_ids", self.allowed_token_ids
         yield "bad_words", [token_id for word in self.bad_words for token_id in word]
 
     @property
     def num_answers(self) -> int:
-        """How many are generated."""
+        """How many answers are generated."""
         return max(self.n, self.best_of)
 
     def for_answer(self, number: int) -> SamplingParams:
-        """Of one of several answers alone. The rule of seeds: answer ``number`` draws from ``seed + number``."""
+        """For one of several answers alone. The rule of seeds: answer ``number`` draws from ``seed + number``."""
         return replace(self, n=1, best_of=0, seed=(self.seed + number) % (1 << 64))
 
     @property
@@ -204,19 +204,19 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether anything is added to the model's opinion before a token is chosen."""
+        """Whether the logits are modified before a token is chosen."""
         edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.needs_history
         return bool(edits) or self.guide is not None
 
 
 def check_type(name: str, value: object, kind: type, words: str = "") -> None:
-    """Raises InvalidRequest unless ``value`` is one of ``kind``, which ``words`` say better than its name."""
+    """Raises InvalidRequest unless ``value`` is one of ``kind``, which ``words`` describe to the user."""
     if not isinstance(value, kind):
         raise InvalidRequest(f"{name} must be {words or f'a {kind.__name__}'}, got {value!r:.60}", name)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
-    """Between whole bounds only whole numbers lie; not-a-number lies nowhere."""
+    """With integer bounds, only integers are in range; NaN never is."""
     if isinstance(low, int):
         check_type(name, value, Integral, "a whole number")
     else:
@@ -235,9 +235,9 @@ class TokenLogprob:
 
 
 class SampledToken(msgspec.Struct, frozen=True):
-    """One generated token. ``index`` counts from 0 over the whole answer, without gap or repeat.
+    """One generated token. ``index`` counts from 0 over the whole answer, without gaps or repeats.
 
-    (There is one a sequence and step: it is made in a third of the time that a frozen dataclass takes.)
+    (A tuple, because there is one per sequence and step: it is created in a third of the time of a frozen dataclass.)
     """
 
     index: int
@@ -249,21 +249,21 @@ class SampledToken(msgspec.Struct, frozen=True):
 class KVLayout:
     """The bytes of one block, ``[layer][K|V][kv_head][token][head_dim]``, contiguous and the same everywhere.
 
-    A row (the last axis) of int8 codes ends with the 4 bytes of its float32 scale, so that whoever moves a row, a head
-    or a block moves its scales along.
+    A row (the last axis) of int8 codes ends with the 4 bytes of its float32 scale, so that moving a row, a head or a
+    block includes its scales.
 
-    Behind the model's layers there may be the hidden states that some of them took as their input, for variants of the
-    model to go on from: rows ``[token][hidden]``, each layer's in as many whole layers' bytes as they need.
+    After the model's layers there may be the hidden states that some of them took as their input, from which variants
+    of the model continue: rows ``[token][hidden]``, each layer's in as many whole layers' bytes as they need.
     """
 
-    num_layers: int  # with those that hold hidden states
+    num_layers: int  # including those that hold hidden states
     num_kv_heads: int
     block_tokens: int
     head_dim: int
     dtype: str  # "float32" | "bfloat16" | "int8"
     inputs_of: tuple[int, ...] = ()  # layers whose inputs are kept
-    layers_an_input: int = 0  # of a block, that each of them takes
-    num_kinds: int = 2  # K and V; 1: keys that are the values, too (multi-head latent attention)
+    layers_an_input: int = 0  # layers of a block that each of them takes
+    num_kinds: int = 2  # K and V; 1: keys that are also the values (multi-head latent attention)
 
     @property
     def itemsize(self) -> int:
@@ -285,36 +285,36 @@ class KVLayout:
 
     @property
     def kv_layers(self) -> range:
-        """The model's own."""
+        """The model's own layers."""
         return range(self.num_layers - len(self.inputs_of) * self.layers_an_input)
 
     def input_layers(self, layer: int) -> range:
-        """Of a block, that hold what ``layer`` took as its input. Raises ValueError when it is not kept."""
+        """The layers of a block that hold the input of ``layer``. Raises ValueError when it is not kept."""
         first = self.kv_layers.stop + self.inputs_of.index(layer) * self.layers_an_input
         return range(first, first + self.layers_an_input)
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentAddress:
-    """Where a registered segment can be reached. Addresses of memory never cross the wire: ranges are
-    (segment, incarnation, block, offset, length) and the owner checks them.
+    """Where a registered segment can be reached. Memory addresses never cross the wire: ranges are (segment,
+    incarnation, block, offset, length) and the owner checks them.
 
-    ``incarnation`` changes each time the owner starts, so that a message for a dead owner is refused.
-    ``host_id`` names the machine; ``unix_path`` (abstract socket, starts with NUL as "@") works only there.
+    ``incarnation`` changes each time the owner starts, so that a message for a dead owner is refused. ``host_id`` names
+    the machine; ``unix_path`` (abstract socket, starts with NUL as "@") works only there.
     """
 
     node_id: str
     incarnation: int
     host_id: str
     unix_path: str
-    tcp_address: str  # "host:port", IPv6 as "[::1]:port"; several, separated by commas, for as many network cards
+    tcp_address: str  # "host:port", IPv6 as "[::1]:port"; one per network card, separated by commas
     block_bytes: int
     num_blocks: int
-    rdma: bool = False  # can also be reached by verbs, set up over the TCP address
+    rdma: bool = False  # also reachable by verbs, set up over the TCP address
 
 
 class Tier(IntEnum):
-    """Where a node holds a block; the lower the faster."""
+    """Where a node holds a block; lower is faster."""
 
     DRAM = 0
     SSD = 1
@@ -323,7 +323,7 @@ class Tier(IntEnum):
 class BlockEvent(NamedTuple):
     """A block became readable in a cache, or left it. ``parent`` is empty for a first block.
 
-    ``tier`` is the fastest one that holds it now: stored again in another tier means that it has moved there.
+    ``tier`` is the fastest one that holds it now: stored again in another tier means that it has moved.
     """
 
     stored: bool
@@ -363,8 +363,8 @@ class PrefillReport:
     pool_bytes: int = 0  # to the KV pool
     transport: str = ""  # of the hand-off: "shm" | "tcp" | "rdma" | "" when there was none
     timings: Timings = field(default_factory=Timings)
-    blended_tokens: int = 0  # behind the prefix, put together from chunks that were computed alone: not exact
-    inherited_tokens: int = 0  # behind the prefix, with a variant's KV in most layers: not exact
+    blended_tokens: int = 0  # after the prefix, blended from chunks that were computed alone: not exact
+    inherited_tokens: int = 0  # after the prefix, with a variant's KV in most layers: not exact
 
     @property
     def cached_tokens(self) -> int:

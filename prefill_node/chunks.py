@@ -1,8 +1,9 @@
-"""Text chunks of prompts: where they are cut, what of them is here, and what is computed alone for the next time.
+"""Text chunks of prompts (blending): where prompts are cut, which chunks are cached, and which to compute alone for
+later.
 
-A chunk computed alone is a prompt like any other but for its name, so an ordinary job brings it here: from the pool
-where that has all of it, before the prompt that needs it; else computed in the background, behind everybody, when a
-prompt has shown it. Blocks alone are reused: the rest of a chunk is computed with the prompt.
+A chunk computed alone is a prompt like any other except for its name, so an ordinary job brings it here: from the pool
+if that has all of it, before the prompt that needs it; else computed in the background at the lowest priority, after a
+prompt has contained it. Only full blocks are reused: the rest of a chunk is computed with the prompt.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from mooncake.types import BlockKey, SamplingParams, TokenIds
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 64  # chunks to compute; more are left for the next prompt that shows them
-BEHIND_ALL = 2**31 - 1  # their priority
-FETCH_TIMEOUT_S = 5.0  # of chunks that a prompt waits for
-COMPUTE_TIMEOUT_S = 120.0  # of one in the background
+MAX_WAITING = 64  # chunks to compute; beyond that they wait for the next prompt that contains them
+BEHIND_ALL = 2**31 - 1  # the lowest priority
+FETCH_TIMEOUT_S = 5.0  # for chunks that a prompt waits for
+COMPUTE_TIMEOUT_S = 120.0  # for one in the background
 ONE_TOKEN = sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
 
 Compute = Callable[[pb.PrefillRequest, float], Awaitable[None]]
@@ -42,7 +43,7 @@ Compute = Callable[[pb.PrefillRequest, float], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Full blocks of a prompt from token ``start`` on, and their names as a chunk's."""
+    """Full blocks of a prompt from token ``start`` on, and their names as a chunk's blocks."""
 
     start: int
     tokens: TokenIds
@@ -50,14 +51,14 @@ class Chunk:
 
 
 def chunk_spans(tokens: TokenIds, separator: TokenIds) -> list[tuple[int, int]]:
-    """Chunks as (first token, end). Each begins with a separator. Neither what stands before the first one, which is a
-    prefix, nor the last one, which is what is asked, is among them."""
+    """Chunks as (first token, end), each starting with a separator. Neither the part before the first separator (a
+    prefix) nor the last part (the question) is a chunk."""
     size = len(separator)
     if len(tokens) < size:
         return []
     starts: list[int] = []
     for start in np.flatnonzero((sliding_window_view(tokens, size) == separator).all(-1)).tolist():
-        if not starts or start >= starts[-1] + size:  # separators that overlap are one
+        if not starts or start >= starts[-1] + size:  # overlapping separators count as one
             starts.append(start)
     return [span for span in pairwise(starts) if span[0]]
 
@@ -76,7 +77,7 @@ class ChunkDesk:
 
     @classmethod
     def configured(cls, host: EngineHost) -> ChunkDesk | None:
-        """None where nothing is blended. Raises ConfigError."""
+        """None if blending is off. Raises ConfigError."""
         section = host.config.prefill
         if not section.blend_share:
             return None
@@ -88,8 +89,8 @@ class ChunkDesk:
     async def bring(
         self, request: pb.PrefillRequest, tokens: TokenIds, store: StoreClient | None, compute: Compute
     ) -> list[Chunk]:
-        """The prompt's chunks, with those that the pool has in this node's cache, where there is room for them. Those
-        that nobody has are computed once ``go_on`` is called."""
+        """The prompt's chunks; those the pool has are loaded into this node's cache if there is room. Chunks that
+        nobody has are computed once ``go_on`` is called."""
         chunks = self._cut(tokens[: request.num_prompt_tokens], request.cache_salt)
         pool = self._host.engine.block_pool
         absent = {chunk.keys[-1]: chunk for chunk in chunks if pool.match(chunk.keys) < len(chunk.keys)}
@@ -97,22 +98,22 @@ class ChunkDesk:
         fetches = []
         for key, chunk in absent.items():
             if key in stored:
-                order = self._order(request, chunk, max(request.priority - 1, -BEHIND_ALL))  # a token of work
+                order = self._order(request, chunk, max(request.priority - 1, -BEHIND_ALL))  # one token of computation
                 fetches.append(_quietly(compute(order, time.monotonic() + FETCH_TIMEOUT_S)))
             elif len(self._waiting) < MAX_WAITING:
                 self._waiting.setdefault(key, (self._order(request, chunk, BEHIND_ALL), compute))
         await asyncio.gather(*fetches)
-        self._host.thread.call(lambda engine: _touch(engine.block_pool, chunks))  # before the prompt takes blocks
+        self._host.thread.call(lambda engine: _touch(engine.block_pool, chunks))  # before the prompt allocates blocks
         return chunks
 
     def go_on(self) -> None:
-        """A prompt is done: the background has its turn."""
+        """A prompt is done: continue in the background."""
         if self._waiting and self._worker is None:
             self._worker = asyncio.create_task(self._compute_waiting())
 
     def take(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
-        """What a prompt can reuse behind its first ``first`` tokens, and the blocks it lies in, with one more reference
-        each."""
+        """What a prompt can reuse after its first ``first`` tokens, and the blocks that hold it, each with one more
+        reference."""
         places: list[tuple[int, list[int]]] = []
         for chunk in chunks:
             num_here = pool.match(chunk.keys)
@@ -122,7 +123,7 @@ class ChunkDesk:
         return blend, [block_id for _, block_ids in places for block_id in block_ids]
 
     async def stop(self) -> None:
-        """Compute no more in the background."""
+        """Stop computing in the background."""
         worker, self._worker = self._worker, None
         self._waiting.clear()
         if worker is not None:
@@ -132,7 +133,7 @@ class ChunkDesk:
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that are still to be computed, the one under way included."""
+        """Chunks still to be computed, including the current one."""
         return len(self._waiting)
 
     def _cut(self, tokens: TokenIds, salt: str) -> list[Chunk]:
@@ -156,7 +157,7 @@ class ChunkDesk:
         )
 
     async def _compute_waiting(self) -> None:
-        """One after the other."""
+        """One after another."""
         while self._waiting:
             key, (order, compute) = next(iter(self._waiting.items()))
             try:
@@ -167,13 +168,13 @@ class ChunkDesk:
 
 
 def _touch(pool: BlockPool, chunks: list[Chunk]) -> None:
-    """On the engine's thread: evict others first."""
+    """Mark the chunks as recently used, so that others are evicted first. On the engine's thread."""
     for chunk in chunks:
         pool.release(pool.take_prefix(chunk.keys, pool.match(chunk.keys)))
 
 
 async def _stored(store: StoreClient | None, chunks: list[Chunk]) -> set[BlockKey]:
-    """The last names of those chunks that the pool has as a whole."""
+    """Last block names of those chunks that are complete in the pool."""
     if store is None or not chunks:
         return set()
     try:
@@ -187,7 +188,7 @@ async def _stored(store: StoreClient | None, chunks: list[Chunk]) -> set[BlockKe
 
 
 async def _quietly(call: Awaitable[None]) -> None:
-    """A chunk that does not come is computed with its prompt."""
+    """Ignore failures: a missing chunk is computed with its prompt."""
     try:
         await call
     except MooncakeError as error:

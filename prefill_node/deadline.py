@@ -1,4 +1,4 @@
-"""Until when a request is worth working for."""
+"""The time by which a request must be done."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """For a call: never 0, which some take for no limit."""
+        """As a timeout for a call: never 0, which some take for no limit."""
         return max(0.001, self.at_s - time.monotonic())
 
     async def wait_for(self, future: asyncio.Future[T]) -> T:
-        """Its result. Raises DeadlineExceeded; the future is cancelled then."""
+        """Its result. Raises DeadlineExceeded, after cancelling the future."""
         try:
             return await asyncio.wait_for(future, self.left_s)
         except TimeoutError:

@@ -1,9 +1,9 @@
-"""Prefixes that another deployment of the same model left in the pool, in another layout: named, counted, leased.
+"""Prefixes that another deployment of the same model left in the pool in another layout: named, counted, leased.
 
-The KV is the same, its bytes lie otherwise: cut over tensor-parallel ranks or pipeline stages, in blocks of another
-size, as another type. Each rank's blocks have keys of their own, which anybody can compute who knows the layout; a plan
-says how ours are made of them. Only plans that read whole layers are taken, because nothing less can be verified. It
-must not know when a prefix is loaded, nor how bytes travel.
+The KV content is the same but its bytes are arranged differently: split over tensor-parallel ranks or pipeline stages,
+in blocks of another size, or in another type. Each rank's blocks have their own keys, which anyone who knows the layout
+can compute; a plan says how our blocks are made from them. Only plans that read whole layers are accepted, because
+nothing less can be verified. This module knows neither when a prefix is loaded nor how bytes travel.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mooncake.types import BlockKey, KVLayout, TokenIds
 
 @dataclass(frozen=True, slots=True)
 class ForeignLayout:
-    """How the others lay out the KV called ``content`` (see ``kv_fingerprint``), and how it becomes ours."""
+    """How the other deployment arranges the KV called ``content`` (see ``kv_fingerprint``), and how to convert it."""
 
     content: str
     plan: Plan
 
     @classmethod
     def configured(cls, section: PoolLayoutSection, content: str, layout: KVLayout) -> ForeignLayout | None:
-        """None when the configuration names no other layout. Raises ConfigError for one that cannot be read."""
+        """None if no other layout is configured. Raises ConfigError for one that cannot be read."""
         if not section.tensor_parallel:
             return None
         theirs = replace(
@@ -51,7 +51,7 @@ class ForeignLayout:
     def keys(
         self, rank: int, tokens: TokenIds, salt: str = "", adapter: str = "", adapter_start: int = 0
     ) -> list[BlockKey]:
-        """Of one rank's blocks."""
+        """The keys of one rank's blocks."""
         source = self.plan.source
         name = kv_fingerprint(self.content, source.block(rank), source.shard_name(rank))
         return Chain.of(name, salt, adapter, adapter_start).keys(tokens, source.block_tokens)
@@ -59,12 +59,12 @@ class ForeignLayout:
 
 @dataclass(frozen=True, slots=True)
 class ForeignLease:
-    """The right to read what ``num_blocks`` of our blocks are made of, until ``expires_s`` (monotonic)."""
+    """The right to read the source blocks of ``num_blocks`` of our blocks until ``expires_s`` (monotonic)."""
 
     plan: Plan
     num_blocks: int
     expires_s: float
-    shards: dict[int, Shard]  # by rank, all of one store
+    shards: dict[int, Shard]  # by rank, all from one store
     keys: dict[int, list[BlockKey]]
     leases: tuple[Lease, ...]
 
@@ -73,14 +73,14 @@ class ForeignLease:
         return [lease.lease_id for lease in self.leases]
 
     def key_of(self, slot: int) -> BlockKey:
-        """The stored block in one of the leased slots."""
+        """The key of the stored block in a leased slot."""
         return next(
             self.keys[rank][shard.slots.index(slot)] for rank, shard in self.shards.items() if slot in shard.slots
         )
 
 
 class ForeignPrefix:
-    """One prompt's prefix in the others' layout. On the event loop."""
+    """One prompt's prefix in the other layout. Used on the event loop."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class ForeignPrefix:
         self._keys = {rank: layout.keys(rank, tokens, salt, adapter, adapter_start) for rank in layout.plan.ranks}
 
     async def count(self, timeout_s: float) -> int:
-        """How many leading blocks of ours are there as a whole. Raises what ``StoreClient.exists`` does."""
+        """How many of our leading blocks can be made completely. Raises what ``StoreClient.exists`` does."""
         answers = await asyncio.gather(
             *(self._store.exists(keys, timeout_s=timeout_s) for keys in self._keys.values() if keys)
         )

@@ -1,4 +1,4 @@
-"""A request's KV and first tokens on their way to the decode node that goes on with it."""
+"""Sends a request's KV and first tokens to the decode node that continues it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ CLOSE_TRIES = 3
 
 
 class Handoff:
-    """``open`` when the request's turn has come, ``commit`` when its first tokens are known, ``close`` in any case."""
+    """Call ``open`` when the request's turn has come, ``commit`` when its first tokens are known, ``close`` in any
+    case."""
 
     def __init__(self, shop: Workshop, request: pb.PrefillRequest, num_tokens: int, deadline: Deadline) -> None:
         self._shop = shop
@@ -35,12 +36,12 @@ class Handoff:
         self._deadline = deadline
         self._layout: KVLayout = shop.host.plan.layout
         self._groups: PageGroups = shop.host.plan.groups
-        self._pages: list[int] = []  # numbers of those that the decode node wants
+        self._pages: list[int] = []  # page numbers that the decode node wants
         self._is_committed = False
         self.sink = Sink(f"hand-off {request.handoff_id}", self._layout, deadline.at_s)
 
     async def open(self) -> None:
-        """Ask the decode node for its blocks, and let what is computed go there."""
+        """Reserve blocks on the decode node and start sending what is computed."""
         request = decode_pb2.OpenHandoffRequest(
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id
         )
@@ -62,7 +63,7 @@ class Handoff:
         self._shop.handoffs.kick(self.sink)
 
     async def commit(self, first_tokens: list[SampledToken], num_exact: int | None) -> None:
-        """Wait until every block has been written, then let the decode node go on. Raises MooncakeError."""
+        """Wait until every block has been written, then let the decode node continue. Raises MooncakeError."""
         await self._deadline.wait_for(asyncio.wrap_future(self.sink.done))
         checksums = self.sink.checksums
         missing = [page for page in self._pages if page not in checksums]
@@ -83,8 +84,8 @@ class Handoff:
         self._is_committed = True
 
     async def close(self) -> None:
-        """Where it was not committed, tell the decode node that nothing more will be written. Without it the blocks
-        stay quarantined there until our connections end."""
+        """If not committed, tell the decode node that nothing more will be written. Otherwise the blocks would stay
+        quarantined there until our connections end."""
         if self._is_committed:
             return
         request = decode_pb2.CloseHandoffRequest(

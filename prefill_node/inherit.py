@@ -1,7 +1,9 @@
-"""KV of a variant of the model: what of a prompt its deployment left in the pool, and how it comes here.
+"""Inherits KV from another variant of the model: what its deployment left in the pool of a prompt, and how it is
+loaded.
 
-The blocks have the sender's names, which anybody can compute who knows what its KV is made of. What the receiver's own
-layers begin with comes first and beside the cache, for they are computed from it while the KV of the others follows.
+The blocks have the sender's names, which anyone who knows its KV fingerprint can compute. The inputs of the receiver's
+own layers are read first, into memory beside the cache: those layers are computed from them while the other layers' KV
+follows.
 """
 
 from __future__ import annotations
@@ -29,23 +31,23 @@ from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
 
 log = logging.getLogger(__name__)
 
-ASK_TIMEOUT_S = 2.0  # a prompt waits so long to hear what there is
+ASK_TIMEOUT_S = 2.0  # how long a prompt waits to learn what the pool has
 
 
 @dataclass(frozen=True, slots=True)
 class Sender:
-    """Whose KV is read, how its blocks lie, and which layers are ours."""
+    """The variant whose KV is read, the layout of its blocks, and which layers are recomputed."""
 
     fingerprint: str
     layout: KVLayout
     own_layers: range
     inputs_first: bool
     hidden_size: int
-    pools: tuple[str, ...]  # gRPC addresses of its stores; (): the request's own
+    pools: tuple[str, ...]  # gRPC addresses of its stores; (): those of the request
 
     @classmethod
     def configured(cls, host: EngineHost) -> Sender | None:
-        """None where no other's KV is read. Raises ConfigError."""
+        """None if no variant is configured. Raises ConfigError."""
         profile = host.variant
         if profile is None:
             return None
@@ -59,13 +61,13 @@ class Sender:
 
     @property
     def input_layers(self) -> range:
-        """Of a block, with what our first layer begins with; none where that are embeddings."""
+        """The layers of a block that hold the inputs of our first layer; none if those are the embeddings."""
         first = self.own_layers[0]
         return self.layout.input_layers(first) if first else range(0)
 
     @property
     def order(self) -> list[int]:
-        """Layers of a block as they are read."""
+        """The layers of a block in the order they are read."""
         as_it_is = [layer for layer in self.layout.kv_layers if layer not in self.own_layers]
         return [*self.input_layers, *as_it_is] if self.inputs_first else [*as_it_is, *self.input_layers]
 
@@ -76,7 +78,7 @@ Release = Callable[[StoreClient, LeasedPrefix | ForeignLease, list[BlockKey]], N
 
 @dataclass(frozen=True, slots=True)
 class Inheritance:
-    """What there is of one prompt: blocks up to ``end``, in this store."""
+    """What the pool has of one prompt: blocks up to ``end``, in this store."""
 
     sender: Sender
     store: StoreClient
@@ -84,8 +86,8 @@ class Inheritance:
     end: int
 
     def load(self, sequence: Sequence, lease: Lease, release: Release, deadline: float) -> PrefixLoad:
-        """Of what the sequence, just admitted, inherits; it knows then where its hidden states will be, and that its
-        KV is not exact any more. On the engine's thread."""
+        """Load what the just admitted sequence inherits, and tell the sequence where its hidden states will be and
+        that its KV is no longer exact. On the engine's thread."""
         layout, start = self.sender.layout, sequence.inherits.start
         first, end = (token // layout.block_tokens for token in (start, sequence.inherits.stop))
         keys, store = self.keys[first:end], self.store
@@ -106,7 +108,7 @@ class Inheritance:
 
 
 async def find(sender: Sender, stores: list[StoreClient], keys: list[BlockKey], first: int) -> Inheritance | None:
-    """The longest run of the prompt's blocks from ``first`` on that one of the stores has; None: there is none."""
+    """The longest run of the prompt's blocks from ``first`` on in any one store; None: there is none."""
     runs = await asyncio.gather(*(_run_length(store, keys[first:]) for store in stores))
     longest = max(runs, default=0)
     if not longest:
@@ -126,7 +128,7 @@ async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
 
 
 class HiddenArea:
-    """Memory beside the cache for what our first layer begins with, ``num_blocks`` blocks of it."""
+    """Memory beside the cache for the inputs of our first layer, for ``num_blocks`` blocks."""
 
     def __init__(self, sender: Sender, num_blocks: int) -> None:
         layout, layers = sender.layout, sender.input_layers
@@ -135,7 +137,7 @@ class HiddenArea:
         self._sender = sender
 
     def states(self, first: int) -> HiddenStates | None:
-        """As a sequence's tokens from ``first`` on begin with them; what they are, is there when it was read."""
+        """The inputs of a sequence's tokens from ``first`` on; valid once they have been read."""
         if not self.by_layer:
             return None
         layout, hidden_size = self._sender.layout, self._sender.hidden_size

@@ -1,6 +1,6 @@
-"""Blocks of the pool under lease, for threads that are not the event loop's: taken within a time, given back unheard.
+"""Leases of pool blocks for threads other than the event loop's: taken within a time limit, returned without waiting.
 
-It must not know prompts, nor who reads the blocks.
+It knows neither prompts nor who reads the blocks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Leases:
         return self._in_time(store, _acquire(store, keys))
 
     def take_foreign(self, store: StoreClient, prefix: ForeignPrefix, num_blocks: int) -> ForeignLease:
-        """What as many blocks of ours are made of in the others' layout."""
+        """The source blocks, in the other layout, of this many of our blocks."""
         return self._in_time(store, prefix.lease(num_blocks, CONTROL_TIMEOUT_S))
 
     def end(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
-        """From any thread; nobody waits for it."""
+        """Callable from any thread; does not wait."""
         call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self.loop)
 

@@ -1,9 +1,8 @@
-"""Reused prefixes on their way in: a thread reads stored blocks layer by layer, ahead of the computation.
+"""Loads reused prefixes: a thread reads stored blocks layer by layer, ahead of the computation.
 
-The engine's thread waits for a layer only when it gets there first. A load may leave layers out, and bring others
-beside the cache. Bytes are checked against the checksums they were
-sealed with and against the lease's clock before a layer counts as loaded. They come to host memory, and go on
-from there to a cache on a GPU.
+The engine's thread waits for a layer only when it gets there first. A load may skip layers, and put others beside the
+cache. Bytes are checked against the checksums they were sealed with, and against the lease's clock, before a layer
+counts as loaded. They go to host memory, and from there to a cache on a GPU.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ class LeasedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class BlockToLoad:
-    """A page of a block: of the first group of layers, or of another."""
+    """One page of a block, of any group of layers."""
 
-    index: int  # in what is leased
+    index: int  # in the lease
     block_id: int  # in the cache
     key: BlockKey
     group: int = 0
 
 
 class PrefixLoad:
-    """One request's load. Layers become ready in order; an error makes all the rest fail at once."""
+    """One request's load. Layers become ready in order; an error makes all remaining ones fail at once."""
 
     def __init__(
         self,
@@ -71,10 +70,10 @@ class PrefixLoad:
         aside: Mapping[int, npt.NDArray[np.uint8]] | None = None,
         groups: PageGroups = UNIFORM,
     ) -> None:
-        """``lease`` gets a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
-        ``release`` gives it back together with the keys whose bytes were wrong. ``order`` has the layers of ``layout``
-        to read, in turn; None: all. Those in ``aside`` go there, [blocks, layer_bytes], not to the cache. With several
-        ``groups`` of layers, ``layout`` is a page's."""
+        """``lease`` returns a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
+        ``release`` returns it, with the keys of corrupt blocks. ``order`` lists the layers of ``layout`` to read, in
+        turn; None: all. Those in ``aside`` are written there, [blocks, layer_bytes], instead of to the cache. With
+        several ``groups`` of layers, ``layout`` is a page's."""
         self.request_id = request_id
         self.load_ms = 0.0
         self.num_blocks = sum(block.group == 0 for block in blocks)
@@ -90,13 +89,13 @@ class PrefixLoad:
         self._turns = {layer: turn for turn, layer in enumerate(self._order)}
         self._aside = aside or {}
         self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
-        self._is_reading = False  # bytes may be on their way into the cache
+        self._is_reading = False  # whether bytes may be on their way into the cache
         self._error: KVLoadFailed | None = None
         self._changed = threading.Condition()
 
     def wait(self, layer: int) -> None:
-        """Block until ``layer`` is there, if it is among those read. Raises KVLoadFailed (with ``request_ids``) when it
-        will not be."""
+        """Block until ``layer`` is there, if it is among those read. Raises KVLoadFailed (with ``request_ids``) when
+        it will not come."""
         turn = self._turns.get(layer)
         if turn is None:
             return
@@ -113,12 +112,12 @@ class PrefixLoad:
         raise self._error
 
     def wait_aside(self) -> None:
-        """Likewise, until all that goes beside the cache is there."""
+        """Likewise, until everything in ``aside`` is there."""
         for layer in self._aside:
             self.wait(layer)
 
     def cancel(self) -> None:
-        """Give up and return once nothing is written into the cache any more."""
+        """Cancel, and return once nothing is written into the cache any more."""
         self._fail(KVLoadFailed("the request is gone"))
         self.wait_quiet()
 
@@ -127,7 +126,7 @@ class PrefixLoad:
         return self._error is not None
 
     def wait_quiet(self) -> None:
-        """Block until no read is under way and the blocks may be used for something else. A read has a deadline."""
+        """Block until no read is in progress and the blocks may be reused. A read has a deadline."""
         with self._changed:
             while self._is_reading:
                 self._changed.wait()
@@ -199,7 +198,7 @@ class PrefixLoad:
         self._is_loaded([mirror.to_device(here, row) if aside is None else HERE])
 
     def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
-        """All layers at once: the pieces of another layout may hold several."""
+        """All layers at once: pieces of another layout may span several."""
         targets: list[npt.NDArray[np.uint8] | None] = [None] * lease.num_blocks
         for block in self._blocks:
             targets[block.index] = mirror.memory[block.block_id]
@@ -214,9 +213,9 @@ class PrefixLoad:
         self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
     def _end_reading(self) -> None:
-        """Whoever waits for that goes on, whatever becomes of the last copy."""
+        """Wake the waiters even if the last copy fails."""
         try:
-            for arrival in self._arrivals[-1:]:  # which is behind the others
+            for arrival in self._arrivals[-1:]:  # the last one follows all others
                 arrival.wait()
         except Exception:
             log.exception("loading the prefix of %s", self.request_id)
@@ -243,8 +242,8 @@ def lease_in_time(
     timeout_s: float,
     end: Callable[[L], object],
 ) -> L:
-    """Have the event loop get a lease, and wait for it here, on another thread. One that comes when nobody waits for it
-    any more is given to ``end``. Raises KVLoadFailed, and what ``leasing`` does."""
+    """Have the event loop take a lease while this thread waits. One that arrives after the timeout is passed to
+    ``end``. Raises KVLoadFailed, and what ``leasing`` does."""
     future = asyncio.run_coroutine_threadsafe(leasing, loop)
 
     def end_late(done: Future[L]) -> None:

@@ -14,7 +14,7 @@ from prefill_node.streamer import LayerStreamer
 
 
 class PrefillNode(EngineNode):
-    """``await start()``, then serve until ``await stop()``. Raises ConfigError or ModelError from ``start``."""
+    """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError or ModelError."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.PREFILL, config.prefill)
@@ -28,7 +28,7 @@ class PrefillNode(EngineNode):
         return self._role.hook
 
     async def drained(self) -> None:
-        """Return once nothing of ended requests is held any more."""
+        """Return once nothing of finished requests is held any more."""
         await self._role.drain()
 
     @property

@@ -1,8 +1,8 @@
-"""Where computed layers go: sinks (one hand-off, one pool), and the thread that starts what they have to write.
+"""Sends computed layers: sinks (one hand-off, one pool), and the thread that starts their writes.
 
-The engine's thread only appends. The outbox's thread checksums the ranges and hands them to the transfer engine, to
-each peer one turn at a time; it waits for no peer, so one that stands still keeps nobody waiting but its own sinks. A
-sink that is not open yet (the decode node has still to reserve) just collects.
+The engine's thread only appends. The outbox's thread checksums the ranges and hands them to the transfer engine, one
+turn per peer at a time; it waits for no peer, so a stalled one delays only its own sinks. A sink that is not open yet
+(the decode node has not reserved) just collects.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mooncake.types import KVLayout, SegmentAddress
 
 log = logging.getLogger(__name__)
 
-LAYERS_PER_TURN = 8  # written for one sink before the next sink of the same peer has its turn
+LAYERS_PER_TURN = 8  # written for one sink before the peer's next sink has its turn
 
 
 @dataclass(frozen=True, slots=True)
 class LayerRun:
-    """Layer ``layer`` of the prompt's blocks ``first``, ``first + 1``, … is final, in these cache blocks: in host
-    memory once it has arrived there. (Of a group of layers: a row of its pages, by their numbers.)"""
+    """Layer ``layer`` of the prompt's blocks ``first``, ``first + 1``, … is final in these cache blocks, and in host
+    memory once ``arrival`` is done. With groups of layers: one row of the group's pages, by page number."""
 
     layer: int
     first: int
@@ -44,26 +44,26 @@ class LayerRun:
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a sink's blocks go; those without a slot are skipped."""
+    """Where a sink's blocks go; blocks without a slot are skipped."""
 
     address: SegmentAddress
     slots: dict[int, tuple[int, int]]  # block index -> (slot, epoch)
 
 
 class Sink:
-    """The layers of one request on their way to one destination. Thread-safe."""
+    """One request's layers on their way to one destination. Thread-safe."""
 
     def __init__(self, name: str, layout: KVLayout, deadline: float) -> None:
         self.name = name
         self.deadline = deadline  # monotonic s
-        self.done: Future[None] = Future()  # all that was pushed before ``end`` is written, or the error
-        self.done.set_running_or_notify_cancel()  # who no longer waits for it cannot cancel it: it is ours to settle
+        self.done: Future[None] = Future()  # everything pushed before ``end`` is written, or the error
+        self.done.set_running_or_notify_cancel()  # waiters cannot cancel it: only we settle it
         self.sent_bytes = 0
-        self.transport = ""  # that carried the last bytes
-        self.checksums: dict[int, npt.NDArray[np.uint64]] = {}  # block index -> one a layer
+        self.transport = ""  # the transport of the last write
+        self.checksums: dict[int, npt.NDArray[np.uint64]] = {}  # block index -> one per layer
         self._layout = layout
         self._lock = threading.Lock()
-        self._starting = threading.Lock()  # held while a turn begins: ``close`` waits for it
+        self._starting = threading.Lock()  # held while a turn starts: ``close`` waits for it
         self._moving: Transfer | None = None  # this turn's
         self._began_s = 0.0
         self._pending: deque[LayerRun] = deque()
@@ -73,7 +73,7 @@ class Sink:
 
     @property
     def address(self) -> SegmentAddress | None:
-        """Where it goes; None until it is open."""
+        """Its destination; None until it is open."""
         return self._destination.address if self._destination else None
 
     def push(self, run: LayerRun) -> None:
@@ -91,7 +91,7 @@ class Sink:
             self._ended = True
 
     def fail(self, error: MooncakeError) -> None:
-        """Nothing more will begin."""
+        """Start no further writes."""
         with self._lock:
             self._pending.clear()
             self._closed = True
@@ -99,7 +99,7 @@ class Sink:
                 self.done.set_exception(error)
 
     def close(self) -> None:
-        """Blocks until nothing is on its way any more. Idempotent."""
+        """Blocks until no write is in progress. Idempotent."""
         self.fail(HandoffFailed(f"{self.name}: closed"))
         with self._starting:
             moving = self._moving
@@ -108,8 +108,8 @@ class Sink:
             moving.wait()
 
     def start(self, transfer: TransferEngine, memory: npt.NDArray[np.uint8], priority: Priority) -> Transfer | None:
-        """Begin to write up to LAYERS_PER_TURN runs; ``ended`` wants to be told when they are. None when there is
-        nothing to write now. Only for the outbox's thread, and not while something is on its way."""
+        """Start writing up to LAYERS_PER_TURN runs; the caller must pass the result to ``ended``. None when there is
+        nothing to write now. Only for the outbox's thread, and not while a write is in progress."""
         with self._starting:
             self._began_s = time.monotonic()
             try:
@@ -130,7 +130,7 @@ class Sink:
             return self._moving
 
     def ended(self, moved: Transfer) -> float:
-        """What was begun has ended. The ms that it took, checksums and all."""
+        """The writes of this turn have ended. Returns the ms they took, checksums included."""
         self._moving = None
         if moved.error is not None:
             self.fail(moved.error)
@@ -141,14 +141,14 @@ class Sink:
         return (moved.ended - self._began_s) * 1e3
 
     def _take(self) -> list[LayerRun]:
-        """What to write next."""
+        """The runs to write next."""
         with self._lock:
             if self._destination is None or self._closed:
                 return []
             return [self._pending.popleft() for _ in range(min(LAYERS_PER_TURN, len(self._pending)))]
 
     def _settle(self) -> None:
-        """Nothing is on its way: are we done?"""
+        """No write is in progress: settle ``done`` if nothing is left."""
         with self._lock:
             if self._ended and not self._pending and self._destination is not None and not self.done.done():
                 self.done.set_result(None)
@@ -172,7 +172,7 @@ class Sink:
 
 
 class Outbox:
-    """One thread. ``on_sent(sink, bytes, ms)`` is told what each turn moved."""
+    """One thread. ``on_sent(sink, bytes, ms)`` is called after each turn."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class Outbox:
         self._on_sent = on_sent
         self._priority = priority
         self._events: queue.SimpleQueue[tuple[Sink, Transfer | None] | None] = queue.SimpleQueue()
-        self._lines: dict[SegmentAddress, deque[Sink]] = {}  # who waits for a turn, by peer
+        self._lines: dict[SegmentAddress, deque[Sink]] = {}  # by peer: sinks waiting for a turn
         self._busy: set[SegmentAddress] = set()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -197,12 +197,12 @@ class Outbox:
         self._events.put((sink, None))
 
     def stop(self) -> None:
-        """Nothing more will begin."""
+        """Start no further writes."""
         self._events.put(None)
         self._thread.join()
 
     def _moved(self, sink: Sink, moved: Transfer) -> None:
-        """On any thread."""
+        """Called on any thread."""
         self._events.put((sink, moved))
 
     def _run(self) -> None:
@@ -231,7 +231,7 @@ class Outbox:
             sink.fail(InternalError(f"{sink.name}: {error!r}"))
 
     def _next(self, peer: SegmentAddress, line: deque[Sink]) -> None:
-        """Give whoever is first in line a turn."""
+        """Give the first sink in line a turn."""
         while line:
             sink = line.popleft()
             moving = sink.start(self._transfer, self._memory, self._priority)

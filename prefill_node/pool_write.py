@@ -1,4 +1,4 @@
-"""A prompt's blocks on their way to the pool. Storing is best effort: it is never worth an error, nor a wait."""
+"""Stores a prompt's blocks in the pool. Best effort: storing never causes an error or a wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class PoolWrite:
-    """``open`` when the request's turn has come, ``seal`` when all of it is computed, ``close`` in any case."""
+    """Call ``open`` when the request's turn has come, ``seal`` when everything is computed, ``close`` in any case."""
 
     def __init__(
         self, shop: Workshop, store: StoreClient, request_id: str, keys: Sequence[BlockKey], deadline: Deadline
@@ -37,18 +37,18 @@ class PoolWrite:
         self._groups: PageGroups = shop.host.plan.groups
         self._reservations: dict[int, Reservation] = {}  # by page number
         self._is_sealed = False
-        self._held: list[int] = []  # blocks of a sequence that goes on here, with a reference for us each
+        self._held: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours
         self.sink = Sink(f"pool write {request_id}", self._layout, deadline.at_s)
 
     async def open(self, first: int, end: int, first_pages: Sequence[int], into_dram: bool) -> None:
-        """Reserve blocks ``first`` to ``end`` and let what is computed go there; without a slot a block is not stored.
+        """Reserve blocks ``first`` to ``end`` and start sending what is computed; a block without a slot is not stored.
 
-        Of each group of layers with a window, the pages from ``first_pages`` of the group on. ``into_dram``: also what
-        the pool has on its SSD, because it is too slow to be read from there.
+        For each group of layers with a window: the pages from the group's ``first_pages`` on. ``into_dram``: store also
+        what the pool has on its SSD, because reading it from there is too slow.
         """
         parents: list[bytes] = [b"", *self._keys]
         wanted = [(0, index) for index in range(first, end)]
-        for group in range(1, self._groups.num_groups):  # each goes before its block, without which it is of no use
+        for group in range(1, self._groups.num_groups):  # evicted before their block, without which they are useless
             wanted += [(group, index) for index in range(max(first, first_pages[group]), end)]
         blocks = [(page_key(self._keys[i], group), self._keys[i] if group else parents[i]) for group, i in wanted]
         if not blocks:
@@ -85,7 +85,7 @@ class PoolWrite:
             sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
             await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
             self._is_sealed = True
-            # What a prefix in our cache had no page of, for nothing behind it sees one.
+            # Pages that a cached prefix lacks, because nothing after it sees them.
             not_there = [slot for page, slot in self._reservations.items() if page not in sums]
             if not_there:
                 await self._store.abort(not_there)
@@ -93,17 +93,17 @@ class PoolWrite:
             log.debug("%s: not stored: %s", self._request_id, error.message)
 
     async def close(self) -> None:
-        """Give reservations back that were not sealed."""
+        """Abort reservations that were not sealed."""
         if self._reservations and not self._is_sealed:
             with contextlib.suppress(MooncakeError):
                 await self._store.abort(list(self._reservations.values()))
 
     def hold(self, block_ids: list[int]) -> None:
-        """On the engine's thread: keep them until they are written, whatever becomes of their sequence."""
+        """On the engine's thread: hold the blocks until they are written, whatever happens to their sequence."""
         self._shop.host.engine.block_pool.fork(block_ids)
         self._held += block_ids
 
     def let_go(self, engine: Engine) -> None:
-        """On the engine's thread, when the sink reads them no more. Idempotent."""
+        """On the engine's thread, when the sink has stopped reading them. Idempotent."""
         held, self._held = self._held, []
         engine.block_pool.release(held)

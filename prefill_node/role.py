@@ -1,6 +1,6 @@
-"""The prefill role of a process: its hook on the engine, its movers of KV, its service.
+"""The prefill role of a process: its hook on the engine, its loader and outboxes, its service.
 
-``node`` gives it an engine of its own; a node that can change its role gives it the one that decode uses too.
+``node`` gives it its own engine; a node that can switch roles gives it the engine that decode uses too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prefill_node.workshop import Workshop
 
 
 class PrefillRole:
-    """Build, start the engine with ``hook``, ``serve``, and at the end ``drain`` and ``stop``."""
+    """Build it, start the engine with ``hook``, ``serve``; at the end ``drain`` and ``stop``."""
 
     def __init__(self, node_id: str, config: Config, transfer: TransferEngine, channels: Channels) -> None:
         self.hook = LayerStreamer(config.block.tokens)
@@ -33,7 +33,7 @@ class PrefillRole:
         self._workers: list[Loader | Outbox] = []
 
     def serve(self, host: EngineHost, server: RpcServer) -> None:
-        """Add the service; ``host`` runs."""
+        """Add the service; ``host`` is running."""
         self._host = host
         self.hook.mirror, self.hook.groups = host.mirror, host.plan.groups
         memory = host.mirror.memory
@@ -66,20 +66,20 @@ class PrefillRole:
 
     @property
     def is_answering(self) -> bool:
-        """Somebody waits for what it does."""
+        """Whether somebody waits for its work."""
         return self._servicer.num_running > 0
 
     def report(self, load: cluster_pb2.Load) -> None:
-        """Its counts are kept with the engine's."""
+        """Nothing to add: its counts are kept with the engine's."""
 
     async def drain(self) -> None:
-        """Return once nothing of ended requests is held any more."""
+        """Return once nothing of finished requests is held any more."""
         if self._chunks is not None:
             await self._chunks.stop()
         await self._servicer.drain()
 
     def stop(self) -> None:
-        """The engine has stopped, if it had started."""
+        """Call after the engine has stopped, if it had started."""
         for worker in self._workers:
             worker.stop()
 

@@ -1,4 +1,4 @@
-"""The gRPC face of a prefill node."""
+"""The gRPC service of a prefill node."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
             self._clean_ups.start(job.clean_up())
 
     async def drain(self) -> None:
-        """Wait for what ended calls left to clean up."""
+        """Wait for the clean-up of finished calls."""
         await self._clean_ups.drain()

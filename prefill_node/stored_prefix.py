@@ -1,6 +1,6 @@
-"""What the pool has of a prompt, in our layout or in another deployment's, and how that is read.
+"""What the pool has of a prompt, in our layout or in another deployment's, and how to read it.
 
-It must not know the request, nor what becomes of the blocks.
+It knows neither the request nor what happens to the blocks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StoredPrefix:
         keys: list[BlockKey],
         open_foreign: Callable[[], ForeignPrefix] | None,
     ) -> None:
-        """``open_foreign``: the prompt in the others' layout, where there is one."""
+        """``open_foreign`` returns the prompt in the other layout, if one is configured."""
         self._host = host
         self._store = store
         self._leases = leases
@@ -39,12 +39,12 @@ class StoredPrefix:
 
     @property
     def is_ours(self) -> bool:
-        """Whether what was counted is in our layout."""
+        """Whether the counted blocks are in our layout."""
         return self._foreign is None
 
     async def count(self, num_usable: int) -> int:
-        """Leading blocks, of so many, to be read from there: in our layout, or in the others' when those are more.
-        Raises what ``StoreClient.exists`` does."""
+        """How many leading blocks, of ``num_usable``, can be read: in our layout, or in the other one if that has
+        more. Raises what ``StoreClient.exists`` does."""
         own = await self._count_own(self._keys[:num_usable])
         if self._open_foreign is None or own == num_usable:
             return own
@@ -55,7 +55,7 @@ class StoredPrefix:
         return max(own, converted)
 
     async def _count_own(self, keys: list[BlockKey]) -> int:
-        """Those that a prompt can go on behind."""
+        """Blocks after which a prompt can continue."""
         groups, block_tokens = self._host.plan.groups, self._host.plan.layout.block_tokens
         pages = [page_key(key, group) for group in range(groups.num_groups) for key in keys]
         there = await self._store.exists(pages, timeout_s=CONTROL_TIMEOUT_S)
@@ -63,7 +63,7 @@ class StoredPrefix:
         return groups.border(stored, lambda g, i: there[g * len(keys) + i], block_tokens)
 
     def load(self, name: str, blocks: list[BlockToLoad], deadline: float) -> PrefixLoad:
-        """To be given to a loader. ``deadline`` (monotonic, s) is the request's; a lease may end before."""
+        """A load for the loader. ``deadline`` (monotonic, s) is the request's; a lease may end earlier."""
         store, foreign, leases = self._store, self._foreign, self._leases
         deadline = min(deadline, time.monotonic() + self._host.config.store.lease_s)
         prefix = max(block.index for block in blocks if block.group == 0) + 1

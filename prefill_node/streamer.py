@@ -1,12 +1,13 @@
-"""The engine's hook on a prefill node: layers out as they are computed, reused layers in ahead of the computation.
+"""The engine's hook on a prefill node: sends layers as they are computed, and waits for reused layers being loaded.
 
-Runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's layer
-is final once every one of its tokens that the prompt has is computed; each is sent exactly once, unless a step is
-abandoned, and then again with the same bytes. A step that goes through a pipeline in pieces is streamed in pieces.
-Where the cache is on a GPU, final layers are copied to host memory beside the computation, and the sinks wait for the
-copy. Tokens with a variant's KV are final, in all layers, with the first ones behind them: those wait for all of it. Of
-a sequence that goes on here, and may have to give its blocks up, those of the prompt get one more reference each, so
-that they stay as they are until they are written.
+It runs on the engine's thread, so it only decides which layer runs are final and hands them to the sinks. A block's
+layer is final once all of the prompt's tokens in it are computed; each is sent exactly once, except after an abandoned
+step, which sends the same bytes again. A step that runs through a pipeline in pieces is streamed in pieces. On a GPU,
+final layers are copied to host memory while computation continues, and the sinks wait for the copy.
+
+Tokens with a variant's KV become final, in all layers, together with the first tokens after them, which wait for all of
+it. A sequence that continues here may be preempted: its prompt blocks get one more reference each, so that they stay
+unchanged until they are written.
 """
 
 from __future__ import annotations
@@ -27,21 +28,21 @@ from prefill_node.outbox import LayerRun, Outbox, Sink
 
 @dataclass(slots=True)
 class Stream:
-    """What the hook knows of one request: its sinks, and how far it has streamed."""
+    """What the hook knows of one request: its sinks, and how far it has been streamed."""
 
     request_id: str
     make_load: Callable[[list[BlockToLoad]], PrefixLoad]  # given pages, the first group's first
     outlets: list[tuple[Sink, Outbox]]
-    on_first_step: Callable[[], None]  # its turn has come; told on the engine's thread
-    hold: Callable[[list[int]], None] | None = None  # full blocks handed to the sinks, on the engine's thread
-    first_pages: tuple[int, ...] = ()  # of each group of layers, the first block whose page is wanted; (): all of one
+    on_first_step: Callable[[], None]  # its turn has come; called on the engine's thread
+    hold: Callable[[list[int]], None] | None = None  # on the engine's thread, with full blocks handed to sinks
+    first_pages: tuple[int, ...] = ()  # per group of layers, the first block whose page is sent; (): all, one group
     load: PrefixLoad | None = None
-    inherited: PrefixLoad | None = None  # of a variant's KV
+    inherited: PrefixLoad | None = None  # the load of a variant's KV
     next_block: int = 0  # blocks before it have been handed to the sinks
-    has_ended: bool = False  # so have all of the prompt's
+    has_ended: bool = False  # the whole prompt has been handed to the sinks
     first_step_s: float = 0.0  # monotonic; 0 until it ran
-    is_closing: bool = False  # no load may start any more
-    on_admitted: Callable[[Sequence], None] | None = None  # told on the engine's thread, before its first step
+    is_closing: bool = False  # no further load may start
+    on_admitted: Callable[[Sequence], None] | None = None  # called on the engine's thread, before its first step
 
     @property
     def loads(self) -> list[PrefixLoad]:
@@ -50,25 +51,25 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """One request's part in the current step: its blocks before ``end`` become final layer by layer. The last one of a
-    prompt may be a part: it is ``num_full`` blocks that nobody writes into any more. ``runs``: of each group of layers,
-    the first of them whose page goes out, and the pages."""
+    """One request's part of the current step: its blocks before ``end`` become final layer by layer. A prompt's last
+    block may be partial: only ``num_full`` blocks are never written again. ``runs``: per group of layers, the first
+    block whose page is sent, and the pages."""
 
     stream: Stream
     end: int
     num_full: int
     runs: tuple[tuple[int, tuple[int, ...]], ...]
     is_last: bool
-    first_token: int  # of the sequence
-    place: int  # of that token in the step
-    pushed: dict[int, int] = field(default_factory=dict)  # by layer: blocks before it have been handed to the sinks
+    first_token: int  # its first token's position in the sequence
+    place: int  # that token's position in the step
+    pushed: dict[int, int] = field(default_factory=dict)  # by layer: earlier blocks have been handed to the sinks
 
     def num_final(self, num_tokens: int, block_tokens: int) -> int:
         """Blocks of the sequence that are final once the step's first ``num_tokens`` tokens are computed."""
         return min((self.first_token + num_tokens - self.place) // block_tokens, self.end)
 
     def next_run(self, layer: int, group: int, end: int) -> tuple[int, tuple[int, ...]]:
-        """The first block, and the pages of those before ``end``, that have not been handed on in this layer."""
+        """The first block, and the pages of the blocks before ``end``, not yet handed on in this layer."""
         begin, pages = self.runs[group]
         first = self.pushed.get(layer, begin)
         self.pushed[layer] = max(first, end)
@@ -77,16 +78,16 @@ class StreamStep:
 
 @dataclass(slots=True)
 class LayerStreamer:
-    """The StepHook of a prefill node. ``streams`` is changed from the event loop, one assignment at a time."""
+    """The StepHook of a prefill node. The event loop changes ``streams`` by single assignments."""
 
     block_tokens: int
-    mirror: Mirror = field(init=False)  # set once the cache is there, and its groups of layers; nothing streams before
+    mirror: Mirror = field(init=False)  # set, with its groups of layers, once the cache exists; nothing streams before
     groups: PageGroups = UNIFORM
     streams: dict[str, Stream] = field(default_factory=dict)
-    listeners: list[Callable[[int], None]] = field(default_factory=list)  # told each layer when it is computed
+    listeners: list[Callable[[int], None]] = field(default_factory=list)  # called with each computed layer
     _step: list[StreamStep] = field(default_factory=list)
-    _loads: list[PrefixLoad] = field(default_factory=list)  # that this step reads from
-    _leaves: bool = False  # whether something becomes final in this step that has somewhere to go
+    _loads: list[PrefixLoad] = field(default_factory=list)  # loads this step reads from
+    _leaves: bool = False  # whether anything in this step becomes final and has a destination
 
     @property
     def wants_layers(self) -> bool:
@@ -95,11 +96,11 @@ class LayerStreamer:
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
-            # Nobody would fill these blocks, and the engine must not take them for filled.
+            # Nobody would fill these blocks, and the engine must not consider them filled.
             if to_load or sequence.inherits:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
-        # Admitted again after a failed load, there is nothing to load any more.
+        # Admitted again after a failed load: there is nothing to load any more.
         stream.load = stream.make_load(self._pages_to_load(sequence, to_load)) if to_load else None
         if stream.on_admitted is not None:
             stream.on_admitted(sequence)
@@ -111,7 +112,7 @@ class LayerStreamer:
             if stream is None or stream.inherited is None:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
             stream.inherited.wait_aside()
-            if stream.load is not None:  # of what is before them; of the variant's KV they read nothing else
+            if stream.load is not None:  # the prefix before them; of the variant's KV they read only the inputs
                 self._loads.append(stream.load)
         place = 0
         for entry in plan.entries:
@@ -151,7 +152,7 @@ class LayerStreamer:
             self._push(layer, [(part, part.num_final(num_tokens, self.block_tokens)) for part in began])
 
     def _push(self, layer: int, ends: list[tuple[StreamStep, int]]) -> None:
-        """Of each part what is final before its end, and has not gone yet."""
+        """For each part, hand on what is final before its end and was not handed on yet."""
         group, rows = self.groups.rows_with(layer)
         runs = [(part.stream.outlets, *part.next_run(layer, group, end)) for part, end in ends if part.stream.outlets]
         leaving = tuple(page for _, _, pages in runs for page in pages)
@@ -177,7 +178,7 @@ class LayerStreamer:
         self._step, self._loads, self._leaves = [], [], False
 
     def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
-        """The other groups' pages of these blocks come behind those of the whole prefix."""
+        """The other groups' pages for these blocks; they follow those of the whole prefix."""
         pages = [BlockToLoad(*block) for block in to_load]
         begin, end = pages[0].index, pages[-1].index + 1
         place = end
@@ -190,7 +191,7 @@ class LayerStreamer:
 
 
 def _runs(sequence: Sequence, stream: Stream, first: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """Pages of the blocks ``first`` ≤ i < ``end`` that are wanted and that the sequence has, of each group."""
+    """For each group, the wanted pages of blocks ``first`` ≤ i < ``end`` that the sequence has."""
     wanted = stream.first_pages or (0,)
     firsts = [min(max(first, held, asked), end) for held, asked in zip(sequence.first_held, wanted, strict=True)]
     return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, sequence.tables, strict=True))

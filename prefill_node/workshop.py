@@ -25,9 +25,9 @@ class Workshop:
     channels: Channels
     streamer: LayerStreamer
     loader: Loader
-    handoffs: Outbox  # urgent: someone waits for these bytes
+    handoffs: Outbox  # urgent: a request waits for these bytes
     stores: Outbox  # in the background
-    store_at: Callable[[str], StoreClient]  # by its control address
-    foreign: ForeignLayout | None  # the pool's blocks of another deployment, which are read when there are more of them
-    chunks: ChunkDesk | None  # where prompts are blended from chunks
-    sender: Sender | None  # the variant whose KV is read
+    store_at: Callable[[str], StoreClient]  # by control address
+    foreign: ForeignLayout | None  # another deployment's blocks in the pool, read if it has more of a prompt
+    chunks: ChunkDesk | None  # if prompts are blended from chunks
+    sender: Sender | None  # the variant whose KV is inherited

@@ -1,8 +1,8 @@
-"""Who may come in: API keys, over HTTP and over gRPC.
+"""API keys over HTTP and over gRPC.
 
-Health and metrics stay open, as in vLLM, for probes and scrapers that have no key; so do the version and the status
-page, which holds nothing by itself. Everything else needs a key once one is configured, the nodes' own calls too: who
-could join a cluster without one would be sent what its users say.
+Health and metrics stay open, as in vLLM, for probes and scrapers without a key; so do the version and the status page,
+which contains no data itself. Everything else needs a key once one is configured, including the nodes' own calls: a
+stranger who could join the cluster would be sent what its users say.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.errors import MooncakeError, Unauthenticated
 Refused = Callable[[MooncakeError], Response]
 
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/ping", "/version"})
-ANTHROPIC_HEADER = b"x-api-key"  # where clients of Anthropic's API show a key
+ANTHROPIC_HEADER = b"x-api-key"  # where clients of Anthropic's API send their key
 OPEN_SERVICES = ("/grpc.health.v1.Health/", "/grpc.reflection.")
 _MISSING = "an API key is needed, as Authorization: Bearer KEY"
 _WRONG = "the API key is not one of this server's"
@@ -33,8 +33,8 @@ def _refusal(has_header: bool) -> Unauthenticated:
 
 
 class KeyMiddleware:
-    """Answers 401 in place of ``app`` unless the request has a key or its path is open. ``worded`` are beginnings of
-    paths where a refusal has words of its own."""
+    """Answers 401 in place of ``app`` unless the request has a key or its path is open. ``worded`` are path prefixes
+    with their own form of refusal."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, worded: Mapping[str, Refused] = MappingProxyType({})) -> None:
         self._app = app
@@ -55,14 +55,14 @@ class KeyMiddleware:
 
 
 def _shown(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """As an ``Authorization`` header has it, wherever it stands."""
-    found = dict(reversed([*headers]))  # the first of a name counts
+    """The key in the ``Authorization`` form, from either header."""
+    found = dict(reversed([*headers]))  # the first header of a name counts
     key = found.get(ANTHROPIC_HEADER)
     return found.get(HEADER.encode(), b"Bearer " + key if key else b"")
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):
-    """The same for a gRPC server, with the metadata ``authorization``."""
+    """The same check for a gRPC server, on the metadata ``authorization``."""
 
     def __init__(self, keys: ApiKeys) -> None:
         self._keys = keys
@@ -79,7 +79,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):
         async def refuse(request: Any, context: Any) -> Any:
             raise _refusal(bool(shown))
 
-        return grpc.unary_unary_rpc_method_handler(refuse)  # an end without a response, whatever was called
+        return grpc.unary_unary_rpc_method_handler(refuse)  # an abort needs no other kind, whatever was called
 
 
 def _metadata(details: grpc.HandlerCallDetails) -> bytes:

@@ -1,6 +1,6 @@
 """Answers as a front door sees them grow: deltas of tokens become text, counts and times.
 
-Pure: it has no I/O and no clock of its own. It must not know any wire form, nor where a request runs.
+Pure: no I/O and no clock of its own. It knows neither wire formats nor where a request runs.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from mooncake.types import FinishReason, SampledToken, Usage
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked request. ``arrived_at`` is on the monotonic clock: times count from there, tokenizing included."""
+    """One checked request. ``arrived_at`` is on the monotonic clock; times count from there, tokenizing included."""
 
     request: InferenceRequest
     stop: tuple[str, ...]
     arrived_at: float
-    include_stop: bool = False  # what stops the answer, a string or a token, is part of its text
-    skip_special: bool = True  # control tokens are no part of it
-    kept: frozenset[str] = frozenset()  # but these, which ``reader`` has to see
-    reader: Callable[[], Reader] = PlainReader  # of each answer
+    include_stop: bool = False  # whether the stop string or token is part of the text
+    skip_special: bool = True  # whether control tokens are left out of the text
+    kept: frozenset[str] = frozenset()  # control tokens that stay, because ``reader`` needs to see them
+    reader: Callable[[], Reader] = PlainReader  # makes one per answer
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds of one monotonic clock, as the front door saw them."""
+    """Milliseconds on one monotonic clock, as the front door measured them."""
 
     ttft_ms: float
     mean_tbt_ms: float  # plain mean of the token gaps
@@ -47,38 +47,38 @@ class Outcome:
     usage: Usage
     latency: Latency
     summary: RequestSummary
-    stop_reason: str | int | None = None  # the stop string or token id of the request's that ended it
+    stop_reason: str | int | None = None  # the stop string or token id that ended it, if one of the request's did
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What is new in answer number ``choice``. Text may lag behind the tokens; its last piece, and only that one, has
-    an outcome. ``said`` is what the text turned out to be, and may lag behind it."""
+    """What is new in answer number ``choice``. Text may lag behind the tokens; only an answer's last piece has an
+    outcome. ``said`` is the parsed text, and may lag behind too."""
 
     tokens: tuple[SampledToken, ...]
     text: str
     outcome: Outcome | None = None
     choice: int = 0
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: all prompt tokens but the first
     said: tuple[Said, ...] = ()
-    num_thought: int = 0  # tokens of it that belong to a thought, its tags included
+    num_thought: int = 0  # how many of the tokens belong to a thought, its tags included
 
 
 class Observer(Protocol):
-    """Counts what passes. Called on the event loop, must not block or raise."""
+    """Counts what passes. Called on the event loop; must not block or raise."""
 
     def first_token(self, ttft_s: float) -> None: ...
 
     def token_gap(self, gap_s: float) -> None: ...
 
     def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
-        """An answer is complete. A prompt, and what was done for it, counts with the first of its answers."""
+        """An answer is complete. The prompt and its statistics count only with the first of its answers."""
 
     def failed(self, code: str) -> None: ...
 
 
 class Stopwatch:
-    """Times of one answer's tokens, all from one clock (seconds)."""
+    """Times of one answer's tokens, all on one clock (seconds)."""
 
     def __init__(self, arrived_at: float) -> None:
         self._arrived_at = arrived_at
@@ -106,7 +106,8 @@ class Stopwatch:
 
 @dataclass(slots=True)
 class _News:
-    """What one delta brings. The reader sees text token by token: whatever tokens come together, it counts alike."""
+    """What one delta adds. The reader gets the text token by token, so the result does not depend on how tokens are
+    batched."""
 
     reader: Reader
     text: list[str] = field(default_factory=list)
@@ -211,5 +212,5 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 def mean_logprob(answer: Piece) -> float:
-    """OpenAI's rank of an answer: the log-probability per token."""
+    """OpenAI's ranking of answers: mean log-probability per token."""
     return sum(token.logprob.logprob for token in answer.tokens if token.logprob) / max(len(answer.tokens), 1)

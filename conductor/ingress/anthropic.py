@@ -1,6 +1,6 @@
-"""Anthropic's Messages API: a chat in yet other words.
+"""Anthropic's Messages API, as another wording of a chat.
 
-It owns what a message's fields mean and how its blocks, events and errors are told. What is computed is a chat's job
+It owns what a message's fields mean and how its blocks, events and errors are worded. The computation is a chat's job
 (``openai.py``).
 """
 
@@ -63,7 +63,7 @@ MESSAGES = "/v1/messages"
 
 
 class MessagesApi:
-    """Its routes."""
+    """The routes of the Messages API."""
 
     def __init__(self, api: OpenAIApi) -> None:
         self._api = api
@@ -123,19 +123,19 @@ class MessageWriter:
     """One message while it is generated: pieces in, events out; ``message`` is what is known so far."""
 
     def __init__(self, head: MessageBody, tells_thoughts: bool, cut_reason: str) -> None:
-        """``cut_reason`` is told of an answer that has as many tokens as it may."""
+        """``cut_reason`` is reported for an answer that reached its maximum number of tokens."""
         self.message = head
         self._tells_thoughts = tells_thoughts
         self._cut_reason = cut_reason
-        self._events: list[MessageEvent] = []  # not yet told
+        self._events: list[MessageEvent] = []  # not yet sent
         self._has_begun = False
         self._blocks: list[AnyBlock] = []
         self._is_open = False  # the last block
-        self._text = ""  # of the open block: what it says, or a call's arguments
+        self._text = ""  # of the open block: its text, or a call's arguments
         self._num_tokens = 0
 
     def take(self, piece: Piece) -> list[MessageEvent]:
-        """Nothing is told before there is something of the answer: an error until then has a status of its own."""
+        """Emits nothing before the answer has content: an error until then still has its own HTTP status."""
         if not self._has_begun:
             self._has_begun = True
             self._tell("message_start", message=self.message)
@@ -157,7 +157,7 @@ class MessageWriter:
         self._events.append(MessageEvent(type=kind, **fields))
 
     def _add(self, block: AnyBlock, text: str, delta: TextDelta | ThinkingDelta) -> None:
-        """More of the open block, where it is of that kind; else of a new one."""
+        """Add to the open block if it is of that kind, else open a new one."""
         if not self._is_open or type(self._blocks[-1]) is not type(block):
             self._open(block)
         self._text += text
@@ -207,7 +207,7 @@ class MessageWriter:
 
 
 def _with_text(block: AnyBlock, text: str) -> AnyBlock:
-    """Whole. Of a call that was cut short nobody could read the arguments."""
+    """The finished block. Arguments of a call that was cut short are unreadable and dropped."""
     match block:
         case TextBlock():
             return TextBlock(text)
@@ -225,12 +225,12 @@ def _with_text(block: AnyBlock, text: str) -> AnyBlock:
 
 
 def refusal(error: MooncakeError) -> Response:
-    """An error as this API words it."""
+    """An error in this API's form."""
     return json_response(_error_body(error), error.http_status, error_headers(error))
 
 
 def error_frame(error: MooncakeError) -> bytes:
-    """That ends a stream."""
+    """The frame that ends a stream with an error."""
     return event_frame(msgspec.json.encode(_error_body(error)), "error")
 
 
@@ -248,7 +248,7 @@ def _error_body(error: MooncakeError) -> MessageErrorBody:
 
 
 def check(body: MessagesRequest) -> None:
-    """Raises InvalidRequest for what messages can ask and we do not do."""
+    """Raises InvalidRequest for valid fields that are not supported."""
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             raise InvalidRequest("it is no field of a message", name)
@@ -271,7 +271,7 @@ def _conversation(body: CountRequest) -> Conversation:
 
 
 def _messages(turn: Turn, where: str) -> list[ChatMessage]:
-    """What calls gave comes as a part of the user's turn, and is a turn of its own in a chat."""
+    """Results of calls arrive as part of the user's turn; a chat has a turn of its own for them."""
     if turn.role not in _ROLES:
         raise InvalidRequest(
             f"the role {turn.role[:32]!r} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
@@ -304,7 +304,7 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _texts(content: str | Sequence[Block] | None) -> str | list[ContentPart] | None:
-    """As a chat has them."""
+    """As the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
     return [ContentPart(block.type, block.text) for block in content]

@@ -1,4 +1,4 @@
-"""Wire forms of Anthropic's Messages API: the part of it that is text, thoughts and a client's own tools. Only data."""
+"""Wire types of Anthropic's Messages API: the part for text, thoughts and a client's own tools. Only data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conductor.ingress.openai_types import GenerationFields
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A text, a thought, a call that the model made, or what that call gave: by ``type``."""
+    """A text, a thought, a call that the model made, or that call's result, depending on ``type``."""
 
     type: str
     text: str | None = None
@@ -31,7 +31,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class OwnTool(msgspec.Struct, frozen=True):
-    """``type`` names those that Anthropic runs itself; a client's have none, or "custom"."""
+    """``type`` names the tools that Anthropic runs itself; a client's have none, or "custom"."""
 
     name: str
     description: str | None = None
@@ -56,7 +56,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    effort: str | None = None  # for the chat template to read
+    effort: str | None = None  # read by the chat template
     format: OutputFormat | None = None
 
 
@@ -65,7 +65,7 @@ class Metadata(msgspec.Struct, frozen=True):
 
 
 class CountRequest(GenerationFields, frozen=True, kw_only=True):
-    """Beside Anthropic's fields those of vLLM's that all doors share."""
+    """Anthropic's fields, plus the vLLM fields that all doors share."""
 
     messages: list[Turn]
     system: str | list[Block] | None = None
@@ -96,7 +96,7 @@ class TextBlock(msgspec.Struct, frozen=True):
 
 class ThinkingBlock(msgspec.Struct, frozen=True):
     thinking: str
-    signature: str = ""  # nobody has to prove here that a thought is the model's own
+    signature: str = ""  # thoughts need no proof here that they are the model's own
     type: str = "thinking"
 
 
@@ -131,7 +131,7 @@ class EndDelta(msgspec.Struct, frozen=True):
 
 
 class MessageUsage(msgspec.Struct, frozen=True):
-    """A prompt has as many tokens as the first two say together."""
+    """The prompt's length is the sum of the first two."""
 
     input_tokens: int
     cache_read_input_tokens: int
@@ -151,7 +151,7 @@ class MessageBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a stream; which fields are there depends on ``type``."""
+    """One event of a stream; which fields are set depends on ``type``."""
 
     type: str
     message: MessageBody | UnsetType = UNSET

@@ -47,7 +47,7 @@ _PAGE_HEADERS = {
 
 
 class Ingress:
-    """The front doors of a cluster. ``status`` must be cheap: the page and the metrics ask for it."""
+    """The front doors of a cluster. ``status`` must be cheap: the status page and the metrics call it."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class Ingress:
         keep_alive_s: float = KEEP_ALIVE_S,
         most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``most_tokens`` as ``Pipeline`` takes it. Raises ConfigError for a parser that is not known."""
+        """``most_tokens`` is passed to ``Pipeline``. Raises ConfigError for an unknown parser."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
         self._status = status
         model = served_model(config, checkpoint)
         self._metrics = Metrics(model.name, status, stats)
-        # the core refuses with a better retry time; this bound only keeps what waits before it finite
+        # the core refuses with a better retry time; this only bounds what waits before it
         self._pipeline = Pipeline(
             model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, most_tokens=most_tokens
         )
@@ -76,27 +76,27 @@ class Ingress:
         )
         api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
-        if limits.allowed_origins:  # outside of the keys: a browser asks first, without any
+        if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
             told = ("x-request-id", "x-mooncake-warning", "retry-after")
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)
         edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = HttpServer(edge, limits)
 
     def add_grpc(self, server: RpcServer) -> None:
-        """Before the server starts."""
+        """Call before the server starts."""
         service = InferenceService(self._pipeline, self._timeout_s)
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
 
     async def start_http(self) -> int:
-        """The port that HTTP listens on. Raises ConfigError when it cannot be had."""
+        """Returns the port. Raises ConfigError when it cannot be opened."""
         return await self._server.start(*self._address)
 
     async def drain(self, within_s: float) -> None:
-        """Refuse new requests; return when those that run have ended, after ``within_s`` at the latest."""
+        """Refuse new requests; return when the running ones have ended, or after ``within_s``."""
         await self._pipeline.drain(within_s)
 
     async def stop(self) -> None:
-        """End what runs with a typed error, then close the port. The gRPC server is its owner's to stop."""
+        """End running requests with a typed error, then close the port. The gRPC server's owner stops that server."""
         await self._pipeline.close()
         await self._server.stop()
 
@@ -115,7 +115,7 @@ class Ingress:
             Route("/", guarded(self._page), methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
-        app.router.redirect_slashes = False  # an empty 307 is no answer, and it was one to methods that no path takes
+        app.router.redirect_slashes = False  # otherwise methods that no route accepts would get an empty 307
         return app
 
     async def _version(self, request: Request) -> Response:
@@ -148,7 +148,7 @@ class Ingress:
 
 
 def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
-    """Raises ConfigError when more is asked of the model than it can do: nobody would see that it does less."""
+    """Raises ConfigError when more is asked of the model than it can do, instead of silently doing less."""
     return ServedModel(
         name=config.model.name or checkpoint.name,
         max_model_len=checkpoint.config.context(config.model.max_model_len),

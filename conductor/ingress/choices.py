@@ -1,6 +1,6 @@
-"""How one choice of an OpenAI answer is written: pieces in; chunks of a stream, or a whole choice, out.
+"""Writes one choice of an OpenAI answer: pieces in; chunks of a stream, or a whole choice, out.
 
-Tokens wait until their text is whole, so that what a chunk says of tokens (log-probabilities, ids) fits its text.
+Tokens wait until their text is complete, so that a chunk's log-probabilities and ids match its text.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What a client wants to know of tokens beside the text. ``bytes_of`` gives what one token stands for, ``stream``
-    begins a text as the answer's is made."""
+    """What a client wants to know about tokens beside the text. ``bytes_of`` gives a token's bytes; ``stream``
+    starts a detokenizer like the answer's."""
 
     bytes_of: Callable[[int], bytes]
     stream: Callable[[], DetokenizeStream]
@@ -49,11 +49,11 @@ class Extras:
     names_ids: bool = False
 
     def text_of(self, token_id: int) -> str:
-        """A part of a character becomes U+FFFD."""
+        """Incomplete UTF-8 becomes U+FFFD."""
         return self.bytes_of(token_id).decode(errors="replace")
 
     def name_of(self, token_id: int) -> str:
-        """Of a token in log-probabilities."""
+        """A token's name in log-probabilities."""
         return f"token_id:{token_id}" if self.names_ids else self.text_of(token_id)
 
 
@@ -65,24 +65,24 @@ class ChoiceWriter(ABC):
         self._extras = extras
         self._text = ""  # not yet in a chunk
         self._tokens: list[SampledToken] = []  # likewise
-        self._prompt_scores: tuple[SampledToken, ...] | None = None  # of the prompt's tokens but the first
+        self._prompt_scores: tuple[SampledToken, ...] | None = None  # of all prompt tokens but the first
         self._has_begun = False
         self._told_scores = False
         self.num_tokens = 0
-        self.num_thought = 0  # of them
+        self.num_thought = 0  # how many of them belong to a thought
         self.outcome: Outcome | None = None
 
     def take(self, piece: Piece) -> None:
         self._text += piece.text
         self._tokens.extend(piece.tokens)
-        if piece.prompt_logprobs is not None:  # of a prompt of one token they are none
+        if piece.prompt_logprobs is not None:  # empty for a prompt of one token
             self._prompt_scores = piece.prompt_logprobs
         self.num_tokens += len(piece.tokens)
         self.num_thought += piece.num_thought
         self.outcome = piece.outcome or self.outcome
 
     def chunks(self, piece: Piece) -> list[AnyChoice]:
-        """What a stream says on this piece: nothing as long as its text is not whole."""
+        """The chunks a stream sends for this piece: none while its text is incomplete."""
         self.take(piece)
         chunks: list[AnyChoice] = []
         if not self._has_begun:
@@ -95,7 +95,7 @@ class ChoiceWriter(ABC):
         return chunks
 
     def prompt_scores(self) -> PromptLogprobs | UnsetType:
-        """Those of the prompt's tokens in vLLM's form, once, if the client wants them."""
+        """The prompt's scores in vLLM's form, once, if the client wants them."""
         scores, self._told_scores = (None if self._told_scores else self._prompt_scores), True
         if self._extras.prompt_logprobs is None or scores is None:
             return UNSET
@@ -125,19 +125,19 @@ class ChoiceWriter(ABC):
 
     @abstractmethod
     def whole(self) -> AnyChoice:
-        """The whole choice, when ``take`` had all its pieces."""
+        """The whole choice, once ``take`` has had all its pieces."""
 
 
 class ChatWriter(ChoiceWriter):
-    """``thinks`` says whether the model does; ``tells_thoughts``, whether the client wants to read it."""
+    """``thinks``: whether the model does; ``tells_thoughts``: whether the client wants to read it."""
 
     def __init__(self, index: int, extras: Extras, thinks: bool = False, tells_thoughts: bool = True) -> None:
         super().__init__(index, extras)
         self._thinks = thinks
         self._tells_thoughts = tells_thoughts
-        self._thought = ""  # not yet told
+        self._thought = ""  # not yet sent
         self._calls: list[CallPart] = []  # likewise
-        self._num_calls = 0  # told
+        self._num_calls = 0  # sent
 
     def take(self, piece: Piece) -> None:
         super().take(replace(piece, text="".join(part for part in piece.said if isinstance(part, str))))
@@ -201,7 +201,7 @@ class ChatWriter(ChoiceWriter):
 
 
 class CompletionWriter(ChoiceWriter):
-    """``echo`` is put before the answer's own text, and the prompt's tokens before its own in the log-probabilities."""
+    """``echo`` is prepended to the answer's text, and the prompt's tokens to its log-probabilities."""
 
     def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str = "") -> None:
         super().__init__(index, extras)
@@ -216,7 +216,7 @@ class CompletionWriter(ChoiceWriter):
 
     def _chunk(self) -> AnyChoice:
         choice = self._choice(self._finish_reason)
-        self._prompt_ids = UNSET  # told once
+        self._prompt_ids = UNSET  # sent once
         return choice
 
     def whole(self) -> AnyChoice:
@@ -255,14 +255,14 @@ class CompletionWriter(ChoiceWriter):
             return []
         stream = self._extras.stream()
         if not self._echo.startswith("".join(stream.push(token.token_id) for token in tokens)):
-            self._offset = -1  # of the space that SentencePiece puts before a text, and no text begins with
+            self._offset = -1  # SentencePiece's leading space, which the text itself does not have
         offsets = self._offsets(tokens)
         self._offset, self._stream = len(self._echo), self._extras.stream()
         return offsets
 
     def _offsets(self, tokens: Sequence[SampledToken]) -> list[int]:
-        """Where each begins in the text: a part of a character where that does, a token without text where the next
-        one does."""
+        """Where each token begins in the text: part of a character where the character does, a token without text
+        where the next one does."""
         offsets = []
         for token in tokens:
             offsets.append(max(self._offset, 0))
@@ -270,7 +270,7 @@ class CompletionWriter(ChoiceWriter):
         return offsets
 
     def _echoed_tokens(self) -> list[SampledToken]:
-        """The prompt's, once. Nothing comes before the first one, so nothing tells how likely it was."""
+        """The prompt's tokens, once. Nothing precedes the first, so it has no probability."""
         echoed, self._echoed = self._echoed, []
         if not echoed:
             return []
@@ -278,7 +278,7 @@ class CompletionWriter(ChoiceWriter):
 
 
 class EchoWriter(CompletionWriter):
-    """The prompt alone, for ``max_tokens`` 0: the one token that a node makes at least is not told."""
+    """The prompt alone, for ``max_tokens`` 0: the one token that a node must generate is not shown."""
 
     def take(self, piece: Piece) -> None:
         outcome = piece.outcome and replace(piece.outcome, finish_reason=FinishReason.LENGTH)
@@ -298,7 +298,7 @@ def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
 
 
 def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:
-    """One entry a token of the prompt: None for the first, then the token and the likeliest others by their ids."""
+    """One entry per prompt token: None for the first, then the token and the most likely others by id."""
     told: list[dict[str, PromptLogprob] | None] = [None]
     for token in scores:
         ranked = {other: rank for rank, (other, _) in enumerate(_top(token), 1)}

@@ -1,4 +1,4 @@
-"""The outermost layer of the HTTP application: how many requests are open, their ids, and what became of them."""
+"""The outermost layer of the HTTP application: limits open requests, assigns request ids, and counts outcomes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mooncake.errors import Cancelled, Overloaded
 
 _CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)
 
-Observe = Callable[[str, int], None]  # route, status
+Observe = Callable[[str, int], None]  # (route, status)
 
 
 class EdgeMiddleware:
-    """Outermost: bounds the POSTs that are open, bodies still arriving included; gives every response the id of its
-    request, and counts it."""
+    """Limits the POSTs that are open, including those whose body is still arriving; adds the request id to every
+    response, and counts it."""
 
     def __init__(self, app: ASGIApp, observe: Observe, max_posts: int) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""Server-sent events: frames, silence filled with comments, and a response whose events come one by one.
+"""Server-sent events: frames, keep-alive comments, and a response whose events arrive one by one.
 
-It knows nothing of what the events say.
+It knows nothing of the events' content.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from conductor.ingress.http_client import unless_gone
 from conductor.ingress.http_errors import ClientGone, error_body, error_response, known_error
 from mooncake.errors import MooncakeError
 
-KEEP_ALIVE_S = 5.0  # silence on an event stream after which a comment is sent
-LAST_WORD_S = 0.5  # for the error that ends a stream to be sent
+KEEP_ALIVE_S = 5.0  # silence after which a comment is sent
+LAST_WORD_S = 0.5  # time to send the error that ends a stream
 
 
 def event_frame(data: bytes, name: str = "") -> bytes:
-    """One server-sent event; ``data`` has no line breaks, as JSON has none."""
+    """One server-sent event; ``data`` has no line breaks, like any compact JSON."""
     return (b"event: %b\n" % name.encode() if name else b"") + b"data: %b\n\n" % data
 
 
@@ -31,8 +31,8 @@ def _error_frame(error: MooncakeError) -> bytes:
 
 
 class EventStream:
-    """Server-sent events on one response. The response starts with the first event or keep-alive comment, so that an
-    error before it still has a status of its own."""
+    """Server-sent events on one response. The response starts with the first event or keep-alive comment, so an
+    error before that still has its own status."""
 
     def __init__(self, send: Send, headers: Mapping[str, str], keep_alive_s: float) -> None:
         self._send = send
@@ -49,7 +49,7 @@ class EventStream:
         await self._write(frame, more=False)
 
     async def keep_alive(self) -> None:
-        """Comment on every silence, so that neither the client nor a proxy takes it for a dead connection."""
+        """Send a comment after every silence, so that neither the client nor a proxy considers the connection dead."""
         loop = asyncio.get_running_loop()
         while True:
             left_s = self._last_at + self._keep_alive_s - loop.time()
@@ -71,9 +71,8 @@ class EventStream:
 
 
 class StreamingAnswer(Response):
-    """A response whose events ``produce`` writes. A failure is a plain error response before the first byte, and the
-    frame that ``failed`` makes of it after that; the frame ``last`` ends a whole answer only. ``refused`` makes the
-    error response."""
+    """A response whose events ``produce`` writes. A failure before the first byte becomes the error response made by
+    ``refused``, a later one the frame made by ``failed``; the frame ``last`` ends complete answers only."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The public gRPC service ``mooncake.v1.Inference`` over the shared pipeline.
 
-Only wire forms in and out. Status codes, health and reflection come from ``mooncake.rpc.server``.
+Converts wire formats only. Status codes, health and reflection come from ``mooncake.rpc.server``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mooncake.tokenizer import ChatMessage
 from mooncake.types import TokenIds
 
 SERVICE = "mooncake.v1.Inference"
-SESSION_KEY = "x-session-affinity"  # metadata: which requests belong together, a hint
+SESSION_KEY = "x-session-affinity"  # metadata: a hint which requests belong together
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
@@ -124,7 +124,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:
-        """The prompt's ids, and how long its answer may be when the client does not say; None: as long as fits."""
+        """The prompt's ids, and the default length of its answer; None: as long as fits."""
         match request.WhichOneof("prompt"):
             case "text":
                 return await self._pipeline.encode(request.text, "text"), COMPLETION_MAX_TOKENS

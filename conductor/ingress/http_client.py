@@ -1,4 +1,4 @@
-"""What a handler has of its client: a body within bounds, and whether it is still there."""
+"""Dealing with one HTTP client: reading its body within bounds, and noticing that it has disconnected."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def read_json_body(request: Request) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
-    """Do ``work`` while the client stays; cancel it and raise ClientGone as soon as the client goes."""
+    """Run ``work`` while the client is connected; cancel it and raise ClientGone when it disconnects."""
     working = asyncio.ensure_future(work)
     watching = asyncio.create_task(_until_gone(receive), name="watch the client")
     try:

@@ -1,6 +1,6 @@
-"""How errors are told over HTTP: OpenAI's body, a status, and headers that say whether to try again.
+"""Errors over HTTP: OpenAI's body, a status, and headers that say whether to retry.
 
-It also has the errors that only HTTP knows, and plain JSON responses.
+Also the errors that only HTTP knows, and plain JSON responses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BodyTooLarge(CallerError):
 
 
 class BodyTooSlow(CallerError):
-    """The client stopped sending half-way."""
+    """The client stopped sending before the end."""
 
     http_status = 408
     code = "request_timeout"
@@ -51,7 +51,7 @@ class UnsupportedMediaType(CallerError):
 
 
 class ClientGone(Cancelled):
-    """Nobody listens any more: no response is due."""
+    """The client has disconnected: no response is due."""
 
 
 class NoSuchRoute(CallerError):
@@ -85,7 +85,7 @@ def error_response(error: MooncakeError) -> Response:
 
 
 def error_headers(error: MooncakeError) -> dict[str, str]:
-    """Clients try 408, 409, 429 and 5xx again: say when, and say so when it is of no use."""
+    """Clients retry 408, 409, 429 and 5xx: say when, or that it is pointless."""
     if isinstance(error, (TryLater, RetryElsewhere)):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else _RETRY_S
         return {"retry-after-ms": str(max(1, round(wait_s * 1e3))), "retry-after": str(max(1, math.ceil(wait_s)))}
@@ -105,7 +105,7 @@ def _error_type(error: MooncakeError) -> str:
 
 
 def known_error(error: Exception, what: str) -> MooncakeError:
-    """The error as one of ours. A foreign one is our bug: logged in full, told as one sentence."""
+    """The error as one of ours. A foreign one is our bug: logged in full, reported in one sentence."""
     if isinstance(error, MooncakeError):
         return error
     log.error("unexpected error in %s", what, exc_info=error)

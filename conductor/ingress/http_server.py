@@ -1,6 +1,6 @@
 """A listening socket and its connections: how many there may be, and how long each may take.
 
-It knows sockets, heads and timers, and nothing of what is asked.
+It knows sockets, request heads and timers, and nothing of the requests' content.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError
 
 MAX_HEADER_BYTES = 64 << 10
-UNREAD_TIMEOUT_S = 60.0  # for a client to take what was sent
+UNREAD_TIMEOUT_S = 60.0  # for a client to read what was sent
 LINGER_S = 0.5
 STOP_GRACE_S = 2
 TELL_EVERY_S = 10.0
@@ -36,8 +36,8 @@ class ConnectionLimits:
     """Of one listening socket. Every connection costs a file descriptor, with or without a key."""
 
     head_s: float = 30.0  # for the head of a request to arrive
-    idle_s: float = 30.0  # of a connection between requests
-    max_open: int = 4096  # connections at once; a quarter of the process's file descriptors, if that is less
+    idle_s: float = 30.0  # between two requests of a connection
+    max_open: int = 4096  # connections at once; at most a quarter of the process's file descriptors
 
     @property
     def num_open(self) -> int:
@@ -46,12 +46,12 @@ class ConnectionLimits:
 
 
 class OneOfAKind(logging.Filter):
-    """Lets a warning pass once in a while: whoever can connect can make uvicorn say the same without end."""
+    """Rate-limits log messages by format: any client can make uvicorn repeat a warning without end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._told_at: dict[object, float] = {}  # by a format: there are as many as in uvicorn's source
+        self._told_at: dict[object, float] = {}  # by format string: as many as in uvicorn's source
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:
@@ -67,9 +67,9 @@ _one_of_a_kind = OneOfAKind()
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with bounds: on connections, on the size of a request's head and on the time it may take.
+    """uvicorn's protocol with limits: on connections, and on the size and duration of a request's head.
 
-    At any time a request is answered, or a timer runs that will close the connection.
+    At any time either a request is being answered or a timer runs that will close the connection.
     """
 
     _head_bytes = 0
@@ -86,7 +86,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._start_head()
         if len(self.connections) > self._limits.num_open:
-            self.connections.discard(self)  # it is on its way out, and keeps nobody else out
+            self.connections.discard(self)  # it is closing, and no longer takes a place
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -102,7 +102,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
-            raise ValueError("the head of the request is too large")  # ends the parsing of what is read already
+            raise ValueError("the head of the request is too large")  # stops parsing what has already been read
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -119,7 +119,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEADER_BYTES:
                 self._refuse(b"431 Request Header Fields Too Large")
         elif self.cycle.response_complete and self._timer is None:
-            # No request: an empty line, or more of a body that nobody reads. uvicorn has stopped its timer for it.
+            # No request: an empty line, or more of an unread body. uvicorn has stopped its timer for it.
             self._timer = self.loop.call_later(self._limits.idle_s, self.transport.close)
 
     def _start_head(self) -> None:
@@ -134,7 +134,8 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _refuse(self, status: bytes) -> None:
-        """Answer, then drop what still arrives for a moment: closing at once would reset the answer away."""
+        """Answer, then discard what still arrives for a moment: closing at once would reset the connection before
+        the client reads the answer."""
         if not (self._is_refused or self.transport.is_closing()):
             self._is_refused = True
             self.transport.write(b"HTTP/1.1 %b\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
@@ -163,7 +164,7 @@ class HttpServer:
     def __init__(
         self, app: ASGIApp, tls: ConductorSection | None = None, limits: ConnectionLimits | None = None
     ) -> None:
-        """``tls`` names the files of HTTPS, if it names any; ``check_tls`` has read them."""
+        """``tls`` names the HTTPS files, if any; ``check_tls`` has read them."""
         tls = tls or ConductorSection()
         limits = limits or ConnectionLimits()
         logging.getLogger("uvicorn.error").addFilter(_one_of_a_kind)
@@ -188,7 +189,8 @@ class HttpServer:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port chosen when ``port`` is 0. Raises ConfigError when the address cannot be had."""
+        """Listen; returns the port, chosen by the system when ``port`` is 0. Raises ConfigError when the address is
+        unavailable."""
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, port), family=family, backlog=512)

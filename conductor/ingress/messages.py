@@ -1,4 +1,4 @@
-"""A conversation, as a request has it and as the tokenizer takes it."""
+"""A conversation, from the request's form to the tokenizer's."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from conductor.ingress.tools import Tools, chat_calls, in_words
 from mooncake.errors import InvalidRequest
 from mooncake.tokenizer import ROLES, ChatMessage
 
-TEMPLATE_ROLES = (*ROLES, "tool")  # the last only where the template takes calls
+TEMPLATE_ROLES = (*ROLES, "tool")  # the last only where the template supports calls
 _ROLES = ("assistant", "developer", "system", "tool", "user")
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the assistant's turn goes on from; ``variables`` are for the chat template."""
+    """The conversation so far; ``variables`` are passed to the chat template."""
 
     messages: list[ChatMessage]
     tools: Tools | None = None
     variables: dict[str, object] | None = None
-    continue_final: bool = False  # the last message goes on, no new one begins
-    param: str = "messages"  # where it stands in the request
+    continue_final: bool = False  # the last message is continued instead of a new one started
+    param: str = "messages"  # its field in the request
 
     def for_template(self, form: AnswerForm) -> tuple[list[ChatMessage], dict[str, object]]:
-        """Messages and variables. Tools, calls and their results are told in the words that the model was trained on
-        where its template has them, else in ours."""
+        """Messages and variables. Tools, calls and results use the model's own form where its template has one, else
+        ours."""
         messages = self.messages if form.takes_calls else [in_words(message) for message in self.messages]
         variables = dict(self.variables or {})
         if self.tools is None:
@@ -38,12 +38,12 @@ class Conversation:
 
     @property
     def opening(self) -> str:
-        """What the answer begins with that is not the model's: all of a last message that is to be continued."""
+        """The start of the answer that the model does not write: a last message to be continued."""
         return self.messages[-1].content if self.continue_final and self.messages else ""
 
 
 def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the message, for a role that is not known and for content that is no text."""
+    """Raises InvalidRequest, naming the message, for an unknown role or content that is not text."""
     return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
 
 
@@ -52,7 +52,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
         known = ", ".join(_ROLES)
         raise InvalidRequest(f"the role {message.role[:32]!r} is not supported; known: {known}", f"{where}.role")
     content = message.content
-    if content is None and (message.role == "assistant" or message.tool_calls):  # what refused or called said nothing
+    if content is None and (message.role == "assistant" or message.tool_calls):  # a refusal or a call has no text
         content = ""
     text = content_text(content, f"{where}.content")
     if message.role == "tool":
@@ -63,7 +63,7 @@ def _chat_message(message: Message, where: str) -> ChatMessage:
 
 
 def content_text(content: str | list[ContentPart] | None, where: str) -> str:
-    """Each part a line, as in vLLM. Raises InvalidRequest, naming the place, for what is no text."""
+    """One line per part, as in vLLM. Raises InvalidRequest, naming the place, for anything but text."""
     if content is None:
         raise InvalidRequest("a message needs content", where)
     if isinstance(content, str):

@@ -1,7 +1,7 @@
-"""Prometheus metrics: what ingress sees itself, and what the conductor reports when it is scraped.
+"""Prometheus metrics: what ingress measures itself, and what the conductor reports when it is scraped.
 
-Names that dashboards for vLLM look for (prefix ``vllm:``, labels ``model_name`` and ``engine``) beside our own
-(prefix ``mooncake_``). Intervals come from ingress's one monotonic clock. A registry of its own, no globals.
+The names vLLM dashboards expect (prefix ``vllm:``, labels ``model_name`` and ``engine``) beside our own (prefix
+``mooncake_``). Intervals come from ingress's monotonic clock. It has its own registry, no globals.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _VLLM_LABELS = ("model_name", "engine")
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _LEVELS = frozenset(
     {"blocks_quarantined", "handoffs_open", "handoffs_waiting", "last_switch_us", "leases"}
-)  # of what nodes count: they fall
+)  # counts of nodes that are gauges: they can fall
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
 class Metrics:
-    """Implements ``pipeline.Observer``; ``render`` is the page that Prometheus reads."""
+    """Implements ``pipeline.Observer``; ``render`` returns the page that Prometheus reads."""
 
     def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
         self._registry = CollectorRegistry()
@@ -55,7 +55,7 @@ class Metrics:
             (*_VLLM_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        for reason in ("stop", "length"):  # dashboards want the series from the start
+        for reason in ("stop", "length"):  # dashboards expect the series from the start
             self._finished.labels(model, _ENGINE, reason)
         self._tail_gap = Histogram(
             "mooncake_tail_tbt_seconds",
@@ -122,7 +122,7 @@ class Metrics:
 
 
 class _ClusterCollector(Collector):
-    """Reads the cluster's status once a scrape, so that the values of one page belong together."""
+    """Reads the cluster's status once per scrape, so that the values of one page are consistent."""
 
     def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
         self._model = model
@@ -130,7 +130,7 @@ class _ClusterCollector(Collector):
         self._stats = stats
 
     def describe(self) -> Iterable[Metric]:
-        return ()  # names are known only with the nodes; asking would need a status
+        return ()  # names depend on the nodes; describing them would need a status
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
@@ -140,7 +140,7 @@ class _ClusterCollector(Collector):
         yield from self._requests(status)
 
     def _engine(self, status: StatusResponse) -> Iterator[Metric]:
-        """The whole cluster as the one engine that a vLLM dashboard shows."""
+        """The whole cluster as the single engine of a vLLM dashboard."""
         loads = [node.load for node in status.nodes if node.info.role in ("prefill", "decode")]
         total = sum(load.blocks_total for load in loads)
         in_use = sum(load.blocks_in_use for load in loads)

@@ -1,7 +1,7 @@
 """OpenAI's HTTP API over the shared pipeline: models, completions, chat, and vLLM's tokenize and detokenize.
 
-It knows what each field means and how answers are worded. It must not know sockets (``http_server.py``), nor
-generate anything itself (``pipeline.py``).
+It knows what each field means and how answers are worded. It knows no sockets (``http_server.py``), and generates
+nothing itself (``pipeline.py``).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"
-PROMPT_END_TOKENS = 32  # of a prompt, that tell whether its template opens a thought
+PROMPT_END_TOKENS = 32  # last tokens of a prompt that show whether its template opens a thought
 Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True, slots=True)
 class Wording:
-    """What differs in name only between the two kinds of answers."""
+    """What differs only in name between the two kinds of answers."""
 
     id_prefix: str
     whole: str
@@ -90,17 +90,17 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to run and how to tell it. ``writers`` are numbered as the answers through all ``jobs``."""
+    """What to run and how to report it. ``writers`` are numbered like the answers, across all ``jobs``."""
 
     call: Call
     wording: Wording
     jobs: list[Job]
     writers: Sequence[ChoiceWriter]
-    prompt_token_ids: list[int] | UnsetType = UNSET  # chat only; completions tell them by choice
+    prompt_token_ids: list[int] | UnsetType = UNSET  # chat only; completions have them per choice
 
     @property
     def usage(self) -> UsageBody:
-        """A prompt counts once, however many choices it has. Known to be reused is what its first choice has."""
+        """A prompt counts once, however many choices it has. Its reused tokens are those of its first choice."""
         prompt_tokens = sum(len(job.request.tokens) for job in self.jobs)
         cached_tokens = blended_tokens = first = 0
         for job in self.jobs:
@@ -114,7 +114,7 @@ class Plan:
 
 
 class OpenAIApi:
-    """Routes of the API. Every handler answers, whatever comes in."""
+    """The API's routes. Every handler returns a response, whatever the input."""
 
     def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
         self.pipeline = pipeline
@@ -125,7 +125,7 @@ class OpenAIApi:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/models", guarded(self.list_models), methods=["GET"]),
-            Route("/v1/models/", guarded(self.list_models), methods=["GET"]),  # else the model of no name
+            Route("/v1/models/", guarded(self.list_models), methods=["GET"]),  # otherwise: the model with an empty name
             Route("/v1/models/{model:path}", guarded(self.get_model), methods=["GET"]),
             Route("/v1/completions", guarded(self.complete), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
@@ -151,7 +151,7 @@ class OpenAIApi:
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self.extras(body, logprobs=body.logprobs is not None)
-        is_echo_alone = bool(body.echo) and body.max_tokens == 0  # how likely a text is, as evaluations ask
+        is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
         asked = 1 if is_echo_alone else asked
         bad_words = self.pipeline.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
@@ -196,19 +196,19 @@ class OpenAIApi:
         )
 
     async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
-        """The prompt of a chat, the last ``keep`` tokens of it. Raises as ``Pipeline.encode_chat``."""
+        """A chat's prompt, or its last ``keep`` tokens. Raises like ``Pipeline.encode_chat``."""
         try:
             messages, variables = conversation.for_template(self.form)
             return await self.pipeline.encode_chat(
                 messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
             )
-        except RecursionError:  # of what could just be read
+        except RecursionError:  # JSON that could only just be parsed
             raise InvalidRequest("the arguments of a call nest too deeply", conversation.param) from None
 
     async def chat_job(
         self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None
     ) -> Job:
-        """Everything checked: what is to be computed. Raises InvalidRequest, naming the field."""
+        """The checked job of a chat. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
         keep = self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
@@ -251,7 +251,7 @@ class OpenAIApi:
         body, _ = await self._decode(request, DetokenizeRequest)
         self.pipeline.adapter_of(body.model or "")
         tokens = self.pipeline.as_tokens(body.tokens, "tokens")
-        text = await self.pipeline.decode(tokens, skip_special=False)  # all that is asked about
+        text = await self.pipeline.decode(tokens, skip_special=False)  # detokenize shows control tokens
         return json_response(DetokenizeResponse(text))
 
     # ------------------------------------------------------------ in
@@ -272,7 +272,8 @@ class OpenAIApi:
     async def _prompts(
         self, prompt: str | list[str | int | list[int]], keep: int | None, add_special: bool
     ) -> list[TokenIds]:
-        """The four forms that OpenAI allows: a text, texts, token ids, lists of those; of each the last ``keep``."""
+        """The four forms OpenAI allows: a text, texts, token ids, or lists of those; the last ``keep`` tokens of
+        each."""
         if isinstance(prompt, str):
             return [await self.pipeline.encode(prompt, keep=keep, add_special=add_special)]
         if not prompt:
@@ -328,7 +329,7 @@ class OpenAIApi:
 
         await unless_gone(plan.call.request.receive, self.pipeline.run(plan.jobs, take))
         choices = [writer.whole() for writer in plan.writers]
-        scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions tell them by choice
+        scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions have them per choice
         whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids, scores)
         return json_response(whole, headers=plan.call.headers)
 
@@ -343,7 +344,7 @@ class OpenAIApi:
             for choice in plan.writers[number].chunks(piece):
                 usage = (plan.usage if wants_running_usage else None) if wants_usage else UNSET
                 chunk = self._envelope(plan, plan.wording.chunk, [choice], usage, prompt_token_ids)
-                prompt_token_ids = UNSET  # told once
+                prompt_token_ids = UNSET  # sent once
                 await stream.event(msgspec.json.encode(chunk))
 
         await self.pipeline.run(plan.jobs, tell)
@@ -374,14 +375,14 @@ class OpenAIApi:
         )
 
     def _card(self, name: str) -> ModelCard:
-        """An adapter's names the model that it adapts, as vLLM's does."""
+        """An adapter's entry names its base model, as vLLM's does."""
         model = self.pipeline.model
         parent = None if name == model.name else model.name
         return ModelCard(name, model.created, self.pipeline.context_len, parent=parent)
 
 
 def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:
-    """Every error becomes an error body, OpenAI's or another's; a client that left gets nothing."""
+    """Every error becomes an error body, OpenAI's or another API's; a client that disconnected gets nothing."""
 
     async def endpoint(request: Request) -> Response:
         try:
@@ -396,7 +397,7 @@ def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = err
 
 @contextlib.contextmanager
 def _guide_named(field: str) -> Iterator[None]:
-    """An error of the guide is one of the field that it comes from."""
+    """Report an error in the guide as one of the field it comes from."""
     try:
         yield
     except InvalidRequest as error:
@@ -408,7 +409,7 @@ def _warning(ignored: Sequence[str]) -> dict[str, str]:
 
 
 def check_completion(body: CompletionRequest) -> None:
-    """Raises InvalidRequest for what completions can ask and we do not do."""
+    """Raises InvalidRequest for valid completion fields that are not supported."""
     if body.best_of is not None and body.best_of < (body.n or 1):
         raise InvalidRequest("best_of must not be less than n", "best_of")
     if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
@@ -418,7 +419,7 @@ def check_completion(body: CompletionRequest) -> None:
 
 
 def check_chat(body: ChatRequest) -> None:
-    """Raises InvalidRequest for what chat can ask and we do not do."""
+    """Raises InvalidRequest for valid chat fields that are not supported."""
     if body.functions:
         raise InvalidRequest("functions were replaced by tools", "functions")
     if body.modalities is not None and body.modalities != ["text"]:
@@ -436,7 +437,7 @@ def check_chat(body: ChatRequest) -> None:
 
 
 def _num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -> int:
-    """Of each prompt. Raises InvalidRequest also for more answers than may be made to choose from."""
+    """Per prompt. Raises InvalidRequest also when ``best_of`` asks for too many answers."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MAX_CHOICES:
         raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")

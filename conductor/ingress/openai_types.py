@@ -1,4 +1,4 @@
-"""OpenAI's wire forms: what a body may hold, what a response holds, and how a wrong body is told apart.
+"""OpenAI's wire types: what a request may contain, what a response contains, and how an invalid body is explained.
 
 Only data and its checks. What a field *does* is in ``openai.py``.
 """
@@ -32,7 +32,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """Clients send a name and ``strict`` too; an answer always keeps to the schema."""
+    """Clients also send a name and ``strict``; an answer always follows the schema."""
 
     schema: dict[str, object] | None = None
 
@@ -43,14 +43,14 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's name for guides: one of them. What is misspelled is refused: nothing in an answer would tell."""
+    """vLLM's field for guides, one of them. Misspelled keys are refused: nothing in the answer would reveal them."""
 
     json: dict[str, object] | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    disable_fallback: bool | None = None  # this and the next ask for what is so anyway
+    disable_fallback: bool | None = None  # this and the next ask for what is the case anyway
     disable_any_whitespace: bool | None = None
 
     @property
@@ -83,12 +83,12 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None  # None: true
-    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5", where texts are no names
+    return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5", where texts are ambiguous
     truncate_prompt_tokens: int | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
-    request_id: str | None = None  # of the answer's id; this and the next are vLLM's
+    request_id: str | None = None  # part of the answer's id; this and the next are vLLM's
     session_id: str | None = None  # which requests belong together: this, or else one of the next two
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -106,7 +106,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def guide_field(self) -> str:
-        """Where the guide comes from."""
+        """The field the guide comes from."""
         names = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
         return next((name for name in names if getattr(self, name) is not None), "response_format")
 
@@ -118,7 +118,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
 
 class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    add_special_tokens: bool | None = None  # a begin-of-sequence token, if the model has one; None: true
+    add_special_tokens: bool | None = None  # whether to add a begin-of-sequence token, if the model has one; None: true
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -135,13 +135,13 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     tool_calls: list[SaidCall] | None = None
     tool_call_id: str | None = None
-    reasoning: str | None = None  # what the model thought before it said that; under the older name, too
+    reasoning: str | None = None  # what the model thought before this message; the older name is accepted too
     reasoning_content: str | None = None
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     messages: list[Message]
-    chat_template: str | None = None  # refused: the model's is used; this and the next two are vLLM's
+    chat_template: str | None = None  # refused: the model's own is used; this and the next two are vLLM's
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
     reasoning_effort: str | None = None
@@ -152,7 +152,7 @@ class ChatRequest(GenerationFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # None: true, though "required" and named make one call
+    parallel_tool_calls: bool | None = None  # None: true, though "required" and a named tool make one call
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
     include_reasoning: bool | None = None  # None: true; vLLM's
@@ -180,8 +180,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]:
-    """What the chat template may read. Raises InvalidRequest for two that exclude each other, and for another
-    template."""
+    """Variables for the chat template. Raises InvalidRequest for contradictory ones, and for another template."""
     if body.add_generation_prompt and body.continue_final_message:
         what = "add_generation_prompt begins a new message: no continue_final_message with it"
         raise InvalidRequest(what, "continue_final_message")
@@ -196,9 +195,10 @@ def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]
 def chosen_variables(
     named: dict[str, object] | None, effort: str | None, template: str | None = None
 ) -> dict[str, object]:
-    """Those that are ``named``, and what templates read of an ``effort`` to think: a grade, or whether to at all.
+    """The ``named`` variables, plus those that templates read for a thinking ``effort``: its level, or whether to think
+    at all.
 
-    Raises InvalidRequest for another template: control tokens that no message can forge are those of the model's.
+    Raises InvalidRequest for another template: only with the model's own can no message forge a control token.
     """
     if template is not None or (named or {}).get("chat_template") is not None:
         raise InvalidRequest("a request brings no chat template: the model's is used", "chat_template")
@@ -210,7 +210,7 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
-    """The request, and the names of fields that were ignored. Raises InvalidRequest, naming the field at fault."""
+    """The request, and the names of ignored fields. Raises InvalidRequest, naming the field at fault."""
     try:
         request = msgspec.json.decode(body, type=form)
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -242,7 +242,8 @@ def sampling_of(
     prompt_logprobs: int | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """What is not given is as ``model`` has it. Raises InvalidRequest, naming the field. A missing seed is drawn."""
+    """Fields not given default to those of ``model``. Raises InvalidRequest, naming the field. A missing seed is
+    drawn."""
     defaults = NEUTRAL if fields.use_beam_search else model
     if fields.allowed_token_ids is not None and not fields.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
@@ -250,7 +251,7 @@ def sampling_of(
         max_tokens=max_tokens,
         min_tokens=_given(fields.min_tokens, 0),
         temperature=_given(fields.temperature, defaults.temperature),
-        top_k=max(_given(fields.top_k, defaults.top_k), 0),  # some clients say -1 for "no limit"
+        top_k=max(_given(fields.top_k, defaults.top_k), 0),  # some clients send -1 for "no limit"
         top_p=_given(fields.top_p, defaults.top_p),
         min_p=_given(fields.min_p, defaults.min_p),
         repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
@@ -278,7 +279,7 @@ def _beams_of(fields: GenerationFields) -> BeamSearch | None:
 
 
 def _guide_of(fields: GenerationFields) -> Guide | None:
-    """Raises InvalidRequest for more than one guide, or one that is not known."""
+    """Raises InvalidRequest for more than one guide, or an unknown one."""
     wanted = fields.structured_outputs or StructuredOutputs()
     if fields.structured_outputs is not None and wanted.is_empty:
         known = "json, json_object, regex, choice, grammar"
@@ -318,7 +319,7 @@ def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
 
 
 def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
-    """A schema is an object, or the text of one."""
+    """A schema is an object, or its JSON text."""
     if schema is None:
         return []
     return [Guide(GuideKind.JSON_SCHEMA, schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())]
@@ -350,7 +351,7 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     audio_tokens: int = 0
     blended_tokens: int | UnsetType = (
-        UNSET  # put together from chunks of earlier prompts: ours, told where there are any
+        UNSET  # tokens blended from chunks of earlier prompts: our extension, present if there are any
     )
 
 
@@ -396,7 +397,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 class PromptLogprob(msgspec.Struct, frozen=True):
     logprob: float
     decoded_token: str
-    rank: int | None  # among the alternatives that were asked for; None beyond them
+    rank: int | None  # among the alternatives requested; None beyond them
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None
@@ -416,7 +417,7 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
 
 class ToolCallBody(msgspec.Struct, frozen=True):
-    """In chunks it has an index; only the first one of a call has more than that and a part of the arguments."""
+    """In chunks it has an index; only a call's first chunk has more than that and part of the arguments."""
 
     function: CalledFunction
     id: str | UnsetType = UNSET
@@ -429,7 +430,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
     role: str = "assistant"
     refusal: None = None
     tool_calls: list[ToolCallBody] | UnsetType = UNSET
-    reasoning: str | UnsetType | None = UNSET  # null where a model that thinks did not; under the older name, too
+    reasoning: str | UnsetType | None = UNSET  # null if a thinking model did not think; the older name is sent too
     reasoning_content: str | UnsetType | None = UNSET
 
 
@@ -496,7 +497,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     max_model_len: int
     object: str = "model"
     owned_by: str = "mooncake"
-    parent: str | None = None  # that an adapter adapts
+    parent: str | None = None  # the base model of an adapter
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -508,7 +509,7 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | UnsetType = UNSET  # as the vocabulary has them
+    token_strs: list[str] | UnsetType = UNSET  # as in the vocabulary
 
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
-"""What every front door shares: a request is checked, becomes token ids and a job, and its answers come back in pieces.
+"""What every front door shares: a request is checked, tokenized and made a job, and its answers come back in pieces.
 
-It owns tokenizing, limits, deadlines and the ranking of several answers. It must not know HTTP, gRPC or any wire form,
-nor where a request runs: below it is only ``conductor.api.Generator``.
+It owns tokenizing, limits, deadlines and the ranking of several answers. It knows neither HTTP, gRPC nor any wire
+format, nor where a request runs: below it there is only ``conductor.api.Generator``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from mooncake.types import Guide, SamplingParams, TokenIds
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
 MAX_MESSAGES = 4096
 MAX_PRIORITY = (1 << 31) - 1
-COMPLETION_MAX_TOKENS = 16  # of an answer to text or token ids, as OpenAI has it; a chat may take what is left
+COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may use what is left of the context
 
-DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this one only guards against a stuck request
+DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only guards against a stuck request
 
 T = TypeVar("T")
 
@@ -63,15 +63,15 @@ class ServedModel:
     dtype: str
     fingerprint: str  # changes with the weights
     created: int  # seconds since 1970
-    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients say
-    sampling: SamplingDefaults = NEUTRAL  # of requests that do not say
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients use
+    sampling: SamplingDefaults = NEUTRAL  # defaults of requests
 
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 
 
 class Pipeline:
-    """Checks, tokenizes, generates. One event loop; ``close`` when done."""
+    """Checks, tokenizes, generates. One event loop; call ``close`` when done."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Pipeline:
         clock: Callable[[], float] = time.monotonic,
         most_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``most_tokens`` are those of one sequence that the nodes have memory for; 0: not known yet."""
+        """``most_tokens`` returns the longest sequence the nodes have memory for; 0: not known yet."""
         self.model = model
         self._most_tokens = most_tokens
         self.tokenizer = tokenizer
@@ -105,12 +105,12 @@ class Pipeline:
 
     @property
     def context_len(self) -> int:
-        """Tokens of prompt plus answer, as far as the model reads and the nodes have memory."""
+        """Tokens of prompt plus answer: the lesser of the model's limit and the nodes' memory."""
         return min(self.model.max_model_len, self._most_tokens() or self.model.max_model_len)
 
     @property
     def sampling(self) -> SamplingDefaults:
-        """Of requests that do not say."""
+        """Defaults of requests."""
         return self.model.sampling
 
     @property
@@ -118,7 +118,7 @@ class Pipeline:
         return (self.model.name, *self.model.adapters)
 
     def adapter_of(self, name: str) -> Adapter | None:
-        """The adapter called so; None for the model itself, which no name means too. Raises NotFound."""
+        """The adapter of that name; None for the base model or no name. Raises NotFound."""
         if not name or name == self.model.name:
             return None
         if name not in self.model.adapters:
@@ -128,7 +128,7 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been asked to stop."""
+        """Whether it still accepts requests."""
         return self._is_open
 
     def check_open(self) -> None:
@@ -141,7 +141,7 @@ class Pipeline:
     async def encode(
         self, text: str, param: str = "prompt", keep: int | None = None, add_special: bool = True
     ) -> TokenIds:
-        """Token ids of plain text, the last ``keep`` of them. Raises InvalidRequest (empty) or ContextTooLong."""
+        """Token ids of plain text, or its last ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special))
@@ -157,7 +157,7 @@ class Pipeline:
         roles: Sequence[str] = ROLES,
     ) -> TokenIds:
         """Token ids of a conversation, ready for the assistant's turn, or with ``continue_final`` for more of the last
-        message; the last ``keep`` of them. The chat template may read ``variables``; it knows ``roles``.
+        message; or the last ``keep`` of them. ``variables`` are for the chat template, which supports ``roles``.
 
         Raises InvalidRequest or ContextTooLong.
         """
@@ -183,18 +183,18 @@ class Pipeline:
         return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens, skip_special))
 
     async def check_guide(self, guide: Guide | None) -> None:
-        """Raises InvalidRequest when it makes no sense: better here than on a node. A schema can take a while."""
+        """Raises InvalidRequest for an invalid guide: better here than on a node. A schema can take a while."""
         if guide is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
 
     def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: int | None = None) -> TokenIds:
-        """A client's own ids as an array, the last ``keep`` of them. Raises InvalidRequest (not in the vocabulary) or
+        """A client's own ids as an array, or the last ``keep``. Raises InvalidRequest (not in the vocabulary) or
         ContextTooLong."""
         return self._fitting(self.as_tokens(ids, param), param, keep)
 
     def num_to_keep(self, truncate_prompt_tokens: int | None, num_answer: int) -> int | None:
-        """How many of a prompt's last tokens are wanted; None: all. -1 stands for as many as leave room for an answer
-        of ``num_answer`` tokens. Raises InvalidRequest."""
+        """How many of a prompt's last tokens to keep; None: all. -1 means as many as leave room for an answer of
+        ``num_answer`` tokens. Raises InvalidRequest."""
         if truncate_prompt_tokens is None:
             return None
         asked, limit = truncate_prompt_tokens, self.context_len
@@ -206,7 +206,7 @@ class Pipeline:
         return asked
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As the tokens that spell them. Raises InvalidRequest."""
+        """As token sequences that spell them. Raises InvalidRequest."""
         return bad_word_tokens(self.tokenizer, words)
 
     def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
@@ -222,17 +222,17 @@ class Pipeline:
         return array.astype(np.uint32)
 
     def max_tokens(self, num_prompt: int, asked: int | None, default: int | None) -> int:
-        """How many tokens an answer may have: what was asked for, or the default, within what the context leaves.
+        """How many tokens an answer may have: the number asked for, or the default, limited by the context.
 
-        ``default`` None stands for all that is left.
+        With ``default`` None: all that is left of the context.
         """
         room = self.model.max_model_len - num_prompt
         wanted = default if asked is None else asked
         return room if wanted is None else min(wanted, room)
 
     def check_room(self, num_prompt: int, asked: int | None, param: str) -> None:
-        """Raises ContextTooLong when the context does not leave as many tokens as were ``asked`` for: what takes more
-        for granted, as clients of OpenAI's API may, should not wait for an answer that is cut."""
+        """Raises ContextTooLong when the context leaves fewer tokens than ``asked`` for: clients of OpenAI's API
+        rely on getting them, and should not wait for a truncated answer."""
         room = self.model.max_model_len - num_prompt
         if asked is not None and asked > room:
             limit = self.model.max_model_len
@@ -255,7 +255,7 @@ class Pipeline:
         priority: int = 0,
         model: str = "",
     ) -> Job:
-        """Check what is left to check; ``model`` as clients say it.
+        """The remaining checks; ``model`` is the client's name for it.
 
         Raises InvalidRequest, naming the field, and NotFound.
         """
@@ -285,7 +285,7 @@ class Pipeline:
         return Job(request, tuple(stop), arrived_at, include_stop, skip_special)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """The answers to one job. Close it to cancel; raises what ``Generator.generate`` raises, and InternalError."""
+        """The answers to one job. Close it to cancel. Raises what ``Generator.generate`` raises, and InternalError."""
         sampling = job.request.sampling
         pieces = self._best(job) if sampling.num_answers > sampling.n else self._all(job)
         async with contextlib.aclosing(pieces):
@@ -305,18 +305,18 @@ class Pipeline:
                     delta = await self._next(deltas, request.deadline)
                     if delta.choice not in unfinished:
                         continue
-                    if delta.prompt_logprobs is not None:  # the prompt is that of every answer
+                    if delta.prompt_logprobs is not None:  # the prompt is shared by all answers
                         for choice in range(1, len(answers)):
                             yield Piece((), "", None, choice, delta.prompt_logprobs)
                     piece = answers[delta.choice].take(delta, self._clock())
                     if piece.outcome is not None:
                         unfinished.discard(delta.choice)
-                        if delta.finish_reason is None:  # a stop string: only here it is known
+                        if delta.finish_reason is None:  # a stop string: only found here
                             self._generator.end_choice(request.request_id, delta.choice)
                     yield piece
 
     async def _best(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """Generate more answers than asked for, and tell the ``n`` that are likeliest by token, best first."""
+        """Generate more answers than requested, and return the ``n`` most likely per token, best first."""
         sampling = job.request.sampling
         ranking = replace(sampling, logprobs=sampling.logprobs or 0)
         answers: list[list[Piece]] = [[] for _ in range(sampling.num_answers)]
@@ -331,7 +331,7 @@ class Pipeline:
             yield replace(whole, tokens=tokens, choice=rank)
 
     async def run(self, jobs: Sequence[Job], emit: Emit) -> None:
-        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, answers numbered through all jobs.
+        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, with answers numbered across all jobs.
 
         The first failure cancels all others and is raised.
         """
@@ -354,14 +354,14 @@ class Pipeline:
                 await emit(first + piece.choice, piece)
 
     async def drain(self, within_s: float) -> None:
-        """Refuse new requests, and wait for the end of those that run, for so long."""
+        """Refuse new requests, and wait up to ``within_s`` for the running ones to end."""
         self._is_open = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._is_idle.wait()
 
     async def close(self) -> None:
-        """Refuse new requests, and end those that run with NodeUnavailable."""
+        """Refuse new requests, and end the running ones with NodeUnavailable."""
         self._is_open = False
         self._is_closing = True
         now = asyncio.get_running_loop().time()
@@ -417,9 +417,9 @@ class Pipeline:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def _is_surely_too_long(self, text: str) -> bool:
-        """Whether a cheap look settles that a text cannot fit: its beginning alone makes twice the tokens allowed.
+        """Whether a cheap check settles that a text cannot fit: its beginning alone makes twice the tokens allowed.
 
-        So a client cannot make us tokenize megabytes to learn what kilobytes tell.
+        So a client cannot make us tokenize megabytes to learn what kilobytes show.
         """
         probe = max(16 * self.model.max_model_len, LONG_TEXT_CHARS)
         if len(text) <= 2 * probe:
@@ -441,7 +441,7 @@ class Pipeline:
 
 
 def _as_told(variables: Mapping[str, object] | None) -> str:
-    """About what a chat template makes of them: tools and documents are as much to render and tokenize as messages."""
+    """Roughly what a chat template renders: tools and documents cost as much to render and tokenize as messages."""
     try:
         return json.dumps(variables, ensure_ascii=False) if variables else ""
     except (RecursionError, TypeError, ValueError):  # the template refuses them for the same reason
@@ -449,7 +449,7 @@ def _as_told(variables: Mapping[str, object] | None) -> str:
 
 
 class UnknownModel(NotFound):
-    """The name that clients of OpenAI's API look for."""
+    """The error code that clients of OpenAI's API expect."""
 
     code = "model_not_found"
 

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, as far as it needs no memory: a chat in other words.
+"""OpenAI's Responses API, without its server-side memory, as another wording of a chat.
 
-It owns what a response's fields mean and how its items and events are told. What is computed is a chat's job
-(``openai.py``). Nothing is stored, so a conversation comes as input, whole.
+It owns what a response's fields mean and how its items and events are worded. The computation is a chat's job
+(``openai.py``). Nothing is stored, so the input contains the whole conversation.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
 
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
-_OTHER_CALLS = ("input_tokens", "compact")  # of OpenAI's, which stand where the names of responses do
+_OTHER_CALLS = ("input_tokens", "compact")  # OpenAI routes at the place of a response's id
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class ResponsesApi:
-    """Its routes."""
+    """The routes of the Responses API."""
 
     def __init__(self, api: OpenAIApi) -> None:
         self._api = api
@@ -135,20 +135,20 @@ class ResponseWriter:
     def __init__(self, head: ResponseBody, extras: Extras) -> None:
         self.response = head
         self._extras = extras
-        self._events: list[ResponseEvent] = []  # not yet told
+        self._events: list[ResponseEvent] = []  # not yet sent
         self._num_events = 0
         self._items: list[OutputItem] = []
-        self._is_message_open = False  # the last item
-        self._is_thought_open = False  # likewise
-        self._call: list[CallPart] = []  # parts of the open one, the last item
-        self._text = ""  # of the open message, or thought
+        self._is_message_open = False  # the last item is a message
+        self._is_thought_open = False  # the last item is a thought
+        self._call: list[CallPart] = []  # parts of the open call, the last item
+        self._text = ""  # of the open message or thought
         self._logprobs: list[ContentLogprob] = []  # likewise
-        self._tokens: list[SampledToken] = []  # whose text is not yet told
+        self._tokens: list[SampledToken] = []  # tokens whose text is not yet sent
         self._num_tokens = 0
-        self._num_thought = 0  # of them
+        self._num_thought = 0  # how many of them belong to a thought
 
     def take(self, piece: Piece) -> list[ResponseEvent]:
-        """Nothing is told before there is something of the answer: an error until then has a status of its own."""
+        """Emits nothing before the answer has content: an error until then still has its own HTTP status."""
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
@@ -187,7 +187,7 @@ class ResponseWriter:
 
     @property
     def _last(self) -> dict[str, Any]:
-        """Where the last item is."""
+        """The position of the last item."""
         return {"output_index": len(self._items) - 1, "item_id": self._items[-1].id}
 
     def _add(self, item: OutputItem) -> None:
@@ -282,7 +282,7 @@ class ResponseWriter:
 
 
 def check(body: ResponsesRequest) -> None:
-    """Raises InvalidRequest for what responses can ask and we do not do."""
+    """Raises InvalidRequest for valid fields that are not supported."""
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is no field of a response", name)
@@ -306,7 +306,7 @@ def check(body: ResponsesRequest) -> None:
 
 
 def _headers(call: Call, body: ResponsesRequest) -> dict[str, str]:
-    """As in vLLM, ``store`` true is no error: it is what clients say by default."""
+    """As in vLLM, ``store`` true is not an error: it is the clients' default."""
     if not body.store:
         return call.headers
     warnings = (call.headers.get(WARNING_HEADER), "responses are not stored")
@@ -361,7 +361,7 @@ def _tools(body: ResponsesRequest) -> Tools | None:
 
 
 def _messages(body: ResponsesRequest) -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the item, for what is no text, call or result of a call."""
+    """Raises InvalidRequest, naming the item, for anything but text, calls and their results."""
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, ChatMessage("user", body.input)]
@@ -402,7 +402,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
 
 
 def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
-    """As a chat has them."""
+    """As the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
     return [ContentPart("text" if part.type in _TEXT_PARTS else part.type, part.text) for part in content]

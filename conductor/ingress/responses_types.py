@@ -1,4 +1,4 @@
-"""Wire forms of OpenAI's Responses API: the part of it that needs no memory of earlier responses. Only data."""
+"""Wire types of OpenAI's Responses API: the part that needs no memory of earlier responses. Only data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a thought, a call that the model made, or what that call gave: by ``type``."""
+    """A message, a thought, a call that the model made, or that call's result, depending on ``type``."""
 
     type: str = "message"
     role: str | None = None
@@ -40,8 +40,8 @@ class TextConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    effort: str | None = None  # for the chat template to read
-    summary: str | None = None  # none is made
+    effort: str | None = None  # read by the chat template
+    summary: str | None = None  # accepted, but none is made
 
 
 class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -58,7 +58,7 @@ class ChosenTool(msgspec.Struct, frozen=True):
 
 
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
-    """Beside OpenAI's fields those of vLLM's that completions and chats share."""
+    """OpenAI's fields, plus the vLLM fields that completions and chats share."""
 
     input: str | list[InputItem]
     instructions: str | None = None
@@ -118,7 +118,7 @@ class ReasoningText(msgspec.Struct, frozen=True):
 
 
 class ReasoningItem(msgspec.Struct, frozen=True):
-    """``summary`` has a place in it, but none is made."""
+    """It has a ``summary`` field, but none is made."""
 
     id: str
     status: str
@@ -186,7 +186,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of a stream; which fields are there depends on ``type``."""
+    """One event of a stream; which fields are set depends on ``type``."""
 
     type: str
     sequence_number: int

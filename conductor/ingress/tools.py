@@ -1,8 +1,9 @@
-"""Tools of a chat: how they are told to a model, and how an answer is held to them; ``reading`` reads its calls.
+"""Tools of a chat: how they are described to a model, and how an answer is constrained to call them; ``reading`` parses
+the calls.
 
-Where the model's chat template has no words for tools whose calls can be read, they are told in Hermes' form, which
-SmolLM2, Qwen and others were trained on: tools as JSON lines in the system message, a call as JSON between
-``<tool_call>`` tags, a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
+If the chat template has no form for tools whose calls can be parsed, they are described in Hermes' form, which SmolLM2,
+Qwen and others were trained on: tools as JSON lines in the system message, a call as JSON between ``<tool_call>`` tags,
+a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as Anthropic allows; OpenAI 64
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as Anthropic allows; OpenAI allows 64
 
 _PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
 <tools>
@@ -55,7 +56,7 @@ class NamedTool(msgspec.Struct, frozen=True):
 
 
 class SaidFunction(msgspec.Struct, frozen=True):
-    """A call as a client gives it back in a later turn: ``arguments`` is the text of a JSON object."""
+    """A call as a client returns it in a later turn: ``arguments`` is the text of a JSON object."""
 
     name: str
     arguments: str = "{}"
@@ -69,8 +70,8 @@ class SaidCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a chat may call. ``must_call`` holds the whole answer to one call of one of them; with ``once`` nothing
-    behind the first call is told."""
+    """What a chat may call. ``must_call`` constrains the whole answer to one call of one of them; with ``once``
+    nothing after the first call is reported."""
 
     functions: tuple[Function, ...]
     must_call: bool = False
@@ -78,11 +79,11 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, dict[str, object]]:
-        """Of the functions' parameters, by name."""
+        """Parameter schemas by function name."""
         return {function.name: function.parameters or {} for function in self.functions}
 
     def guide(self) -> Guide | None:
-        """What such an answer has to look like."""
+        """The guide for an answer that must be a call."""
         if not self.must_call:
             return None
         if len(self.functions) == 1:
@@ -93,11 +94,11 @@ class Tools:
         return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
 
     def listed(self) -> list[dict[str, object]]:
-        """As chat templates take them."""
+        """As chat templates expect them."""
         return [{"type": "function", "function": msgspec.to_builtins(function)} for function in self.functions]
 
     def told(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The conversation with the functions in its system message."""
+        """The conversation with the functions described in its system message."""
         lines = "\n".join(msgspec.json.encode(Tool(function)).decode() for function in self.functions)
         prompt = _PROMPT.format(tools=lines, open=OPEN, close=CLOSE)
         if messages and messages[0].role == "system":
@@ -108,7 +109,8 @@ class Tools:
 def tools_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None = None
 ) -> Tools | None:
-    """None when nothing may be called; not ``parallel`` is once at most. Raises InvalidRequest, naming the field."""
+    """None when nothing may be called; not ``parallel`` means at most one call. Raises InvalidRequest, naming the
+    field."""
     if isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
         what = (
             f"a tool_choice of the type {choice.type[:32]!r} is not supported; known: none, auto, required, a function"
@@ -141,7 +143,7 @@ def tools_of(
 
 
 def _form_of_call(function: Function, place: str = "") -> dict[str, object]:
-    """The schema of a call, for use at ``place`` of a schema."""
+    """The schema of a call, for use at ``place`` within a schema."""
     return {
         "type": "object",
         "properties": {
@@ -154,7 +156,8 @@ def _form_of_call(function: Function, place: str = "") -> dict[str, object]:
 
 
 def _at(place: str, schema: dict[str, object]) -> dict[str, object]:
-    """``schema`` for use at ``place`` of another one: "#" is that one's root there, unless ``schema`` has a name."""
+    """``schema`` for use at ``place`` within another one: there "#" would be that one's root, unless ``schema`` has
+    an id."""
     if "$id" in schema:
         return schema
 
@@ -168,7 +171,7 @@ def _at(place: str, schema: dict[str, object]) -> dict[str, object]:
 
 
 def chat_calls(calls: Sequence[SaidCall], where: str) -> tuple[ChatCall, ...]:
-    """Raises InvalidRequest, naming the place, for arguments that are no JSON object."""
+    """Raises InvalidRequest, naming the place, for arguments that are not a JSON object."""
     return tuple(ChatCall(call.id, call.function.name, _arguments(call, where)) for call in calls)
 
 
@@ -183,7 +186,7 @@ def _arguments(call: SaidCall, where: str) -> dict[str, object]:
 
 
 def in_words(message: ChatMessage) -> ChatMessage:
-    """For a template that knows neither calls nor results: as a model of Hermes' form wrote and read them."""
+    """For a template without calls and results: in Hermes' form."""
     if message.role == "tool":
         return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
     calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.calls]

@@ -1,7 +1,7 @@
-"""Placement policies: each one pure function ``(question, rng) -> Choice`` in a file of its own.
+"""Placement policies: each one pure function ``(question, rng) -> Choice`` in its own file.
 
-The published ones are as published, with what they leave open said in the file. They know nothing of milliseconds
-that were measured here unless their own formula does, and fetch from other hosts only if theirs does.
+The published ones are as published; each file says how it fills what the publication leaves open. They use milliseconds
+measured here only if their own formula does, and fetch from other hosts only if theirs does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""AIBrix's conductor (its rendering of Mooncake's): TTFT and TBT from constants, not from measurements.
+"""AIBrix's rendering of Mooncake's conductor: TTFT and TBT from constants, not from measurements.
 
 TTFT = requests · mean prefill + (0.005 · hit + 1) + (0.001 · miss^1.5 + 5) ms, tokens hit and missed
-TBT  = 1000 / throughput · (1 + 1 / max(requests, 1)) ms, half as much again when KV is more than 90 % full
+TBT  = 1000 / throughput · (1 + 1 / max(requests, 1)) ms, 1.5 times that when KV is more than 90 % full
 """
 
 from __future__ import annotations

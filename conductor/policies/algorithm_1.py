@@ -1,8 +1,8 @@
-"""FAST'25 Algorithm 1 as it is published, threshold and all. Decode nodes are taken by load.
+"""FAST'25 Algorithm 1 as published, threshold included. Decode nodes are chosen by load.
 
-The published text leaves two cases open. Nobody matches: there is nothing to transfer. The own match is zero and
-somebody else's is not: the ratio is infinite, and the prefix is transferred. The threshold's value was never published
-("adjusted manually"); between 1 and 4 it moves the mean by less than 2 %.
+The publication leaves two cases open. If no node matches, nothing is transferred. If the node's own match is zero and
+another's is not, the ratio is infinite and the prefix is transferred. The threshold's value was never published
+("adjusted manually"); between 1 and 4 it changes the mean by less than 2 %.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Load balancing (FAST'25 Fig. 5): the prefill node with the least work queued, whatever it has cached."""
+"""Load balancing (FAST'25 Fig. 5): the prefill node with the least queued work, whatever it has cached."""
 
 from __future__ import annotations
 

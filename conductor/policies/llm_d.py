@@ -1,7 +1,7 @@
-"""llm-d's endpoint picker: weighted scores between 0 and 1, the highest sum wins, equal ones by chance.
+"""llm-d's endpoint picker: weighted scores between 0 and 1; the highest sum wins, ties are broken at random.
 
-Default weights: queue 2, KV utilisation 2, prefix 3. A prefill node gives its KV away, so its utilisation says nothing
-and is left out; decode nodes are scored by active requests, as in the published guide for disaggregation.
+Default weights: queue 2, KV utilisation 2, prefix 3. A prefill node gives its KV away, so its utilisation is
+meaningless and left out; decode nodes are scored by active requests, as in the published guide for disaggregation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def llm_d(question: Question, rng: np.random.Generator) -> Choice:
 
 
 def _emptiness(queue: Floats) -> Floats:
-    """1 for the shortest queue, 0 for the longest; 1 for all when they are equal."""
+    """1 for the shortest queue, 0 for the longest; 1 for all if they are equal."""
     spread = queue.max() - queue.min()
     result: Floats = (queue.max() - queue) / spread if spread else np.ones(len(queue))
     return result

@@ -1,4 +1,4 @@
-"""Local cache-aware (FAST'25 Fig. 5): least queue + prefill, with what each node has cached itself and no transfer."""
+"""Local cache-aware (FAST'25 Fig. 5): least queue + prefill, using only each node's own cache and no transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The longest match wins, whatever its queue. Herds: prompts often share their first block: one node gets them all."""
+"""The longest match wins, whatever its queue. It herds: prompts that share a first block all go to one node."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Our default: the pair with the least predicted milliseconds to the last token.
 
-FAST'25 Algorithm 1 with both of its hand-set numbers gone. A prefix is worth what fetching it costs against computing
-it, from whichever store is fastest now, and prefill and decode are chosen together, because the bytes between them
-cost time too. So a node's queue counts as much as its cache, and the longest match does not herd.
+FAST'25 Algorithm 1 without its two hand-set numbers. A prefix is worth the difference between computing and fetching
+it, from whichever store is fastest now, and prefill and decode nodes are chosen together, because moving the bytes
+between them takes time too. So a node's queue counts as much as its cache, and the longest match does not herd.
 
-This is the definition; ``placing.cpp`` is the same search in C++, and what the scheduler calls where it can.
+This is the reference; ``placing.cpp`` is the same search in C++, which the scheduler uses where it can be built.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def milliseconds(question: Question, rng: np.random.Generator) -> Choice:
     num_bytes, work = sent_bytes(question), decode_work_ms(question)
 
     def row(p: int) -> Floats:
-        """[D]: the total with prefill node p. Layers are sent while later ones compute; the last one cannot be."""
+        """[D]: the total with prefill node p. Layers are sent while later ones are computed, except the last."""
         sending = np.where(num_bytes > 0.0, view.link_ms(view.send_link[p], num_bytes), 0.0)
         handoff = np.maximum(sending - first.prefill_ms[p], sending / question.shape.num_layers)
         total: Floats = ttft[p] + handoff + work
@@ -46,8 +46,8 @@ def milliseconds(question: Question, rng: np.random.Generator) -> Choice:
 
 
 def copy_rent_ms(question: Question) -> Floats:
-    """[P]: what blocks cost that will be in one more place, fetched or computed anew: others must go for them, and a
-    share of those will be asked for and computed again."""
+    """[P]: the cost of blocks that will exist in one more place, fetched or computed: others must be evicted for
+    them, and a fraction of those will be asked for and computed again."""
     view, own = question.view, question.own_blocks()
     most = own.max()
     if view.stores.nodes:
@@ -59,8 +59,8 @@ def copy_rent_ms(question: Question) -> Floats:
 def _promising(
     question: Question, first: FirstToken, ttft: Floats, num_bytes: Floats, work: Floats, best: float
 ) -> list[int]:
-    """Prefill nodes whose total might be below ``best``: no pair is faster than with its fastest link, the fewest bytes
-    and the idlest decode node."""
+    """Prefill nodes whose total might be below ``best``: no pair is faster than the node with its fastest link, the
+    fewest bytes and the idlest decode node."""
     view, fewest = question.view, float(num_bytes[np.isfinite(work)].min())
     least_latency, least_byte = view.least_send.T
     sending = (least_latency + least_byte * fewest) if fewest > 0.0 else np.zeros(len(ttft))

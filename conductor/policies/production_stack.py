@@ -14,7 +14,7 @@ LOAD_WEIGHT = 1.0
 
 
 def production_stack(question: Question, rng: np.random.Generator) -> Choice:
-    """kvaware: the first holder of all but 2,000 tokens; else by session, and without one the least loaded."""
+    """kvaware: the first node that holds all but 2,000 tokens; else by session, and without one the least loaded."""
     facts, decode = question.facts, idlest_decode(question)
     matched = question.own_blocks() * question.shape.block_tokens
     nodes = prefill_choices(question)
@@ -27,7 +27,7 @@ def production_stack(question: Question, rng: np.random.Generator) -> Choice:
 
 
 def production_stack_load(question: Question, rng: np.random.Generator) -> Choice:
-    """loadaware: the matched share less how far the load is above the mean."""
+    """loadaware: the fraction matched, minus how far the load is above the mean."""
     load = question.view.prefill.queued_requests
     matched = question.own_blocks() * question.shape.block_tokens / question.facts.num_tokens
     score = matched - LOAD_WEIGHT * (load - load.mean()) / max(1.0, float(load.mean()))

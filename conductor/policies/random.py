@@ -1,4 +1,4 @@
-"""Any prefill node: what every other policy is measured against (FAST'25 Fig. 5)."""
+"""Any prefill node: the baseline of all other policies (FAST'25 Fig. 5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One after the other, whatever they do. The request's number is the counter, so nothing has to be remembered."""
+"""Nodes in turn, whatever their load. The request's number is the counter, so there is no state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""SGLang's cache_aware: the owner of the longest match, unless loads are far apart or the match is short.
+"""SGLang's cache_aware: the holder of the longest match, unless loads are far apart or the match is short.
 
-Thresholds are its command line's defaults. Decode nodes by the power of two choices, as it is started for
-disaggregation. Its approximate tree of what was sent where is our index of what is there.
+Thresholds are its command-line defaults. Decode nodes are chosen by the power of two choices, its setting for
+disaggregation. Its approximate tree of what was sent where corresponds to our index of what is there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def sglang(question: Question, rng: np.random.Generator) -> Choice:
 
 
 def _power_of_two(question: Question, rng: np.random.Generator) -> int:
-    """The less loaded of two nodes drawn by chance."""
+    """The less loaded of two randomly drawn nodes."""
     if not question.facts.needs_decode:
         return NONE
     nodes = decode_choices(question).nonzero()[0]

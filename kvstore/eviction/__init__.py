@@ -1,4 +1,4 @@
-"""Which block goes when there is no room: pure policies behind one protocol, leaves before their parents always."""
+"""Which block to evict when there is no room: pure policies behind one protocol, always leaves before their parents."""
 
 from __future__ import annotations
 
@@ -29,5 +29,6 @@ POLICIES = tuple(_POLICIES)
 
 
 def make_policy(name: str, capacity_blocks: int, block_tokens: int = 64) -> EvictionPolicy:
-    """A policy by its name, for a cache of so many blocks. Raises KeyError for one that is not in ``POLICIES``."""
+    """The policy of that name, for a cache of this many blocks. Raises KeyError for a name that is not in
+    ``POLICIES``."""
     return _POLICIES[name](capacity_blocks, block_tokens)

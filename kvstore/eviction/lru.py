@@ -1,4 +1,4 @@
-"""Recency alone: LRU, and FIFO, which does not even look at reads."""
+"""Recency alone: LRU, and FIFO, which ignores reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.eviction.policy import Block, Key, LeafFirst
 
 
 class LRU(LeafFirst):
-    """The block whose last read is longest ago goes first."""
+    """Evicts the block whose last read is longest ago."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class LRU(LeafFirst):
 
 
 class FIFO(LRU):
-    """The block that was stored first goes first, read or not."""
+    """Evicts the block that was stored first, read or not."""
 
     def hit(self, key: Key, now: float) -> None:
         pass

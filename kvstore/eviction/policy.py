@@ -1,7 +1,7 @@
-"""What the pool asks of an eviction policy, and the rule that all share: a block goes before the one it builds on.
+"""The interface of an eviction policy, and the rule that all share: a block is evicted before the one it builds on.
 
-Pure: a policy is told what was stored, read and removed, and says which block goes next. It reads no clock, draws
-nothing, and must not know about slots, segments, leases or events; whoever owns those pins what may not go now.
+Pure: a policy is told what was stored, read and removed, and names the next victim. It reads no clock, uses no
+randomness, and knows nothing of slots, segments, leases or events; their owner pins what must not be evicted now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Block:
 
     ``parent`` is the block before it in its chain, None for a first one; it need not be in the cache. ``position``
     counts the blocks before it. ``size`` is in any one unit (blocks, bytes). ``chain_blocks`` is the length of the
-    prompt that brought it, 0 when nobody knows.
+    prompt that brought it, 0 if unknown.
     """
 
     key: Key
@@ -32,54 +32,54 @@ class Block:
 
 
 class EvictionPolicy(Protocol):
-    """One owner; not thread-safe. ``now`` is in seconds of any one clock and never goes back.
+    """One owner; not thread-safe. ``now`` is in seconds of any one clock and never decreases.
 
-    Tell reads tail first when there is a choice: the ends of chains are worth less than their beginnings.
+    Report reads tail first if possible: the ends of chains are worth less than their beginnings.
     """
 
     def insert(self, block: Block, now: float) -> None:
-        """The block became readable. One that is there already is a hit."""
+        """The block became readable. If it is already there, that is a hit."""
 
     def hit(self, key: Key, now: float) -> None:
-        """The block was read. Nothing happens when it is not there."""
+        """The block was read. No effect if it is not there."""
 
     def remove(self, key: Key, now: float) -> None:
-        """The block left for another reason than eviction. Nothing happens when it is not there."""
+        """The block left, other than by eviction. No effect if it is not there."""
 
     def victim(self, now: float) -> Key | None:
-        """Choose the block to drop and forget it: never one that is pinned or that another one here builds on. None
+        """Choose the block to evict and forget it: never one that is pinned or that another one here builds on. None
         when there is no other."""
 
     def pin(self, key: Key) -> None:
-        """The block must not go until as many ``unpin`` as ``pin`` were called (it is being read, or built upon)."""
+        """The block must not be evicted until ``unpin`` has been called as often (it is being read, or built upon)."""
 
     def unpin(self, key: Key) -> None: ...
 
     def __len__(self) -> int:
-        """Blocks told of and not gone."""
+        """Number of blocks present."""
 
     def __contains__(self, key: Key) -> bool: ...
 
 
 class LeafFirst(ABC):
-    """Turns an order of eviction into one that takes leaves before their parents, at no more than O(1) extra a block.
+    """Turns any eviction order into one that takes leaves before their parents, at O(1) extra per block.
 
-    A subclass gives the order alone. A block whose turn comes while another builds on it, or while it is pinned, is
-    *condemned*: it goes as soon as it may, unless it is read first.
+    A subclass supplies only the order. A block whose turn comes while another builds on it, or while it is pinned, is
+    *condemned*: it is evicted as soon as possible, unless it is read first.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[Key, Block] = {}
-        self._children: dict[Key, int] = {}  # blocks here that build on a key, which may itself be gone
+        self._children: dict[Key, int] = {}  # by key, which may itself be gone: blocks here that build on it
         self._pins: dict[Key, int] = {}
         self._condemned: set[Key] = set()  # not in the subclass's order
-        self._ready: list[Key] = []  # condemned ones that may go now; entries may be out of date
+        self._ready: list[Key] = []  # condemned ones that may go now; entries may be stale
 
-    # The order
+    # Supplied by the subclass
 
     @abstractmethod
     def _enter(self, block: Block, now: float) -> None:
-        """Take a new block into the order."""
+        """Add a new block to the order."""
 
     @abstractmethod
     def _touch(self, block: Block, now: float) -> None:
@@ -87,20 +87,20 @@ class LeafFirst(ABC):
 
     @abstractmethod
     def _next(self, now: float) -> Key | None:
-        """Take the block out of the order that it would evict first. None when the order is empty."""
+        """Remove and return the block that the order would evict first. None when the order is empty."""
 
     @abstractmethod
     def _leave(self, block: Block) -> None:
-        """Take this block out of the order."""
+        """Remove this block from the order."""
 
     @abstractmethod
     def _rescue(self, block: Block, now: float) -> None:
-        """A condemned block was read: take it back into the order."""
+        """A condemned block was read: put it back into the order."""
 
     def _evicted(self, block: Block, now: float) -> None:  # noqa: B027 - most remember nothing
-        """A block goes as a victim. Policies that remember what they dropped do so here."""
+        """A block is evicted. For policies that remember evicted blocks."""
 
-    # What the pool calls
+    # Called by the pool
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -183,6 +183,6 @@ class LeafFirst(ABC):
             self._release(parent)
 
     def _release(self, key: Key) -> None:
-        """Something no longer keeps ``key``; if it was condemned its time may have come."""
+        """Something no longer keeps ``key``; if it was condemned it may now be evictable."""
         if key in self._condemned:
             self._ready.append(key)

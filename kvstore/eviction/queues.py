@@ -1,4 +1,4 @@
-"""Policies made of queues, first in first out or least recently used: S3-FIFO, SIEVE, ARC. Calls are O(1) amortised."""
+"""Policies made of FIFO or LRU queues: S3-FIFO, SIEVE, ARC. Calls are O(1) amortised."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Queue = OrderedDict[Key, None]
 class S3FIFO(LeafFirst):
     """Three queues (Yang et al., SOSP'23): new blocks prove themselves in a small one before they enter the main one.
 
-    Blocks that leave the small queue unproven are remembered for a while, and enter the main one if they come again.
+    Blocks that leave the small queue unproven are remembered for a while, and enter the main one if they return.
     """
 
     SMALL = 0.1  # share of the capacity
     MAX_READS = 3
-    PROVEN = 1  # reads in the small queue that lead to the main one
+    PROVEN = 1  # reads in the small queue that promote a block to the main one
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class S3FIFO(LeafFirst):
         self._main: Queue = OrderedDict()
         self._ghost: Queue = OrderedDict()
         self._reads: dict[Key, int] = {}
-        self._unproven: set[Key] = set()  # condemned, or about to go, from the small queue
+        self._unproven: set[Key] = set()  # condemned, or about to be evicted, from the small queue
 
     def _enter(self, block: Block, now: float) -> None:
         key = block.key
@@ -82,13 +82,13 @@ class S3FIFO(LeafFirst):
 
 
 class SIEVE(LeafFirst):
-    """One queue and a hand (Zhang et al., NSDI'24): the hand walks from old to new, spares what was read since it last
-    came by, without moving it, and takes the first that was not."""
+    """One queue and a hand (Zhang et al., NSDI'24): the hand moves from old to new, spares blocks read since its
+    last visit, without moving them, and evicts the first that was not."""
 
     def __init__(self) -> None:
         super().__init__()
         self._passed: Queue = OrderedDict()  # older than the hand
-        self._ahead: Queue = OrderedDict()  # from the hand on to the newest
+        self._ahead: Queue = OrderedDict()  # from the hand to the newest
         self._read: set[Key] = set()
 
     def _enter(self, block: Block, now: float) -> None:
@@ -112,7 +112,7 @@ class SIEVE(LeafFirst):
             if was_read:
                 self._read.discard(key)
                 self._passed[key] = None
-            self._turn()  # at once: what comes from now on is newer than all that the hand has still to see
+            self._turn()  # now, because later arrivals are newer than everything the hand has still to visit
             if not was_read:
                 return key
         return None
@@ -129,7 +129,7 @@ class SIEVE(LeafFirst):
 
 class ARC(LeafFirst):
     """Two LRU queues, of blocks seen once and more often, whose balance follows which of the two it would have been
-    good to keep (Megiddo and Modha, FAST'03)."""
+    better to keep (Megiddo and Modha, FAST'03)."""
 
     def __init__(self, capacity_blocks: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class ARC(LeafFirst):
         self._once_ghost: Queue = OrderedDict()
         self._often_ghost: Queue = OrderedDict()
         self._once_target = 0.0
-        self._from_often: set[Key] = set()  # condemned, or about to go, from the queue of those read often
+        self._from_often: set[Key] = set()  # condemned, or about to be evicted, from the queue of blocks read often
 
     def _enter(self, block: Block, now: float) -> None:
         key, once_ghost, often_ghost = block.key, self._once_ghost, self._often_ghost

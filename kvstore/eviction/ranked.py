@@ -1,8 +1,8 @@
-"""Policies that give every block a rank when it is stored or read, and drop the lowest: LFU, LengthAware, GDSF, Belady.
+"""Policies that rank every block when it is stored or read, and evict the lowest: LFU, LengthAware, GDSF, Belady.
 
-A heap keeps them, whose entries may be out of date: one that turns out to be too low is put back where it belongs, so
-that a read, which as a rule raises the rank, costs O(1). A victim costs O(log n). It is built anew before it is more
-than twice as long as it has to be.
+Blocks are in a heap whose entries may be stale: one that turns out to be too low is put back where it belongs, so a
+read, which usually raises the rank, costs O(1). A victim costs O(log n). The heap is rebuilt before it grows to more
+than twice its necessary size.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ kFLOP of attention against 14 GFLOP of matrices a token, the shape of Llama-3-8B
 
 
 class Ranked(LeafFirst):
-    """The lowest rank goes first; among equals the one whose rank was set first."""
+    """Evicts the lowest rank; among equals the one whose rank was set first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks: dict[Key, tuple[float, float, int]] = {}  # of blocks in the order, with the number of the setting
+        self._ranks: dict[Key, tuple[float, float, int]] = {}  # of blocks in the order, with a sequence number
         self._heap: list[tuple[float, float, int, Key]] = []
         self._settings = 0
         self._last_rank: Rank = (0.0, 0.0)  # of the last block taken out of the order
 
     @abstractmethod
     def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
-        """Of a block that was stored or read just now."""
+        """The rank of a block that was stored or read just now."""
 
     def _enter(self, block: Block, now: float) -> None:
         rank = self._set_rank(block, True, now)
@@ -67,14 +67,14 @@ class Ranked(LeafFirst):
                 del ranks[key]
                 self._last_rank = entry[:2]
                 return key
-            if rank is None or rank < entry[:3]:  # left, perhaps to come again with another entry
+            if rank is None or rank < entry[:3]:  # left, perhaps to return with another entry
                 heapq.heappop(heap)
             else:
                 heapq.heapreplace(heap, (*rank, key))
         return None
 
     def _tidy(self) -> None:
-        """Build the heap anew when most of it is out of date: at least as many calls have led to that."""
+        """Rebuild the heap when most of it is stale; amortised over as many calls."""
         if len(self._heap) > 2 * len(self._ranks):
             self._heap = [(*rank, key) for key, rank in self._ranks.items()]
             heapq.heapify(self._heap)
@@ -87,7 +87,7 @@ class Ranked(LeafFirst):
 
 
 class LFU(Ranked):
-    """The block that was read least often since it was stored goes first, the least recently read among those."""
+    """Evicts the block read least often since it was stored, and among those the least recently read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class LFU(Ranked):
 
 
 class LengthAware(LFU):
-    """LFU that takes the block furthest from its prompt's beginning among equals (arXiv 2407.00079, section 4.2)."""
+    """LFU, with ties broken by the greatest distance from the prompt's beginning (arXiv 2407.00079, section 4.2)."""
 
     def _rank(self, block: Block, is_new: bool, now: float) -> Rank:
         count, _ = super()._rank(block, is_new, now)
@@ -111,10 +111,10 @@ class LengthAware(LFU):
 
 
 class GDSF(LFU):
-    """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998): reads times cost over size, above the last victim's rank.
+    """Greedy-Dual-Size-Frequency (Cherkasova, HP Labs 1998): reads times cost over size, plus the last victim's rank.
 
-    The cost of a block is the time to compute it anew where it stands: ``1 + attention * position``, in units of the
-    part that does not grow with the position.
+    The cost of a block is the time to recompute it at its position: ``1 + attention * position``, in units of the part
+    that does not grow with the position.
     """
 
     def __init__(self, attention: float) -> None:
@@ -134,9 +134,9 @@ class GDSF(LFU):
 
 
 class Belady(Ranked):
-    """The yardstick: knows when each block is read next, and drops the one for which that is furthest away.
+    """The optimum: knows when each block is read next, and evicts the one for which that is furthest away.
 
-    ``reads`` gives for each key the numbers of the requests that read it, rising. ``now`` must be the number of the
+    ``reads`` gives for each key the ascending numbers of the requests that read it. ``now`` must be the number of the
     request being served. A parent is read whenever its child is, so among equals the deeper one goes.
     """
 
@@ -151,7 +151,7 @@ class Belady(Ranked):
 
 
 def reads_of(requests: Iterable[Iterable[Key]]) -> dict[Key, list[int]]:
-    """What ``Belady`` needs to know, from the blocks of each request in order."""
+    """The ``reads`` of ``Belady``, from the blocks of each request in order."""
     reads: dict[Key, list[int]] = {}
     for number, keys in enumerate(requests):
         for key in keys:

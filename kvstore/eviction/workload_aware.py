@@ -1,14 +1,14 @@
-"""Eviction that learns from the workload which blocks come back, and when.
+"""Eviction that learns from the workload which blocks return, and when.
 
 The idea is that of the workload-aware policy of Wang et al., USENIX ATC'25 (arXiv 2506.02634): blocks fall into classes
-whose reuse is stable, the chance and the time of reuse are learnt online for each class, and the block goes that is
-worth least for the room it takes. Three things differ. Classes are what a pool can see of any request: how often the
-block was read before, and whether an unread one ends its prompt. Instead of fitting an exponential, the chance of reuse
-is counted by age (people think before they answer, so it rises first and falls later), with blocks that left counted as
-long as they are remembered. And what a block is worth at its age is the best ratio, over all times one could still keep
-it, of expected reads to expected stay: the index of Gittins (1979), which weighs waiting through a dead time as well.
+with stable reuse, the probability and time of reuse are learnt online per class, and the block worth least for the room
+it takes is evicted. Three things differ. Classes use what a pool can see of any request: how often the block was read
+before, and whether an unread one ends its prompt. Instead of fitting an exponential, reuse is counted by age (people
+think before they reply, so it rises first and falls later), including blocks that left, as long as they are remembered.
+And a block's worth at its age is the best ratio, over all times it could still be kept, of expected reads to expected
+stay: the Gittins index (1979), which also accounts for waiting through a dead time.
 
-Until enough was seen, everything is one class in one queue, which is LRU.
+Until enough has been seen, everything is one class in one queue, which is LRU.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ EDGES_S = (
 
 NUM_BINS = len(EDGES_S)
 WIDTHS_S = (*(end - start for start, end in pairwise(EDGES_S)), 4 * EDGES_S[-1])
-MOST_READS = 4  # more are as many
+MOST_READS = 4  # larger counts are one class
 NUM_CLASSES = MOST_READS + 2
 UNKNOWN = NUM_CLASSES  # the queues of blocks that came before anything was known
-ENOUGH_READS = 256  # before that we know nothing
+ENOUGH_READS = 256  # before that nothing is known
 PRIOR = 50.0  # blocks of the mean class that every class starts with
 MOST_GHOSTS = 131_072
 MOST_WEIGHT = 262_144.0  # blocks counted in a class before old counts fade
-WALK_S = 1.0  # between two looks at who has grown older
-MOST_MOVES = 4096  # in one of them
+WALK_S = 1.0  # between two checks for blocks that have aged
+MOST_MOVES = 4096  # per check
 LEARN_S = 5.0
 
 
@@ -62,8 +62,8 @@ LEARN_S = 5.0
 class _Life:
     """A block since it was last read."""
 
-    kind: int  # class, for what is learnt
-    queue: int  # class, for the queue it is in
+    kind: int  # class, for learning
+    queue: int  # class of the queue it is in
     age: int  # bin, as far as it has been counted
     since_s: float
     reads: int
@@ -86,16 +86,17 @@ class ReuseCurve:
         self.inside[age + 1] += count
 
     def fade(self) -> None:
-        """Halve what was seen when it is much, so that the curve follows the workload."""
+        """Halve large counts, so that the curve follows the workload."""
         if self.reads[0] + self.passed[0] > MOST_WEIGHT:
             self.reads = [count / 2 for count in self.reads]
             self.passed = [count / 2 for count in self.passed]
 
 
 def reuse_chances(curve: ReuseCurve, prior: Sequence[float]) -> list[float]:
-    """The chance to be read in each bin of those who reach it, starting from ``PRIOR`` blocks like ``prior``.
+    """The probability of being read in each bin, given that it is reached, starting from ``PRIOR`` blocks like
+    ``prior``.
 
-    Those who are there now have been so for half of it: left out, reads would count at once and others never.
+    Blocks there now count as half: left out, reads would count at once and non-reads never.
     """
     return [
         (read + PRIOR * chance) / (read + passed + inside / 2 + PRIOR)
@@ -117,12 +118,12 @@ def gittins_index(chances: Sequence[float]) -> list[float]:
 
 
 class WorkloadAware(LeafFirst):
-    """One queue for every class and age, in the order of the last read; the queue worth least gives the victim."""
+    """One queue per class and age, in order of the last read; the queue worth least gives the victim."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lives: dict[Key, _Life] = {}
-        self._ghosts: OrderedDict[Key, _Life] = OrderedDict()  # evicted ones, longest ago first
+        self._ghosts: OrderedDict[Key, _Life] = OrderedDict()  # evicted ones, the earliest first
         num_queues = (NUM_CLASSES + 1) * NUM_BINS
         self._queues: list[_Queue] = [OrderedDict() for _ in range(num_queues)]
         self._ghost_queues: list[_Queue] = [OrderedDict() for _ in range(num_queues)]
@@ -130,12 +131,12 @@ class WorkloadAware(LeafFirst):
         self._knows = False
         self._reads_seen = 0
         self._walk_at_s = self._learn_at_s = 0.0
-        self._order: list[int] = []  # queues, the one worth least first
-        self._place: list[int] = []  # of each queue in that order
-        self._first = 0  # place before which all queues are empty
+        self._order: list[int] = []  # queues, the least valuable first
+        self._place: list[int] = []  # by queue: its place in that order
+        self._first = 0  # all queues before this place are empty
         self._set_order([0.0] * len(self._queues))
 
-    # The order
+    # Supplied to LeafFirst
 
     def _enter(self, block: Block, now: float) -> None:
         self._grow_older(now)
@@ -184,7 +185,7 @@ class WorkloadAware(LeafFirst):
             self._curves[life.kind].inside[life.age] -= 1
         super()._forget(block)
 
-    # What is learnt
+    # Learning
 
     def _start(self, key: Key, reads: int, ends_prompt: bool, now: float) -> None:
         kind = 0 if ends_prompt else 1 + min(reads, MOST_READS)
@@ -206,14 +207,14 @@ class WorkloadAware(LeafFirst):
         self._reads_seen += 1
 
     def _grow_older(self, now: float) -> None:
-        """Move who has grown older to the next queue, a bounded number at a time, and learn from it."""
+        """Move aged blocks to the next queue, a bounded number at a time, and learn from it."""
         if now < self._walk_at_s:
             return
         moves = self._walk(self._queues, now, MOST_MOVES)
         moves = self._walk(self._ghost_queues, now, moves)
         self._first = 0
         if not moves:
-            return  # the next call goes on
+            return  # the next call continues
         self._walk_at_s = now + WALK_S
         if self._reads_seen >= ENOUGH_READS and now >= self._learn_at_s:
             self._knows = True
@@ -221,7 +222,7 @@ class WorkloadAware(LeafFirst):
             self._learn()
 
     def _walk(self, queues: list[_Queue], now: float, moves: int) -> int:
-        """Returns how many moves are left. Old ages first, so that nobody moves twice."""
+        """Returns how many moves are left. Old ages first, so that no block moves twice."""
         for age in range(NUM_BINS - 2, -1, -1):
             born_by_s = now - EDGES_S[age + 1]
             for index in range(age, len(queues), NUM_BINS):
@@ -257,7 +258,7 @@ class WorkloadAware(LeafFirst):
         self._set_order(values + gittins_index(chances))
 
     def _set_order(self, values: Sequence[float]) -> None:
-        """Of equal ones the oldest first."""
+        """Ties put the oldest first."""
         self._order = sorted(range(len(values)), key=lambda index: (values[index], -(index % NUM_BINS)))
         self._place = [0] * len(values)
         for place, index in enumerate(self._order):

@@ -1,1 +1,1 @@
-"""Where a cluster's metadata is kept: in the conductor's memory alone, or in Redis as well."""
+"""Where a cluster's metadata is kept: in the conductor's memory only, or also in Redis."""

@@ -1,4 +1,4 @@
-"""The default: the conductor's registry and index, which are in its memory already, are all there is."""
+"""The default: nothing beyond the conductor's registry and index, which are in its memory already."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mooncake.types import BlockEvent
 
 
 class MemoryDirectory:
-    """Keeps nothing beside. A conductor that restarts asks the nodes, which register again within two heartbeats."""
+    """Stores nothing. A conductor that restarts asks the nodes, which register again within two heartbeats."""
 
     async def load(self) -> list[KnownNode]:
         return []

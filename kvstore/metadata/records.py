@@ -1,7 +1,7 @@
-"""A node's blocks as bytes: a log of 16-byte records, and the cursor that says how much of it counts.
+"""A node's blocks as bytes: a log of 16-byte records, and a cursor that says how much of it is valid.
 
-A record is a cut key and one byte: 0 for a block that left, else 1 + its tier. Reading a log twice, or its end twice,
-gives the same table. Pure.
+A record is a truncated key and one byte: 0 for a block that left, else 1 + its tier. Reading a log twice, or its end
+twice, gives the same table. Pure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RECORD = np.dtype([("key", f"V{RECORD_KEY_BYTES}"), ("state", "u1")])
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Which log of a node is the current one, how many bytes of it count, and where its events go on."""
+    """Which log of a node is current, how many bytes of it are valid, and where its events continue."""
 
     generation: int
     length: int
@@ -53,10 +53,10 @@ def pack_blocks(blocks: Iterable[tuple[bytes, Tier]]) -> bytes:
 
 
 def unpack_log(log: bytes) -> dict[Tier, list[bytes]]:
-    """The table that a log adds up to. Records of a tier that nobody knows count as blocks that left."""
+    """The table that a log adds up to. Records of an unknown tier count as blocks that left."""
     records = np.frombuffer(log, dtype=_RECORD, count=len(log) // RECORD_BYTES)
     keys, states = records["key"].tolist(), records["state"]
     if len(records) and states.min() == states.max() and states[0] in _TIERS:  # a whole table of one tier
         return {_TIERS[int(states[0])]: keys}
-    table = dict(zip(keys, states.tolist(), strict=True))  # the last record of a block counts
+    table = dict(zip(keys, states.tolist(), strict=True))  # a block's last record counts
     return {tier: found for state, tier in _TIERS.items() if (found := [key for key in table if table[key] == state])}

@@ -1,15 +1,15 @@
-"""The directory in Redis: what a conductor knows is written behind its back, and read once when it starts.
+"""The directory in Redis: what a conductor knows is written in the background, and read once when it starts.
 
     PREFIX:nodes                 set of node ids
     PREFIX:node:ID               a node's description; expires unless it is refreshed
     PREFIX:log:ID:GENERATION     packed records of its blocks, appended to (see ``records``)
-    PREFIX:cursor:ID             which log counts, how far, and where the node's events go on
+    PREFIX:cursor:ID             which log is valid, how far, and where the node's events continue
     PREFIX:events                stream of nodes that joined and left, of bounded length
 
-A log has one writer: each conductor writes generations of its own, complete on their own, and the cursor points to one.
-Whatever goes wrong - gone, slow, full, emptied, restarted - the writer forgets what it had queued, tries again after a
-pause, and then writes whole tables. A key of ours that somebody made something else of is deleted. So Redis is never
-needed and memory here is bounded. The only module that imports redis; it must not know what a description says.
+A log has one writer: each conductor writes its own generations, each complete by itself, and the cursor points to one.
+Whatever goes wrong (Redis is gone, slow, full, emptied, restarted), the writer drops its queue, retries after a pause,
+and then writes whole tables. A key of ours with a foreign type is deleted. So Redis is optional and memory here is
+bounded. The only module that imports redis; it does not know what a description contains.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 LOAD_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 3.0
 MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
-GATHER_S = 0.01  # events of so much time go in one write
+GATHER_S = 0.01  # events within this time are written together
 PIECE_BYTES = 4 << 20  # of a log, in one command
-MAX_PENDING_BYTES = 8 << 20  # of all nodes; beyond, the whole table is written later
+MAX_PENDING_BYTES = 8 << 20  # over all nodes; beyond that, the whole table is written later
 MAX_LOG_BYTES = 256 << 20  # Redis allows 512 MB a string
 COMPACT_RATIO, COMPACT_SLACK_BYTES = 3, 1 << 20
 MAX_STREAM = 10_000
@@ -50,13 +50,13 @@ FAILURES = (RedisError, OSError, TimeoutError)
 
 @dataclass(slots=True)
 class _Node:
-    """A node as it should stand in Redis."""
+    """A node as it should be in Redis."""
 
     description: bytes
     generation: int = 0
     length: int = 0  # bytes of the log that Redis has acknowledged
     blocks: int = 0  # in the last whole table
-    pending: bytearray | None = None  # events after that; None when the whole table has to be written
+    pending: bytearray | None = None  # events after that; None when the whole table must be written
     incarnation: int = 0
     next_sequence: int = 0
     is_announced: bool = False  # in Redis, as far as we know
@@ -68,7 +68,7 @@ class _Node:
 
 
 class RedisDirectory:
-    """``prefix`` keeps clusters of different models apart. Raises ConfigError for a URL that is none."""
+    """``prefix`` separates clusters of different models. Raises ConfigError for an invalid URL."""
 
     def __init__(self, url: str, prefix: str, ttl_s: float = 60.0, timeout_s: float = 1.0) -> None:
         try:
@@ -82,16 +82,16 @@ class RedisDirectory:
         self._refresh_s = ttl_s / 3
         self._timeout_s = timeout_s
         self._nodes: dict[str, _Node] = {}
-        self._gone: dict[str, int] = {}  # node ids to take out, with the generation of their log
+        self._gone: dict[str, int] = {}  # node ids to remove, with the generation of their log
         self._blocks_of: BlocksOf = lambda node_id: iter(())
         self._work = asyncio.Event()
         self._refresh_at_s = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._is_closing = False
-        self._trouble: str | None = None  # of the last time that Redis was asked; "" is none, None before the first
+        self._trouble: str | None = None  # of the last access to Redis; "": none, None: before the first access
         self.tables_written = 0
 
-    # What the conductor calls
+    # Called by the conductor
 
     @property
     def state(self) -> str:
@@ -146,7 +146,7 @@ class RedisDirectory:
         self._work.set()
 
     async def close(self) -> None:
-        """Writes what is left to write, in bounded time; a Redis that is away is left alone."""
+        """Writes what is left, in bounded time; an unreachable Redis is left alone."""
         if self._writer is not None:
             self._is_closing = True
             self._work.set()
@@ -225,7 +225,7 @@ class RedisDirectory:
             await asyncio.sleep(GATHER_S)
 
     def _fail(self, error: BaseException) -> None:
-        """From here on only memory counts; what is in Redis is written anew when it is back."""
+        """From here on only memory counts; everything is written again once Redis is back."""
         trouble = str(error) or type(error).__name__
         if not self._trouble:
             log.warning("Redis is away, going on with memory alone: %s", trouble)
@@ -247,7 +247,7 @@ class RedisDirectory:
             await self._write()
 
     async def _delete_strangers(self) -> None:
-        """Keys of ours of another type than ours. The others are written whole, whatever was there."""
+        """Delete our keys that have another type than ours. The others are rewritten completely anyway."""
         types = {self._key("nodes"): b"set", self._key("events"): b"stream"}
         types |= {self._key("log", name, node.generation): b"string" for name, node in self._nodes.items()}
         pipeline = self._redis.pipeline(transaction=False)
@@ -297,7 +297,7 @@ class RedisDirectory:
         node.is_announced = True
 
     async def _refresh(self) -> None:
-        """Keep what we wrote from expiring, and notice when it is not there any more."""
+        """Keep what we wrote from expiring, and notice when it has disappeared."""
         for name, node in list(self._nodes.items()):
             if not node.is_announced:
                 continue
@@ -312,7 +312,7 @@ class RedisDirectory:
                 node.pending = None
 
     async def _write_table(self, name: str, node: _Node) -> None:
-        """The whole table in a log of a new generation. What changes meanwhile is appended to it."""
+        """Write the whole table to a log of a new generation. Changes made meanwhile are appended to it."""
         old, generation = node.generation, secrets.randbits(64)
         cursor_incarnation, cursor_sequence = node.incarnation, node.next_sequence
         node.pending = bytearray()
@@ -328,7 +328,7 @@ class RedisDirectory:
             if blocks:
                 length = await self._grow(key, length, blocks)
         except FAILURES:
-            with suppress(*FAILURES):  # it expires by itself otherwise
+            with suppress(*FAILURES):  # otherwise it expires by itself
                 await self._redis.unlink(key)
             raise
         cursor = Cursor(generation, length, cursor_incarnation, cursor_sequence)
@@ -349,7 +349,7 @@ class RedisDirectory:
         return length + len(records)
 
     async def _append(self, name: str, node: _Node) -> None:
-        """Events in one transaction with the cursor that says that they count."""
+        """Write events in one transaction with the cursor that makes them valid."""
         records, node.pending = bytes(node.pending or b""), bytearray()
         length = node.length + len(records)
         cursor = Cursor(node.generation, length, node.incarnation, node.next_sequence)
@@ -360,12 +360,12 @@ class RedisDirectory:
         pipeline.set(self._key("cursor", name), cursor.pack(), px=self._ttl_ms)
         try:
             new_length = (await pipeline.execute())[0]
-        except BaseException:  # also when we are told to stop: nobody knows whether it was written
+        except BaseException:  # even when cancelled: it is unknown whether it was written
             node.pending = None
             raise
         if new_length == length:
             node.length = length
-        else:  # emptied behind our back
+        else:  # emptied by someone else
             await self._write_table(name, node)
 
     def _tell(self, pipeline: Any, kind: str, name: str) -> None:
@@ -377,10 +377,10 @@ class RedisDirectory:
 
 
 def _is_of_wrong_type(error: ResponseError) -> bool:
-    """Some command met a key of another type; a pipeline puts the command before that."""
+    """Whether some command found a key of another type; a pipeline prefixes the message with the command."""
     return "WRONGTYPE" in str(error)
 
 
 async def _answer(reply: object) -> Any:
-    """redis-py types the replies of its two clients as one, and does not know what is in them."""
+    """redis-py types the replies of its two clients as one, and does not know their content."""
     return await cast("Awaitable[Any]", reply)

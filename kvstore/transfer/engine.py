@@ -1,8 +1,9 @@
-"""The transfer engine: one-sided reads and writes of ranges of other nodes' segments, over the best transport there is.
+"""The transfer engine: one-sided reads and writes of ranges of other nodes' segments, over the best available
+transport.
 
-For each peer it takes the first transport of the configured order that works, spreads what is to be moved over that
-transport's paths, and goes on over the next one when it fails. It must not know what the bytes mean; whoever calls it
-names blocks, offsets and epochs, and verifies checksums.
+For each peer it uses the first working transport in the configured order, spreads the bytes over that transport's
+paths, and fails over to the next transport. It does not know what the bytes mean; callers name blocks, offsets and
+epochs, and verify checksums.
 """
 
 from __future__ import annotations
@@ -42,25 +43,24 @@ log = logging.getLogger(__name__)
 
 MAX_PEERS = 1024
 _HELPER_THREADS = 64
-_PACED_SLICE_S = 0.02  # a rate limit makes slices of so much time, so that the flow is smooth
+_PACED_SLICE_S = 0.02  # a rate limit cuts slices of this duration, so that the flow is smooth
 _TICK_S = 0.020
-FORGET_AFTER_S = 60.0  # without use; then a peer that has gone is let go of
+FORGET_AFTER_S = 60.0  # unused for this long, a vanished peer's connections are closed
 _SWEEP_S = 5.0
-_IDLE_TICKS = 50  # without anything on its way, before the watch goes to sleep
+_IDLE_TICKS = 50  # without anything in flight, before the watch goes to sleep
 
 
 class TransferEngine:
     """Moves bytes between this process's memory and segments of other processes. Every method is thread-safe.
 
-    ``write`` and ``read`` block the calling thread until all is moved, refused, failed or past its deadline (on the
-    clock of ``time.monotonic``); ``submit`` starts any number of requests and returns at once. The memory given must
-    not change or go away until its request has ended; ``write_async`` and ``read_async`` therefore do not return
-    before the transfer has ended, also when they are cancelled. ``max_mb_per_s`` caps the bytes a second (in units of
-    1e6) of all its reads and writes together; 0 for no cap. ``transports`` are names, in the order of preference, or
-    objects; one that failed is the last choice for ``retry_after_s``. What is open to a peer that has gone is closed
-    when nobody has asked for it in ``forget_after_s``: a mapping keeps the memory of a dead process. Beyond
-    ``max_peers`` the longest unused one is closed that nothing is on its way to. ``secret`` is what owners of segments
-    may ask for (``transfer.secret_file``).
+    ``write`` and ``read`` block the calling thread until everything is moved, refused, failed or past its deadline (on
+    the clock of ``time.monotonic``); ``submit`` starts any number of requests and returns at once. The memory passed
+    must stay valid and unchanged until its request has ended; ``write_async`` and ``read_async`` therefore do not
+    return before that, even when cancelled. ``max_mb_per_s`` limits the rate (in units of 1e6 bytes) of all reads and
+    writes together; 0 means no limit. ``transports`` are names, in order of preference, or objects; one that failed is
+    the last choice for ``retry_after_s``. Connections and mappings of a vanished peer are closed once unused for
+    ``forget_after_s``: a mapping keeps a dead process's memory. Beyond ``max_peers`` the longest unused idle peer is
+    closed. ``secret`` is what owners of segments may ask for (``transfer.secret_file``).
     """
 
     def __init__(
@@ -89,24 +89,24 @@ class TransferEngine:
             size = min(max(int(rate * _PACED_SLICE_S), 16 << 10), protocol.SLICE_BYTES)
             self._paced_slice = lambda _: size
             self._pacer = Pacer(rate, burst=size)
-        self._lock = threading.Lock()  # of the links
-        self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()  # a life of a peer each, the last used last
-        self._past: list[TransportStats] = []  # of earlier lives of peers that are linked
+        self._lock = threading.Lock()  # for the links
+        self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()  # one per incarnation, last used last
+        self._past: list[TransportStats] = []  # of earlier incarnations of linked peers
         self._helpers = ThreadPoolExecutor(_HELPER_THREADS, thread_name_prefix=f"{peer_id}-transfer")
         self._watch = _Watch(self._live_links, self._sweep, min(forget_after_s, _SWEEP_S), f"{peer_id}-transfer-watch")
         self._closed = False
 
     @property
     def writer_id(self) -> str:
-        """How owners of segments name this engine, in ``on_peer_gone`` and in reservations: unique to its life."""
+        """How owners of segments name this engine, in ``on_peer_gone`` and in reservations: unique per instance."""
         return self._caller.writer_id
 
     def submit(self, requests: Sequence[Request]) -> list[Transfer]:
         """Start them all; they end in any order, urgent ones first, each with its own status. Slices of different
         requests share the paths to a peer.
 
-        Raises InvalidRequest (a range is outside its segment) or NodeUnavailable (nothing configured reaches a peer,
-        or the engine is closed) before anything has been started.
+        Raises InvalidRequest (a range is outside its segment) or NodeUnavailable (no configured transport reaches a
+        peer, or the engine is closed) before anything has been started.
         """
         links = [self._link(request.address) for request in requests]
         works = [
@@ -115,7 +115,7 @@ class TransferEngine:
         transfers = [
             Transfer(parts, request, checksums) for request, (parts, checksums) in zip(requests, works, strict=True)
         ]
-        for link in links:  # all of them before anything moves: whoever gets an error has their memory back
+        for link in links:  # all before anything moves: a caller that gets an error has its memory back
             link.check()
         for transfer, (parts, _), link in zip(transfers, works, links, strict=True):
             if parts:
@@ -132,11 +132,11 @@ class TransferEngine:
         priority: Priority = Priority.NORMAL,
         checksum_bytes: int = 0,
     ) -> TransferReport:
-        """Put all ranges into the segment at ``address``. ``checksum_bytes``: see ``Request``.
+        """Write all ranges into the segment at ``address``. ``checksum_bytes``: see ``Request``.
 
         Raises StaleEpoch (a block is not granted to its range's epoch, or the segment's owner has restarted),
         NodeUnavailable (no transport reaches the peer), DeadlineExceeded, or InvalidRequest (a range is outside the
-        segment). After any of them each range may be written, half written or not at all.
+        segment). After any of them each range may be written completely, partly or not at all.
         """
         return self._run(Request(address, ranges, deadline, priority, checksum_bytes))
 
@@ -148,8 +148,8 @@ class TransferEngine:
         priority: Priority = Priority.NORMAL,
         checksum_bytes: int = 0,
     ) -> TransferReport:
-        """Fill all ranges from the segment at ``address``. Raises like ``write``. Nothing that is read is verified:
-        compare the report's checksums, which ``checksum_bytes`` asks for (see ``Request``)."""
+        """Fill all ranges from the segment at ``address``. Raises like ``write``. Nothing is verified: compare the
+        report's checksums, which ``checksum_bytes`` requests (see ``Request``)."""
         return self._run(Request(address, ranges, deadline, priority, checksum_bytes))
 
     async def write_async(
@@ -160,7 +160,7 @@ class TransferEngine:
         priority: Priority = Priority.NORMAL,
         checksum_bytes: int = 0,
     ) -> TransferReport:
-        """``write`` in other threads. Cancelling ends the transfer at the next slice, and waits for that."""
+        """``write`` on other threads. Cancelling stops the transfer after the current slices, and waits for that."""
         [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
         return await transfer.wait_async()
 
@@ -172,21 +172,21 @@ class TransferEngine:
         priority: Priority = Priority.NORMAL,
         checksum_bytes: int = 0,
     ) -> TransferReport:
-        """``read`` in other threads. Cancelling ends the transfer at the next slice, and waits for that."""
+        """``read`` on other threads. Cancelling stops the transfer after the current slices, and waits for that."""
         [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
         return await transfer.wait_async()
 
     def view(self, address: SegmentAddress, deadline: float) -> SegmentView | None:
-        """The segment itself, for whoever reads more pieces of it than ranges are good for; None when it is not to be
-        had through shared memory. Close it. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
+        """The segment itself, for readers of more pieces than ranges are good for; None when it cannot be mapped.
+        Close it after use. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
         for transport in self._transports:
             if isinstance(transport, ShmTransport) and transport.paths_to(address):
                 return transport.view(address, self._caller, deadline)
         return None
 
     def connect_keyed(self, address: SegmentAddress, deadline: float) -> KeyedWire:
-        """A connection of its own, for whole blocks by key; past the queue, the rate limit and the other transports.
-        Close it. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
+        """A separate connection for whole blocks by key, which bypasses the queue, the rate limit and the other
+        transports. Close it after use. Raises PathFailed, StaleEpoch or DeadlineExceeded."""
         return connect_keyed(address, self._caller, deadline)
 
     def register(self, memory: Buffer) -> None:
@@ -196,13 +196,14 @@ class TransferEngine:
             transport.register(view)
 
     def transport_of(self, node_id: str) -> str:
-        """The transport that carries what comes next to or from this node, or ""."""
+        """The transport of the next transfer to or from this node, or ""."""
         with self._lock:
             found = [link.transport for (name, _), link in self._links.items() if name == node_id]
         return found[-1] if found else ""
 
     def stats(self) -> list[TransportStats]:
-        """One entry for each transport that was used, or failed, with each peer, whatever the number of its lives."""
+        """One entry per peer and per transport that was used, or failed, whatever the number of the peer's
+        incarnations."""
         with self._lock:
             links, past = list(self._links.values()), self._past
         return merged([*past, *(entry for link in links for entry in link.stats())])
@@ -212,14 +213,14 @@ class TransferEngine:
         return {each.name: each.unavailable for each in self._transports if each.unavailable}
 
     def forget(self, node_id: str) -> None:
-        """Close what is open to this peer: it is gone, or will not be spoken to for a while."""
+        """Close everything open to this peer: it is gone, or will not be needed for a while."""
         with self._lock:
             dropped = [self._drop(key) for key in list(self._links) if key[0] == node_id]
         for link in dropped:
             link.close()
 
     def close(self) -> None:
-        """Ends all connections. Transfers that are running fail, or end within their deadlines."""
+        """Ends all connections. Running transfers fail, or end within their deadlines."""
         with self._lock:
             self._closed = True
             links = list(self._links.values())
@@ -271,7 +272,7 @@ class TransferEngine:
         return link
 
     def _drop(self, key: tuple[str, int]) -> Link:
-        """With the lock held."""
+        """Called with the lock held."""
         link, node_id = self._links.pop(key), key[0]
         if any(name == node_id for name, _ in self._links):
             self._past = merged([*self._past, *link.stats()])
@@ -293,7 +294,8 @@ class TransferEngine:
 
 
 class _Watch:
-    """One thread that looks after what is on its way, and sleeps while nothing is, but to ``sweep`` now and then."""
+    """A thread that checks transfers in flight; while there are none it sleeps, except for ``sweep`` from time to
+    time."""
 
     def __init__(self, links: Callable[[], list[Link]], sweep: Callable[[], None], sweep_s: float, name: str) -> None:
         self._links = links
@@ -327,13 +329,13 @@ class _Watch:
                 idle = 0
                 self._wanted.clear()
                 busy = [link.tick() for link in self._links()]
-                if any(busy):  # one that came just before
+                if any(busy):  # one that started just before
                     self._wanted.set()
             self._stopped.wait(_TICK_S)
 
 
 def make_transport(name: str, streams: int) -> Transport:
-    """Raises ConfigError for a name that nobody knows."""
+    """Raises ConfigError for an unknown name."""
     if name == "shm":
         return ShmTransport()
     if name == "tcp":

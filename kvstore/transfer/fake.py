@@ -1,6 +1,6 @@
-"""A transport inside one process, for tests: paths of any speed over a plain buffer, which break when told to.
+"""A transport inside one process, for tests: paths of any speed over a plain buffer, which break on demand.
 
-It keeps the promises of ``transport.Path`` like the real ones, and is short enough to read.
+It fulfils the contract of ``transport.Path`` like the real ones, and is short enough to read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mooncake.types import SegmentAddress
 
 @dataclass(eq=False)
 class FakeRail:
-    """One way to the segment. ``bytes_per_s`` 0: as fast as memory. Set the fields at any time."""
+    """One way to the segment. ``bytes_per_s`` 0: as fast as memory. Fields may be set at any time."""
 
     bytes_per_s: float = 0.0
     open_s: float = 0.0  # until a path is open
-    is_dead: bool = False  # breaks at the next slice, and does not open
-    is_silent: bool = False  # moves nothing and says nothing
-    moved: list[Slice] = field(default_factory=list)  # in order; those that broke half-way are not here
+    is_dead: bool = False  # breaks at the next slice, and cannot be opened
+    is_silent: bool = False  # moves nothing and reports nothing
+    moved: list[Slice] = field(default_factory=list)  # in order, without those that broke half-way
 
 
 class FakeTransport:
@@ -104,7 +104,7 @@ class FakePath:
         return None
 
     def _wait(self, length: int, deadline: float) -> None:
-        """As long as the rail takes for so many bytes. A dead one fails half-way."""
+        """Sleep as long as the rail takes for this many bytes. A dead one fails half-way."""
         rail = self._rail
         until = time.monotonic() + (length / rail.bytes_per_s if rail.bytes_per_s else 0.0)
         while rail.is_silent or time.monotonic() < until:

@@ -1,4 +1,5 @@
-"""Who may write which block: a table in memory that the owner changes, its C++ reads, and writers of this host see."""
+"""Who may write which block: a table in memory that the owner changes, its C++ code reads, and writers on this host
+see."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, map_shared
 
 
 class Grants:
-    """The epoch that may write each block, 0 for none, in a page that writers on this host see but cannot change."""
+    """The epoch that may write each block, 0 for none, in a page that writers on this host can read but not change."""
 
     def __init__(self, num_blocks: int) -> None:
         size = num_blocks * 8
@@ -22,7 +23,7 @@ class Grants:
             self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(fd)
-        self.table = memoryview(self.map).cast("Q")  # aligned 8-byte stores: a reader never sees half of one
+        self.table = memoryview(self.map).cast("Q")  # aligned 8-byte stores: a reader never sees a torn value
 
     def close(self) -> None:
         os.close(self.read_only_fd)

@@ -1,4 +1,4 @@
-"""How a client says hello over a stream socket, and how the segment's owner decides on it."""
+"""The handshake on a stream socket: the client's hello, and the segment owner's decision."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def greet(wire: Wire, address: SegmentAddress, caller: Caller, deadline: float) 
 
 
 def check_welcome(welcome: Welcome, address: SegmentAddress) -> None:
-    """Raises PathFailed, NotAllowed among it, StaleEpoch (the address is of an owner that has been replaced) or
+    """Raises PathFailed (or its subclass NotAllowed), StaleEpoch (the addressed owner has been replaced) or
     ProtocolViolation."""
     if welcome.status is Status.WRONG_SEGMENT:
         raise StaleEpoch(f"{address.node_id} has restarted: its segment {address.incarnation:016x} is gone")
@@ -46,8 +46,8 @@ def check_welcome(welcome: Welcome, address: SegmentAddress) -> None:
 
 
 class Door:
-    """Whom the owner of a segment lets in: who names that segment, and over TCP knows the cluster's secret, if there is
-    one; over a unix socket the user id decides."""
+    """Whom the owner of a segment admits: clients that name this segment and, over TCP, know the cluster's secret if
+    there is one; over a unix socket the user id decides."""
 
     def __init__(self, segment: Segment, node_id: str, secret: bytes) -> None:
         self._segment = segment
@@ -55,7 +55,7 @@ class Door:
         self._secret = secret
 
     def judge(self, wire: Wire, is_local: bool, deadline: float) -> tuple[Status, str]:
-        """What to welcome this connection with, and who it is (``Caller.writer_id``).
+        """The welcome for this connection, and the client's ``Caller.writer_id``.
 
         Raises ProtocolViolation, OSError or DeadlineExceeded.
         """

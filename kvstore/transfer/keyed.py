@@ -1,7 +1,7 @@
-"""The client's end of a connection that fetches and puts whole blocks by key: one message there, one back.
+"""The client's end of a connection that fetches and puts whole blocks by key, with one message each way.
 
-Every step may be given up for a while and taken up again where it was. This module must not know what keys mean, nor
-what else a store could be asked when the answer is no.
+Every step may be interrupted by a deadline and resumed. This module knows neither what keys mean, nor what to do when
+the answer is no.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def can_put(nbytes: int, ranges: int) -> bool:
 
 
 class KeyedWire:
-    """One exchange at a time; one that was given up half-way leaves the connection of no use."""
+    """One exchange at a time; one abandoned half-way leaves the connection unusable."""
 
     def __init__(self, native: NativeKeyed) -> None:
         self.wire = native.wire
@@ -38,11 +38,11 @@ class KeyedWire:
         self._frame_ids = itertools.count()
 
     def fetch(self, keys: Sequence[bytes]) -> Fetch:
-        """Ask for blocks, at most MAX_KEYS. Nothing has been sent yet."""
+        """Request blocks, at most MAX_KEYS. Nothing has been sent yet."""
         return Fetch(self._native, keys, next(self._frame_ids))
 
     def get(self, key: bytes, into: memoryview) -> Get:
-        """Ask for one block, and receive it. Nothing has been sent yet."""
+        """Request one block. Nothing has been sent yet."""
         return Get(self._native, protocol.pack_keys(Operation.FETCH, [key], next(self._frame_ids)), into)
 
     def ask(self, keys: Sequence[bytes]) -> Ask:
@@ -59,7 +59,7 @@ class KeyedWire:
     def commit(
         self, key: bytes, parent: bytes, tenant: str, slot: int, epoch: int, length: int, sums: Checksums
     ) -> Commit:
-        """Name a block that is in a slot of ours. Nothing has been sent yet."""
+        """Name a block that is in one of our slots. Nothing has been sent yet."""
         frame_id = next(self._frame_ids)
         request = protocol.pack_commit(key, parent, tenant, slot, epoch, length, sums.tobytes(), frame_id)
         return Commit(self._native, request, frame_id)
@@ -73,7 +73,7 @@ class KeyedWire:
 
 
 class Fetch:
-    """``ask``; what was ``found``; ``receive`` that into memory; see which of it ``is_right``."""
+    """Call ``ask``, look at what was ``found``, ``receive`` that into memory, and check which of it ``is_right``."""
 
     def __init__(self, native: NativeKeyed, keys: Sequence[bytes], frame_id: int) -> None:
         self._native = native
@@ -87,7 +87,7 @@ class Fetch:
         self._native.ask(self._request, self._answer_bytes, deadline)
 
     def found(self) -> list[tuple[int, int]]:
-        """Length and number of ranges of each block, zeros for what is not there. Raises ProtocolViolation."""
+        """Length and number of ranges of each block, zeros for missing ones. Raises ProtocolViolation."""
         reply = _reply_of(self._native, self._frame_id, self._answer_bytes - protocol.REPLY_BYTES)
         if reply.status is not Status.OK:
             raise ProtocolViolation("blocks cannot be fetched by key here")
@@ -95,7 +95,7 @@ class Fetch:
         return protocol.unpack_found(found, MAX_SUMS, MIN_SUM_BYTES)
 
     def receive(self, into: Sequence[tuple[memoryview, int]]) -> Step:
-        """All that was found: memory of just its length, and the number of ranges, for each."""
+        """Receive everything found: memory of exactly its length, and the number of ranges, for each."""
 
         def go_on(deadline: float) -> None:
             for view, ranges in into[len(self.is_right) :]:
@@ -105,8 +105,8 @@ class Fetch:
 
 
 class Get:
-    """``go``; then see which ``length`` it has, 0 when it is not there, and whether it ``is_right``. When it is longer
-    than the memory it is for, the connection is of no use any more."""
+    """Call ``go``; then ``length`` is 0 if it is not there, and ``is_right`` tells whether it is intact. If it is
+    longer than the memory for it, the connection becomes unusable."""
 
     def __init__(self, native: NativeKeyed, request: bytes, into: memoryview) -> None:
         self._native, self._request, self._into = native, request, into
@@ -117,18 +117,18 @@ class Get:
 
 
 class Ask:
-    """``send``; what is ``known`` then."""
+    """Call ``send``, then ``known``."""
 
     def __init__(self, native: NativeKeyed, keys: Sequence[bytes], frame_id: int) -> None:
         self._native, self._num_keys, self._frame_id = native, len(keys), frame_id
         self._request = protocol.pack_keys(Operation.ASK, keys, frame_id)
 
     def send(self, deadline: float) -> None:
-        """And take the answer."""
+        """Send, and receive the answer."""
         self._native.ask(self._request, protocol.REPLY_BYTES + self._num_keys, deadline)
 
     def known(self) -> list[bool | None]:
-        """Whether each is stored; None where the store itself has to say. Raises ProtocolViolation."""
+        """Whether each is stored; None where only the store itself can tell. Raises ProtocolViolation."""
         if _reply_of(self._native, self._frame_id, self._num_keys).status is not Status.OK:
             raise ProtocolViolation("nobody says here what is stored")
         answer = bytes(self._native.answer[protocol.REPLY_BYTES : protocol.REPLY_BYTES + self._num_keys])
@@ -136,13 +136,13 @@ class Ask:
 
 
 class Put:
-    """``send``; what the ``status`` is then."""
+    """Call ``send``, then ``status``."""
 
     def __init__(self, native: NativeKeyed, head: bytes, data: memoryview, ranges: int, frame_id: int) -> None:
         self._native, self._head, self._data, self._ranges, self._frame_id = native, head, data, ranges, frame_id
 
     def send(self, deadline: float) -> None:
-        """The block with its checksums behind it, which are made on the way; and take the answer."""
+        """Send the block, followed by its checksums, which are computed on the way; and receive the answer."""
         self._native.put(self._head, self._data, self._ranges, deadline)
 
     def status(self) -> Status:
@@ -151,17 +151,17 @@ class Put:
 
 
 class Commit:
-    """``send``; what the ``status`` is then."""
+    """Call ``send``, then ``status``."""
 
     def __init__(self, native: NativeKeyed, request: bytes, frame_id: int) -> None:
         self._native, self._request, self._frame_id = native, request, frame_id
 
     def send(self, deadline: float) -> None:
-        """And take the answer."""
+        """Send, and receive the answer."""
         self._native.ask(self._request, protocol.REPLY_BYTES, deadline)
 
     def status(self) -> Status:
-        """OK once everybody can read it, HERE when it was there. Raises ProtocolViolation."""
+        """OK once everybody can read it, HERE if it was already stored. Raises ProtocolViolation."""
         return _reply_of(self._native, self._frame_id, 0).status
 
 

@@ -1,15 +1,15 @@
-"""A rate limit as a token bucket: how long to wait before sending so many bytes. Nothing here sleeps."""
+"""A rate limit as a token bucket: how long to wait before sending this many bytes. Nothing here sleeps."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-_NOTHING = 1e-6  # seconds: rounding must not make anyone wait for them
+_NOTHING = 1e-6  # seconds: rounding errors must not cause a wait
 
 
 class TokenBucket:
-    """``rate`` bytes a second, with at most ``burst`` bytes saved up. Pure: it is told the time and never sleeps."""
+    """``rate`` bytes per second, with at most ``burst`` bytes saved up. Pure: it is told the time and never sleeps."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate
@@ -19,7 +19,7 @@ class TokenBucket:
 
     def try_take(self, amount: int, now: float) -> float:
         """Take ``amount`` bytes, or as much as can ever be saved up, and return 0; or take nothing and return the
-        seconds until it may work, if nobody else comes first."""
+        seconds until it may succeed, if nobody else comes first."""
         self._refill(now)
         lacking = min(amount, self._burst) - self._level
         if lacking > _NOTHING * self.rate:

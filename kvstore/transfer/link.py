@@ -1,8 +1,8 @@
-"""One peer: the slices that wait for it, and the threads that carry them.
+"""One peer: the slices waiting for it, and the threads that carry them.
 
-A thread that wants something moved drives a path itself when one is free, so that a small request costs no change of
-threads; helpers drive the other paths while there is more to share. One lock guards the books; nobody holds it while
-bytes move. What travels next and over which path ``schedule`` and ``routes`` decide.
+A thread that wants something moved drives a free path itself, so that a small request costs no thread switch; helpers
+drive the other paths while there is more to share. One lock guards the accounts; nobody holds it while bytes move.
+``schedule`` and ``routes`` decide what travels next and over which path.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
 
-RETRY_AFTER_S = 10.0  # a transport that failed is the last choice for so long
-OPEN_TIMEOUT_S = 2.0  # for a path to come up while there is another to try
-_OVERDUE_S = 1.0  # a path that does not keep its slices' deadlines is cut
+RETRY_AFTER_S = 10.0  # a transport that failed is the last choice for this long
+OPEN_TIMEOUT_S = 2.0  # for opening a path while there is another to try
+_OVERDUE_S = 1.0  # a path that exceeds its slices' deadlines by this much is cut
 
 
 class Link:
@@ -42,26 +42,26 @@ class Link:
         retry_after_s: float,
         look_after: Callable[[], None],
     ) -> None:
-        """``transports`` in the order of preference; those that do not reach the address are left out.
-        ``look_after`` is called when there is something to call ``tick`` for."""
+        """``transports`` in order of preference; those that do not reach the address are left out. ``look_after`` is
+        called when ``tick`` is needed."""
         self.address = address
         self._caller = caller
         self._helpers = helpers
         self._pacer = pacer
         self._look_after = look_after
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)  # for those who wait for the rate limit
+        self._changed = threading.Condition(self._lock)  # for threads waiting for the rate limit
         self._queue: Queue[Slice] = Queue()
         self._waiting_bytes = 0
-        self._transfers: dict[Slice, Transfer] = {}  # of every slice that waits or is on its way
+        self._transfers: dict[Slice, Transfer] = {}  # by slice waiting or in flight
         self._live: set[Transfer] = set()
-        self._ended: list[Transfer] = []  # to be told so once the lock is free
+        self._ended: list[Transfer] = []  # to be notified once the lock is released
         self._closed = False
-        self.used_at = time.monotonic()  # by whoever asked the engine for it
+        self.used_at = time.monotonic()  # last request through the engine
         self._routes = Routes(address, transports, retry_after_s)
 
     def check(self) -> None:
-        """Raises NodeUnavailable when nothing that was configured reaches the peer, or this has been closed."""
+        """Raises NodeUnavailable when no configured transport reaches the peer, or this has been closed."""
         with self._lock:
             self._check()
 
@@ -71,13 +71,13 @@ class Link:
         self._routes.check()
 
     def slice_bytes(self, request_bytes: int) -> int:
-        """How to cut a request of this size, for whatever transport will carry it."""
+        """How to cut a request of this size, for the transport that will carry it."""
         return self._routes.slice_bytes(request_bytes)
 
     def run_alone(self, part: Slice) -> TransferReport | None:
-        """Move the only slice of a request past the queue, in this thread, when a path is free and nothing waits.
+        """Move a request's only slice on this thread, bypassing the queue, if a path is free and nothing waits.
 
-        None when that is not so, or the path broke: ``run`` will see to it. Raises what ended it otherwise.
+        None if that is not so, or the path broke: use ``run``. Otherwise raises what ended it.
         """
         self._look_after()
         with self._lock:
@@ -108,7 +108,7 @@ class Link:
         return TransferReport(rail.route.transport.name, part.nbytes, work.ended - started, part.sums)
 
     def run(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
-        """Move it, in this thread as far as possible, and return when it has ended."""
+        """Move it, on this thread as far as possible, and return when it has ended."""
         rail, crew = self._accept(transfer, slices, is_driver=True)
         self._send_out(crew)
         if rail is not None:
@@ -117,12 +117,12 @@ class Link:
             self._await(transfer)
 
     def start(self, transfer: Transfer, slices: Sequence[Slice]) -> None:
-        """Have helpers move it."""
+        """Let helpers move it."""
         _, crew = self._accept(transfer, slices, is_driver=False)
         self._send_out(crew)
 
     def tick(self) -> bool:
-        """Look for what is late and what stands still. True while there is anything to look after."""
+        """Check for late and stalled transfers. True while there is anything to check."""
         with self._lock:
             now = time.monotonic()
             for transfer in [each for each in self._live if now >= each.deadline]:
@@ -145,23 +145,23 @@ class Link:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is on its way, and nothing that is open leads anywhere."""
+        """Whether nothing is in flight, and everything open leads nowhere."""
         with self._lock:
             return not self._live and self._routes.is_gone
 
     @property
     def is_busy(self) -> bool:
-        """Whether something waits or is on its way."""
+        """Whether something waits or is in flight."""
         with self._lock:
             return bool(self._live) or any(rail.is_driven for rail in self._routes.rails)
 
     @property
     def transport(self) -> str:
-        """The one that carries what comes next, or ""."""
+        """The transport of the next transfer, or ""."""
         return self._routes.transport
 
     def close(self) -> None:
-        """What is running fails, or ends within its deadline."""
+        """Running transfers fail, or end within their deadlines."""
         with self._lock:
             self._closed = True
             now = time.monotonic()
@@ -176,10 +176,10 @@ class Link:
         _close(idle)
         self._tell()
 
-    # Who drives
+    # Driving paths
 
     def _accept(self, transfer: Transfer, slices: Sequence[Slice], is_driver: bool) -> tuple[Rail | None, list[Rail]]:
-        """Queue the slices. Returns the rail that the caller is to drive, and those for helpers."""
+        """Queue the slices. Returns the rail that the caller should drive, and those for helpers."""
         transfer.on_cancel(self._cancel)
         self._look_after()
         with self._lock:
@@ -195,7 +195,7 @@ class Link:
             return rail, [] if alone else self._crew(now, skip=int(rail is not None))
 
     def _drive(self, rail: Rail, until: Transfer | None = None) -> None:
-        """Carry over one rail that has been claimed: until ``until`` has nothing waiting, or else until nobody has."""
+        """Drive a claimed rail: until nothing of ``until`` waits, or, without it, until nothing waits."""
         while True:
             failed = False
             try:
@@ -209,7 +209,7 @@ class Link:
                 log.exception("%s: %s", self.address.node_id, rail.route.transport.name)
                 self._failed(rail, InternalError(f"a bug: {error!r}"))
                 failed = True
-            except BaseException:  # an interrupt of the program: nobody waits for the rest
+            except BaseException:  # such as KeyboardInterrupt: nobody waits for the rest
                 self._failed(rail, InternalError("interrupted"))
                 rail.is_driven = False
                 if until is not None:
@@ -235,7 +235,7 @@ class Link:
             else:
                 rail.pace.gave_back(part.nbytes)
                 rail.route.on_way -= 1
-            if failure is None and not self._closed and not self._waiting_bytes:  # as nearly always
+            if failure is None and not self._closed and not self._waiting_bytes:  # the usual case
                 rail.is_driven = False
                 return
         if failure is not None:
@@ -248,7 +248,7 @@ class Link:
         self._send_out(crew)
 
     def _await(self, transfer: Transfer) -> None:
-        """Others carry it. They keep its deadline for what is on its way; this looks after what is not."""
+        """Others carry it. They enforce its deadline for slices in flight; this does so for waiting ones."""
         if transfer.wait(max(0.0, transfer.deadline - time.monotonic())):
             return
         with self._lock:
@@ -262,7 +262,8 @@ class Link:
             transfer.wait()
 
     def _claim(self, now: float, only_open: bool) -> Rail | None:
-        """The best idle rail that would take the next slice. A caller does not open one while another could carry."""
+        """The best idle rail that would take the next slice. A caller does not open a rail while another could
+        carry."""
         for rail in self._routes.idle(now):
             if (rail.path is not None or not only_open) and self._would_take(rail, now):
                 rail.is_driven = True
@@ -270,7 +271,8 @@ class Link:
         return None
 
     def _crew(self, now: float, skip: int = 0) -> list[Rail]:
-        """Claim idle rails for helpers: no more than there are slices beside the ``skip`` that others will take."""
+        """Claim idle rails for helpers: at most one per waiting slice, apart from the ``skip`` that others will
+        take."""
         crew: list[Rail] = []
         if len(self._queue) > skip:
             for rail in self._routes.idle(now):
@@ -287,7 +289,7 @@ class Link:
                 with self._lock:
                     rail.is_driven = False
 
-    # What a path asks for and reports
+    # Called by paths through Work
 
     def take(self, rail: Rail, until: Transfer | None) -> Slice | None:
         while True:
@@ -356,7 +358,7 @@ class Link:
                 message = f"the rate limit asks for {wait_s:.2f} s more, past the transfer's deadline"
                 self._fail(transfer, DeadlineExceeded(message), now)
                 continue
-            if wait_s > 0:  # first bring home what is on its way
+            if wait_s > 0:  # first finish what is in flight
                 return None, 0.0 if rail.pace.on_way else wait_s
             self._queue.pop(now)
             self._waiting_bytes -= part.nbytes
@@ -379,7 +381,7 @@ class Link:
         self._queue.push(part, transfer.priority, part.deadline, now)
         self._waiting_bytes += part.nbytes
 
-    # How a transfer ends
+    # The end of a transfer
 
     def _cancel(self, transfer: Transfer) -> None:
         with self._lock:
@@ -388,7 +390,7 @@ class Link:
         self._tell()
 
     def _fail(self, transfer: Transfer, error: MooncakeError, now: float) -> None:
-        """Nothing more of it begins; it ends when nothing of it is on its way. The first error counts."""
+        """Start nothing more of it; it ends when nothing of it is in flight. The first error counts."""
         if transfer not in self._live:
             return
         transfer.error = transfer.error or error
@@ -405,13 +407,13 @@ class Link:
             self._ended.append(transfer)
 
     def _tell(self) -> None:
-        """Without the lock: whoever waits may call us again."""
+        """Call without the lock: waiters may call us again."""
         with self._lock:
             ended, self._ended = self._ended, []
         for transfer in ended:
             transfer.end(time.monotonic())
 
-    # What fails, and what takes over
+    # Failures and failover
 
     def _open(self, rail: Rail) -> Path | None:
         """Open the rail's path now. Raises PathFailed, StaleEpoch or DeadlineExceeded. None when nothing waits."""
@@ -437,7 +439,7 @@ class Link:
         return path
 
     def _failed(self, rail: Rail, error: Exception) -> None:
-        """A path broke, or did not open."""
+        """A path broke, or could not be opened."""
         broken: list[Path] = []
         with self._lock:
             now = time.monotonic()
@@ -451,7 +453,7 @@ class Link:
                 for transfer in [each for each in self._live if now >= each.deadline]:
                     self._fail(transfer, error, now)
             elif not self._closed:
-                if was_open:  # the idle ones may be broken, too
+                if was_open:  # the idle ones may be broken too
                     broken += self._routes.take_idle_paths(rail.route.rails)
                 if hopeless := self._routes.failed(rail, error, was_open, now):
                     self._fail_all(NodeUnavailable(f"{self.address.node_id}: {hopeless}"), now)

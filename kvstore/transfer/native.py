@@ -1,6 +1,5 @@
-"""The data plane's bytes in C++ (wire.cpp): sending, receiving and answering without the GIL, with the checksums taken
-while the bytes are in cache. Built at first use; without a compiler sockets.py and server.py do the same in Python.
-"""
+"""The data plane in C++ (wire.cpp): sends, receives and answers without the GIL, computing checksums while the bytes
+are in cache. Built at first use; without a compiler sockets.py and server.py do the same in Python."""
 
 from __future__ import annotations
 
@@ -38,20 +37,20 @@ HEADERS = [
     *(SOURCE.with_name(name) for name in ("flow.h", "frames.h")),
     *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")),
 ]
-WORTH_BYTES = 16 << 10  # pieces smaller than this go out sooner from Python
-MIN_SUM_BYTES = 241  # shorter ranges have another xxh3, which our C++ does not know
+WORTH_BYTES = 16 << 10  # smaller pieces are sent sooner from Python
+MIN_SUM_BYTES = 241  # xxh3 treats shorter input differently, which our C++ does not implement
 HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
-MAX_SUMS = 94  # of a block that is fetched or put: what a board lists
+MAX_SUMS = 94  # per block fetched or put: what a board lists
 MAX_AHEAD = 64
 _CLOSED, _VIOLATION, _OTHER = -1, -2, -4
-_READ = Operation.READ  # an enum's members are slow to find
+_READ = Operation.READ  # enum members are slow to look up
 _ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
 _byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, or None where it cannot be built."""
+    """The library, or None if it cannot be built."""
     try:
         library = load_native("wire", SOURCE, HEADERS)
     except BuildFailed as error:
@@ -76,11 +75,11 @@ def load() -> ctypes.CDLL | None:
 
 # The caller's side
 
-_Move = Callable[[int, int, int, int, float], int]  # flow, parts, number of parts, checksum_bytes, deadline: an errno
+_Move = Callable[[int, int, int, int, float], int]  # flow, parts, their number, checksum_bytes, deadline: an errno
 
 
 class _Flow(ctypes.Structure):
-    """``Flow`` of wire.cpp."""
+    """Mirrors ``Flow`` of wire.cpp."""
 
     _fields_ = (
         ("fd", ctypes.c_int64),
@@ -91,14 +90,14 @@ class _Flow(ctypes.Structure):
 
 
 class _Reply(ctypes.LittleEndianStructure):
-    """As ``protocol.pack_reply`` makes it."""
+    """Mirrors ``protocol.pack_reply``."""
 
     _pack_ = 1
     _fields_ = (("beginning", ctypes.c_uint8 * (protocol.REPLY_BYTES - 4)), ("credit_bytes", ctypes.c_uint32))
 
 
 class _Sliced(ctypes.Structure):
-    """``Sliced`` of wire.cpp."""
+    """Mirrors ``Sliced`` of wire.cpp."""
 
     _fields_ = (
         ("incoming", _Flow),
@@ -110,7 +109,7 @@ class _Sliced(ctypes.Structure):
 
 
 class NativeWire(Wire):
-    """A ``Wire`` that also moves whole slices, in one call each, or together with their replies."""
+    """A ``Wire`` that also moves whole slices, in one call each, or in one call with their replies."""
 
     def __init__(self, sock: socket.socket, library: ctypes.CDLL) -> None:
         fd = sock.fileno()
@@ -124,24 +123,24 @@ class NativeWire(Wire):
         super().__init__(sock)
 
     def send_slice(self, head: bytes, part: Slice) -> None:
-        """``head``, then what the slice is to write. Raises like ``send``."""
+        """Send ``head``, then the data of a write. Raises like ``send``."""
         self._move(self._send_parts, self._state.out, head, part)
 
     def receive_slice(self, head: bytearray, part: Slice) -> None:
-        """Fill ``head``, then what the slice is to read. Raises like ``receive``."""
+        """Fill ``head``, then the memory of a read. Raises like ``receive``."""
         self._move(self._receive_parts, self._state.incoming, head, part)
 
     def exchange(self, frame_id: int, part: Slice, hashed: bool) -> int:
-        """A slice of one piece there and back, when nothing else is on its way. The credit that is given now; or 0
-        when it did not go well: see ``reply``. ``hashed``: with its checksums. Few steps of Python, which are slow
-        ones between streams of bytes."""
+        """Send a one-piece slice and receive its reply, when nothing else is in flight. Returns the new credit, or 0
+        on failure: see ``reply``. ``hashed``: with checksums. It avoids Python code, which is slow while the caches
+        hold streamed bytes."""
         [(wire, local)] = part.pieces
         sums_at = _address_of(part.sums[0]) if hashed and part.sums else 0
         ranges = (part.operation, 1, part.nbytes, frame_id, *wire)
         _ASKED.pack_into(
             self._asked, 0, *ranges, _address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
         )
-        while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled the signal: go on where we were
+        while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled a signal: continue where we were
             pass
         if code == _OTHER:
             return 0
@@ -150,7 +149,7 @@ class NativeWire(Wire):
 
     @property
     def reply(self) -> bytes:
-        """To the last ``exchange``."""
+        """The reply to the last ``exchange``."""
         return bytes(self._reply)
 
     def _move(self, move: _Move, flow: _Flow, head: bytes | bytearray, part: Slice) -> None:
@@ -171,7 +170,7 @@ class NativeWire(Wire):
 
 
 class _Keyed(ctypes.Structure):
-    """``Keyed`` of wire.cpp."""
+    """Mirrors ``Keyed`` of wire.cpp."""
 
     _fields_ = (
         ("incoming", _Flow),
@@ -184,8 +183,8 @@ class _Keyed(ctypes.Structure):
 
 
 class NativeKeyed:
-    """The client's end of a connection for blocks by key. One call at a time; after DeadlineExceeded the same may be
-    repeated, and goes on where it was. All raise like ``Wire.receive``."""
+    """The client's end of a connection for blocks by key. One call at a time; after DeadlineExceeded the same call
+    may be repeated, and continues where it was. All raise like ``Wire.receive``."""
 
     def __init__(self, wire: Wire, library: ctypes.CDLL) -> None:
         self.wire = wire
@@ -202,8 +201,8 @@ class NativeKeyed:
         _check(code)
 
     def get(self, request: bytes, into: memoryview, deadline: float) -> tuple[int, bool]:
-        """One block, which the request asks for: its length, 0 when it is not there, and whether it is what its
-        checksums say. When it is longer than ``into``, nothing has been received, and the connection is of no use."""
+        """The requested block: its length, 0 if it is not there, and whether it matches its checksums. If it is
+        longer than ``into``, nothing has been received, and the connection is unusable."""
         address, length, code = _address_of(into), ctypes.c_uint64(), errno.EINTR
         length_at, room = ctypes.addressof(length), into.nbytes
         while code == errno.EINTR:
@@ -212,7 +211,7 @@ class NativeKeyed:
         return length.value, bool(self._state.is_right)
 
     def receive(self, into: memoryview, ranges: int, deadline: float) -> bool:
-        """The next block of the answer. Whether it is what its checksums say."""
+        """The next block of the answer. Returns whether it matches its checksums."""
         address, code = ctypes.addressof(ctypes.c_char.from_buffer(into)), errno.EINTR
         while code == errno.EINTR:
             code = self._library.keyed_receive(self._at, address, into.nbytes, ranges, deadline)
@@ -227,7 +226,7 @@ class NativeKeyed:
 
 
 def hashes(part: Slice) -> bool:
-    """Whether ``NativeWire`` can take the checksums that are wanted."""
+    """Whether ``NativeWire`` can compute the requested checksums."""
     size = part.checksum_bytes
     if size == 0:
         return True
@@ -237,13 +236,13 @@ def hashes(part: Slice) -> bool:
 
 
 def suits(part: Slice) -> bool:
-    """Whether ``send_slice`` and ``receive_slice`` are worth it, and take the checksums."""
+    """Whether ``send_slice`` and ``receive_slice`` are worthwhile, and can compute the checksums."""
     is_worth_it = part.nbytes >= WORTH_BYTES * len(part.pieces) or type(part.pieces) is PieceTable
     return is_worth_it and hashes(part)
 
 
 def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[int]:
-    """``Part`` of wire.cpp for the head and for each piece: address, bytes, where its checksums go."""
+    """``Part`` of wire.cpp for the head and for each piece: address, bytes, address of its checksums."""
     rows = array("Q", (head_at, head_bytes, 0))
     if type(part.pieces) is PieceTable:
         rows.frombytes(part.pieces.parts())
@@ -256,10 +255,10 @@ def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[in
 
 
 def _address_of(memory: bytes | bytearray | memoryview | Checksums) -> int:
-    """Of the first byte: there is one."""
+    """The address of the first byte; the memory is not empty."""
     try:
         return ctypes.addressof(_byte_in(memory))
-    except TypeError:  # it is read-only
+    except TypeError:  # read-only memory
         return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
@@ -279,7 +278,7 @@ def _check(code: int) -> None:
 
 
 class _Owner(ctypes.Structure):
-    """``Owner`` of wire.cpp."""
+    """Mirrors ``Owner`` of wire.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
@@ -290,7 +289,7 @@ class _Owner(ctypes.Structure):
 
 
 class Arrival(ctypes.Structure):
-    """``Arrival`` of board.h: a block that came whole."""
+    """Mirrors ``Arrival`` of board.h: a block that arrived completely."""
 
     _fields_ = (
         ("slot", ctypes.c_uint64),
@@ -311,7 +310,7 @@ class Arrival(ctypes.Structure):
 
 
 class _Connection(ctypes.Structure):
-    """``Connection`` of wire.cpp."""
+    """Mirrors ``Connection`` of wire.cpp."""
 
     _fields_ = (
         ("head", ctypes.c_uint8 * HEAD_BYTES),
@@ -326,15 +325,15 @@ class _Connection(ctypes.Structure):
 class Event(IntEnum):
     """Why ``NativeOwner.serve`` returned."""
 
-    FRAME = 0  # one that it does not answer
-    LANDED = -3  # a block has come, and the board does not know whether to list it
+    FRAME = 0  # one that it does not handle
+    LANDED = -3  # a block has arrived, and the board does not know whether to list it
 
 
 _EVENTS = {event.value: event for event in Event}
 
 
 class Landed(NamedTuple):
-    """A block that came whole: what it is called, where it lies, and the checksums of its equal ranges."""
+    """A block that arrived completely: its name, its slot, and the checksums of its equal ranges."""
 
     key: bytes
     parent: bytes
@@ -346,24 +345,25 @@ class Landed(NamedTuple):
 
 
 class Listing(Protocol):
-    """Where the owner finds blocks by key, and lists those that come: a board (``kvstore.board``)."""
+    """Where the owner finds blocks by key, and lists arriving ones: a board (``kvstore.board``)."""
 
     def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """The board, and a mailbox to note in what has been read."""
+        """The board, and a mailbox for noting what has been read."""
         ...
 
     def book_for_owner(self) -> tuple[int, int, int, int]:
-        """Addresses: of the book, and of the functions that list a block, wake the store, and know what it has."""
+        """Addresses: of the book, and of the functions that list a block, wake the store, and look up its blocks."""
         ...
 
 
 class NativeOwner:
-    """Answers reads and writes of one segment. Keeps the mappings that it works in alive."""
+    """Answers reads and writes of one segment. Keeps the mappings it works in alive."""
 
     def __init__(
         self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: Listing | None, takes_puts: bool
     ) -> None:
-        """``grants`` is the table of epochs, a uint64 a block. Without a ``listing`` nothing is found by key or put."""
+        """``grants`` is the table of epochs, one uint64 per block. Without a ``listing`` nothing can be found by key
+        or put."""
         self._library = library
         maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
         self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
@@ -385,7 +385,7 @@ class NativeOwner:
         self._owner_at = ctypes.addressof(self._owner)
 
     def serve(self, connection: NativeConnection) -> Event:
-        """Until something comes that it cannot finish; the beginning of a frame is in ``connection.head`` then.
+        """Returns when something arrives that it cannot handle; ``connection.head`` then has the start of the frame.
         Raises PeerClosed, ProtocolViolation, DeadlineExceeded or another OSError."""
         code = self._library.serve(self._owner_at, connection.state_at)
         if code not in _EVENTS:
@@ -397,21 +397,21 @@ class NativeOwner:
         return bool(self._library.give_ahead(self._owner_at, slot, epoch))
 
     def take_ahead(self) -> tuple[int, int] | None:
-        """One of them back, with its epoch."""
+        """Take one of them back, with its epoch."""
         slot = (ctypes.c_uint64 * 2)()
         return (slot[0], slot[1]) if self._library.take_ahead(self._owner_at, slot) else None
 
     def set_credit(self, nbytes: int) -> None:
-        """What each connection may have on its way."""
+        """The most bytes that each connection may have in flight."""
         self._owner.credit_bytes = nbytes
 
     def fence(self) -> None:
-        """Whoever has changed the grants calls it before looking at what is landing."""
+        """Call after changing the grants, before looking at what is landing."""
         self._library.fence()
 
 
 class NativeConnection:
-    """What ``serve`` knows of one connection, for any thread to read."""
+    """What ``serve`` knows of one connection, readable from any thread."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._state = _Connection(fd=sock.fileno())
@@ -420,17 +420,17 @@ class NativeConnection:
 
     @property
     def landing(self) -> frozenset[int]:
-        """Blocks that the frame which is being received writes into."""
+        """Blocks that the frame being received writes into."""
         return frozenset(self._state.landing[: self._state.num_landing])
 
     def landed(self) -> Landed:
-        """After LANDED. Raises ProtocolViolation."""
+        """Valid after LANDED. Raises ProtocolViolation."""
         landed: Landed = self._state.arrival.landed()
         return landed
 
     @property
     def landed_in(self) -> tuple[int, int]:
-        """After LANDED: the slot and its epoch."""
+        """Valid after LANDED: the slot and its epoch."""
         return self._state.arrival.slot, self._state.arrival.epoch
 
     @property

@@ -1,9 +1,9 @@
-"""Thousands of short pieces of blocks, bounded, cut and packed without an object for each.
+"""Thousands of short pieces of blocks: checked, cut and packed without one object each.
 
-What is cut over heads or tokens lies in runs of some KiB, which take a socket less time than Python needs to look at
+Data split over heads or tokens is in runs of a few KiB, which a socket moves in less time than Python needs to look at
 one. Which runs of a block are wanted, and where they go, is the same for many blocks: it is a *pattern*, packed once. A
-table is a sequence of pieces like any other, made one by one for whoever asks; TCP packs it as it is, a slice at a time
-while others are on their way. It must not know layouts.
+table is a sequence of pieces like any other, created one by one on request; TCP packs it directly, one slice at a time
+while others are in flight. It knows nothing of layouts.
 """
 
 from __future__ import annotations
@@ -21,27 +21,26 @@ from kvstore.transfer.protocol import MAX_RANGES, SLICE_BYTES, WireRange
 from kvstore.transfer.transport import Piece
 from mooncake.errors import InvalidRequest
 
-WIRE_ROW = np.dtype([("block", "<u4"), ("offset", "<u4"), ("length", "<u4"), ("epoch", "<u8")])  # a range as it travels
+WIRE_ROW = np.dtype([("block", "<u4"), ("offset", "<u4"), ("length", "<u4"), ("epoch", "<u8")])  # a range on the wire
 
 
 @final
 @dataclass(frozen=True, slots=True, eq=False)
 class Pattern:
-    """Ranges of any block, and the places in any memories that they go to. On the wire what touches in the block is one
-    range, and on its way from the socket what touches in a memory is one part."""
+    """Ranges of any block, and their destinations in any memories. Ranges adjacent in the block are one range on the
+    wire; pieces adjacent in a memory are received as one part."""
 
-    moves: npt.NDArray[np.int64]  # [4, n]: offset in the block, bytes (SLICE_BYTES at most), which memory, place in it
-    wire: npt.NDArray[Any]  # of WIRE_ROW, of block 0
-    parts: npt.NDArray[np.uint64]  # [m, 3], ``Part`` of wire.cpp, for memories at 0
-    owners: npt.NDArray[np.int64]  # [m]: the memory of each
+    moves: npt.NDArray[np.int64]  # [4, n]: offset in the block, bytes (<= SLICE_BYTES), memory's index, offset there
+    wire: npt.NDArray[Any]  # of WIRE_ROW, for block 0
+    parts: npt.NDArray[np.uint64]  # [m, 3], ``Part`` of wire.cpp, for memories at address 0
+    owners: npt.NDArray[np.int64]  # [m]: index of each part's memory
     nbytes: int
-    block_bytes: int  # that a block must have,
+    block_bytes: int  # the size a block must have
     memory_bytes: tuple[int, ...]  # and each memory
 
     @classmethod
     def of(cls, moves: npt.NDArray[np.int64]) -> Pattern:
-        """Of ``moves`` in any order, which may be longer than a slice. Raises InvalidRequest for numbers that mean
-        nothing."""
+        """From ``moves`` in any order, which may be longer than a slice. Raises InvalidRequest for invalid numbers."""
         offset, length, owner, place = moves = _split(moves[:, moves[0].argsort(kind="stable")])
         if moves.shape[1] == 0 or min(moves.min(), length.min() - 1) < 0 or offset.max() >> 32:
             raise InvalidRequest("a row outside any block or memory")
@@ -57,7 +56,7 @@ class Pattern:
         return cls(moves, wire, parts, owner[runs], int(length.sum()), block_bytes, memory_bytes)
 
     def cut(self, slice_bytes: int) -> tuple[Pattern, ...]:
-        """In order, as many rows at a time as fill ``slice_bytes``, but one at least."""
+        """In order, as many rows at a time as fill ``slice_bytes``, but at least one."""
         if self.nbytes <= slice_bytes and len(self.wire) <= MAX_RANGES:
             return (self,)
         return _cut(self, slice_bytes)
@@ -106,12 +105,12 @@ class PieceTable(Sequence[Piece]):
                 yield Piece(WireRange(block, offset, length, 0), memories[owner][place : place + length])
 
     def check(self, block_bytes: int, num_blocks: int) -> None:
-        """Raises InvalidRequest unless every row lies in one block of such a segment."""
+        """Raises InvalidRequest unless every row is inside one block of such a segment."""
         if any(pattern.block_bytes > block_bytes or not 0 <= block < num_blocks for pattern, block, _ in self.lots):
             raise InvalidRequest(f"a row outside a segment of {num_blocks} blocks of {block_bytes} bytes")
 
     def cut(self, slice_bytes: int) -> Iterator[PieceTable]:
-        """In order, as many lots at a time as ``slice_bytes`` hold; one that is longer, or has too many rows, in
+        """In order, as many lots at a time as fit ``slice_bytes``; one that is longer, or has too many rows, in
         several slices of its own."""
         together: list[Lot] = []
         nbytes = ranges = 0
@@ -127,7 +126,7 @@ class PieceTable(Sequence[Piece]):
             yield PieceTable(together, nbytes, ranges)
 
     def ranges(self) -> list[WireRange]:
-        """As they travel."""
+        """In wire form."""
         return [WireRange(*row) for row in np.frombuffer(self.packed(), WIRE_ROW).tolist()]
 
     def packed(self) -> bytes:
@@ -140,7 +139,7 @@ class PieceTable(Sequence[Piece]):
         return b"".join(packed)
 
     def parts(self) -> bytes:
-        """The memory that they go to, as ``Part`` of wire.cpp."""
+        """Their destinations, as ``Part`` of wire.cpp."""
         packed = []
         for pattern, _, memories in self.lots:
             starts = [ctypes.addressof(ctypes.c_char.from_buffer(memory)) for memory in memories]
@@ -151,7 +150,7 @@ class PieceTable(Sequence[Piece]):
 
 
 def _starts(is_new: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Where runs begin: at 0, and where each of the following is said to begin one."""
+    """Where runs begin: at 0, and at each later element marked as new."""
     return np.flatnonzero(np.concatenate([[True], is_new]))
 
 

@@ -32,13 +32,13 @@ from mooncake.errors import MooncakeError
 MAGIC = b"mooncake"
 VERSION = 3
 MAX_PEER_ID_BYTES = 255
-MAX_RANGES = 512  # in a frame; a scatter of the kernel takes 1024 buffers at most
+MAX_RANGES = 512  # in a frame; scatter/gather calls take 1024 buffers at most
 MAX_FRAME_BYTES = 4 << 20  # of payload
 SLICE_BYTES = 1 << 20  # what we put into a frame: it stays in a core's L2 from socket to segment
 MAX_CREDIT_BYTES = (1 << 32) - 1
-MAX_ATTACH_BYTES = 4096  # either way
+MAX_ATTACH_BYTES = 4096  # in each direction
 MAX_KEY_BYTES = 256
-MAX_NAME_BYTES = 1024  # key, parent and tenant of a block that is put
+MAX_NAME_BYTES = 1024  # of a put block's key, parent and tenant
 CHALLENGE_BYTES = 16
 PROOF_BYTES = 32
 
@@ -48,7 +48,7 @@ _FRAME = struct.Struct("<HHIQ")  # operation, number of ranges, payload bytes, f
 _RANGE = struct.Struct("<IIIQ")  # block, offset, length, epoch
 FRAME_1 = "<HHIQIIIQ"  # a frame with its only range
 _FRAME_1 = struct.Struct(FRAME_1)
-_FOUND = struct.Struct("<IHH")  # length of a block, 0: it is not here; number of its ranges; padding
+_FOUND = struct.Struct("<IHH")  # length of a block, 0 if missing; number of its ranges; padding
 _NAME = struct.Struct("<HHH")  # bytes of key, parent and tenant
 _REPLY = struct.Struct("<HHIQI")  # status, index of the refused range, payload bytes, frame id, credit bytes
 HELLO_BYTES = _HELLO.size
@@ -60,7 +60,7 @@ FOUND_BYTES = _FOUND.size
 
 
 class WireRange(NamedTuple):
-    """A range as it travels. ``epoch`` fences writes; reads leave it 0."""
+    """A range on the wire. ``epoch`` fences writes; reads leave it 0."""
 
     block: int
     offset: int
@@ -69,7 +69,7 @@ class WireRange(NamedTuple):
 
 
 class ProtocolViolation(MooncakeError):
-    """The other side does not speak this protocol; the connection is closed."""
+    """The peer does not follow this protocol; the connection is closed."""
 
 
 class Operation(IntEnum):
@@ -90,14 +90,14 @@ class Status(IntEnum):
     BUSY = 4  # too many connections
     FORBIDDEN = 5  # another user's process, or one without our secret
     PROVE = 6  # answer the challenge first
-    NOT_OFFERED = 7  # what was asked for is not known here
-    NO_SLOT = 8  # none has been given out ahead for a block that is put
-    CORRUPT = 9  # a block that was put is not what its checksums say
-    REFUSED = 10  # by the store, for a block that was put: another writer is at it
-    HERE = 11  # a block that was committed is stored already, and its slot stays its writer's
+    NOT_OFFERED = 7  # the requested transport is unknown here
+    NO_SLOT = 8  # there is no slot granted in advance for a put block
+    CORRUPT = 9  # a put block does not match its checksums
+    REFUSED = 10  # by the store, for a put block: another writer is writing it
+    HERE = 11  # a committed block is already stored, and its writer keeps the slot
 
 
-_OPERATIONS = {int(operation): operation for operation in Operation}  # a look-up costs a tenth of the enum's call
+_OPERATIONS = {int(operation): operation for operation in Operation}  # a dict look-up costs a tenth of the enum's call
 _MOST_BYTES = {int(Operation.ATTACH): MAX_ATTACH_BYTES, int(Operation.PUT): (1 << 32) - 1}  # of payload
 _STATUSES = {int(status): status for status in Status}
 
@@ -106,7 +106,7 @@ _STATUSES = {int(status): status for status in Status}
 class Hello:
     segment_incarnation: int
     peer_incarnation: int
-    peer_id_bytes: int  # what follows
+    peer_id_bytes: int  # length of what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Reply(NamedTuple):
     refused: int  # index of the range that was refused
     payload_bytes: int
     frame_id: int
-    credit_bytes: int  # of writes that may be on their way over this connection from now on
+    credit_bytes: int  # bytes of writes that may be in flight on this connection from now on
 
 
 def pack_hello(segment_incarnation: int, peer_id: str, peer_incarnation: int) -> bytes:
@@ -166,7 +166,8 @@ def unpack_welcome(data: bytes | bytearray) -> Welcome:
 
 
 def proof(secret: bytes, challenge: bytes, hello: bytes) -> bytes:
-    """That whoever said this hello knows the secret. It authenticates the greeting, not the bytes that follow."""
+    """Proof that the sender of this hello knows the secret. It authenticates the greeting, not the bytes that
+    follow."""
     return hmac.digest(secret, b"mooncake data plane" + challenge + hello, hashlib.sha256)
 
 
@@ -178,12 +179,12 @@ def pack_frame(operation: Operation, ranges: Sequence[WireRange], payload_bytes:
 
 
 def pack_frame_of(operation: Operation, num_ranges: int, ranges: bytes, payload_bytes: int, frame_id: int) -> bytes:
-    """Of ranges that are packed already."""
+    """For ranges that are packed already."""
     return _FRAME.pack(operation, num_ranges, payload_bytes, frame_id) + ranges
 
 
 def pack_attach(name: str, request: bytes) -> bytes:
-    """``request`` is what the transport of this name says first."""
+    """``request`` is the first message of the transport with this name."""
     payload = name.encode() + b"\0" + request
     return pack_frame(Operation.ATTACH, [WireRange(0, 0, len(payload), 0)], len(payload), 0) + payload
 
@@ -215,7 +216,7 @@ def unpack_found(
 
 
 def pack_put(key: bytes, parent: bytes, tenant: str, length: int, ranges: int, frame_id: int) -> bytes:
-    """What goes before the block; its checksums go after it."""
+    """What precedes the block; its checksums follow it."""
     name = _pack_name(key, parent, tenant)
     payload = len(name) + length + 8 * ranges
     return _FRAME_1.pack(Operation.PUT, 1, payload, frame_id, ranges, len(name), length, 0) + name

@@ -1,10 +1,10 @@
-"""RDMA: slices travel as one-sided writes and reads between registered memory, past the owner's processor.
+"""RDMA: slices travel as one-sided writes and reads between registered memory, without the owner's processor.
 
-A path is one queue pair, set up over a TCP connection that then stays silent: it ends when either side does. To read,
-a peer gets keys of the whole segment. To write, it asks over the queue pair for a memory window a granted block, and
-the owner closes the window when it takes the grant back; so an epoch fences these writes as strictly as those over
-TCP. A key that has become void breaks the queue pair; the path then connects anew once, asks again, and so learns
-whether the grant is gone. Memory that was not registered is copied through memory that was.
+A path is one queue pair, set up over a TCP connection that then stays silent: its end is the end of either side. For
+reads, a peer gets the keys of the whole segment. For writes, it requests a memory window per granted block over the
+queue pair, and the owner closes the window when it revokes the grant; so an epoch fences these writes as strictly as
+those over TCP. A key that has become invalid breaks the queue pair; the path then reconnects once, asks again, and so
+learns whether the grant is gone. Unregistered memory is copied through registered memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice, Work
 from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
 
-WINDOW = 4  # slices on their way in one queue pair
-MAX_REFUSALS = 2  # void keys that one ``carry`` mends by connecting anew
+WINDOW = 4  # slices in flight on one queue pair
+MAX_REFUSALS = 2  # invalid keys that one ``carry`` handles by reconnecting
 
 _SEND_DEPTH = WINDOW * MAX_RANGES + 16
 
@@ -44,7 +44,7 @@ class RdmaTransport:
     max_slice_bytes = MAX_FRAME_BYTES
 
     def __init__(self, device: str = "") -> None:
-        """``device``: by name; the first one that has an active port when it is empty."""
+        """``device``: by name; if empty, the first one with an active port."""
         self.unavailable = ""
         self._device: Device | None = None
         self._memory: RegisteredMemory | None = None
@@ -71,7 +71,7 @@ class RdmaTransport:
         return path
 
     def register(self, memory: memoryview) -> None:
-        """Pins the memory in the background, for as long as this transport lives. Until then it is copied."""
+        """Pins the memory in the background, for the lifetime of this transport. Until then it is copied."""
         if self._memory is not None:
             self._memory.add(memory)
 
@@ -95,10 +95,10 @@ class RdmaPath:
         self._cutting = threading.Lock()  # between ``cut`` and the end of a link
         self._is_cut = False
         self._staging: list[Staging] = []
-        self._flights: deque[_Flight] = deque()  # every slice that is taken and not over, the oldest first
+        self._flights: deque[_Flight] = deque()  # every slice taken and not finished, the oldest first
         self._next_tag = FIRST_SLICE_TAG
         self._moved_bytes = 0
-        self._unannounced_bytes = 0  # written, and the owner not told
+        self._unannounced_bytes = 0  # written, but not yet reported to the owner
 
     @property
     def progress(self) -> int:
@@ -116,7 +116,7 @@ class RdmaPath:
 
     @property
     def window_keys(self) -> dict[int, tuple[int, int]]:
-        """Block -> (epoch, key) of the windows that are open to us; for tests that spoil them."""
+        """Block -> (epoch, key) of the windows open to us; for tests that corrupt them."""
         assert self._link is not None
         return self._link.windows
 
@@ -146,13 +146,13 @@ class RdmaPath:
                     for flight in self._flights:
                         flight.is_posted = False
         except BaseException as error:
-            self._disconnect()  # from here on nothing touches the local memory of what is given back
+            self._disconnect()  # from here on nothing touches the local memory of slices given back
             parts = [flight.part for flight in self._flights]
             for flight in self._flights:
                 self._let_go(flight)
             self._flights.clear()
             work.give_back(parts)
-            if isinstance(error, (VerbsFailed, StaleEpoch)):  # stale: the owner that we came back to is another one
+            if isinstance(error, (VerbsFailed, StaleEpoch)):  # stale: the owner we reconnected to is another one
                 raise PathFailed(f"{self._address.node_id}: {error}") from None
             raise
 
@@ -193,7 +193,7 @@ class RdmaPath:
             self._take_completions(link, work)
 
     def _post(self, flight: _Flight, link: Link, work: Work) -> None:
-        """Start a slice, or see it refused."""
+        """Start a slice, or have it refused."""
         part = flight.part
         if part.operation is Operation.WRITE:
             try:
@@ -222,7 +222,7 @@ class RdmaPath:
         return self._memory.find(address_of(piece.local), piece.local.nbytes)
 
     def _stage(self, flight: _Flight) -> None:
-        """Give the slice memory of ours to travel through; what is written is copied there now."""
+        """Give the slice staging memory; written bytes are copied there now."""
         if flight.staging is None:
             for staging in self._staging:
                 if not staging.is_busy:
@@ -242,7 +242,7 @@ class RdmaPath:
             flight.staging = None
 
     def _open_windows(self, part: Slice, link: Link, work: Work) -> None:
-        """Have a key for every block of a write. Raises StaleEpoch when the owner refuses one."""
+        """Get a key for every block of a write. Raises StaleEpoch when the owner refuses one."""
         wanted = {piece.wire.block: piece.wire.epoch for piece in part.pieces}
         if len({(piece.wire.block, piece.wire.epoch) for piece in part.pieces}) != len(wanted):
             raise StaleEpoch("one slice names two epochs of one block")
@@ -283,7 +283,7 @@ class RdmaPath:
         if completion.tag < FIRST_SLICE_TAG:
             return
         flight = self._flights[0]
-        if flight.tag != completion.tag:  # slices end in the order in which they were posted
+        if flight.tag != completion.tag:  # slices end in the order they were posted
             raise PathFailed(f"a completion of slice {completion.tag} where {flight.tag} was due")
         part = flight.part
         if part.operation is Operation.WRITE:
@@ -303,12 +303,12 @@ class RdmaPath:
 
 
 class _KeyRefused(Exception):
-    """The owner's device refused a key: its window was closed, or the key was never right."""
+    """The owner's device refused a key: its window was closed, or the key was never valid."""
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A slice on its way."""
+    """A slice in flight."""
 
     part: Slice
     tag: int = 0
@@ -316,7 +316,7 @@ class _Flight:
     staging: Staging | None = None
 
     def locals_or(self, strips: list[tuple[int, int] | None]) -> list[tuple[int, int]]:
-        """(address, key) of the local memory of each piece: in the staging memory, or where it lies."""
+        """(address, key) of each piece's local memory: in the staging memory, or in place."""
         if self.staging is not None:
             return self.staging.places(self.part)
         return [strip for strip in strips if strip is not None]

@@ -1,6 +1,6 @@
 """Finds what RDMA needs on this machine: pyverbs, a device with an active port, and the address to be reached by.
 
-Both the pyverbs of rdma-core 44 (Debian 12's ``python3-pyverbs``) and that of 59 (PyPI) do; neither is a dependency.
+Works with the pyverbs of rdma-core 44 (Debian 12's ``python3-pyverbs``) and that of 59 (PyPI); neither is a dependency.
 No other module imports pyverbs.
 """
 
@@ -15,17 +15,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-_DISTRIBUTION_PACKAGES = Path("/usr/lib/python3/dist-packages")  # where Debian and its kin put python3-pyverbs
+_DISTRIBUTION_PACKAGES = Path("/usr/lib/python3/dist-packages")  # where Debian-based systems install python3-pyverbs
 _DEVICES = Path("/sys/class/infiniband")
 _MAPPED_IPV4 = bytes(10) + b"\xff\xff"
 
 
 class VerbsUnavailable(Exception):
-    """This process can use no RDMA device; the message says in one line why, and what would help."""
+    """This process cannot use an RDMA device; the message says in one line why, and what would help."""
 
 
 class Verbs(NamedTuple):
-    """The modules of pyverbs that are used here."""
+    """The pyverbs modules used here."""
 
     device: ModuleType
     pd: ModuleType
@@ -43,7 +43,7 @@ _loaded: list[Verbs] = []
 
 
 def load_pyverbs() -> None:
-    """Import it, which works without any device too. Raises VerbsUnavailable."""
+    """Import it, which works even without a device. Raises VerbsUnavailable."""
     pyverbs()
 
 
@@ -78,9 +78,9 @@ def _enums() -> ModuleType:
 
 
 def _link_distribution_package() -> None:
-    """Take the system's pyverbs into a virtual environment, and nothing else of the system's packages.
+    """Make the system's pyverbs visible in a virtual environment, without the rest of the system's packages.
 
-    The same as a symbolic link to its folder in ``site-packages``. It was compiled for one version of Python.
+    Equivalent to a symbolic link to its folder in ``site-packages``. It was compiled for one version of Python.
     """
     folder = _DISTRIBUTION_PACKAGES / "pyverbs"
     if not any((folder / f"device{suffix}").exists() for suffix in importlib.machinery.EXTENSION_SUFFIXES):

@@ -1,7 +1,7 @@
-"""One connected queue pair to a segment's owner, and what was said over it: the regions' keys, and windows' for blocks.
+"""A queue pair connected to a segment's owner, and the keys received over it: of regions, and of windows for blocks.
 
-It lives as long as the TCP connection that it was set up over. Both sides' bytes of that talk are defined here. It must
-not know slices.
+It lives as long as the TCP connection it was set up over. The wire forms of both sides are defined here. It knows
+nothing of slices.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvstore.transfer.rdma_verbs import Access, Device, Endpoint, QueuePair, Reg
 from kvstore.transfer.transport import PathFailed
 from mooncake.types import SegmentAddress
 
-REGION_TABLE = struct.Struct("<QQIHH")  # base address, bytes a region, bytes a block, number of regions, zero
+REGION_TABLE = struct.Struct("<QQIHH")  # base address, bytes per region, bytes per block, number of regions, zero
 KEY = struct.Struct("<I")
 WINDOW_REQUEST = struct.Struct("<IQ")  # block, epoch
-REFUSED = 0  # in place of a window's key: the block is not granted to this epoch
-NO_WINDOW = 0xFFFFFFFF  # the owner's device gives no more windows
+REFUSED = 0  # instead of a window's key: the block is not granted to this epoch
+NO_WINDOW = 0xFFFFFFFF  # the owner's device has no more windows
 MESSAGE_BYTES = MAX_RANGES * WINDOW_REQUEST.size
 
 REQUEST_TAG, REPLY_TAG, NOTICE_TAG = 0, 1, 2
@@ -35,10 +35,10 @@ Attach = Callable[[bytes, float], tuple[socket.socket, bytes]]
 
 
 class Link:
-    """One connected queue pair, the control connection that it lives as long as, and the keys that came over it."""
+    """A connected queue pair, the control connection that bounds its life, and the keys received over it."""
 
     def __init__(self, node_id: str, queue_pair: QueuePair) -> None:
-        """Takes the queue pair over."""
+        """Takes ownership of the queue pair."""
         self.queue_pair = queue_pair
         self.windows: dict[int, tuple[int, int]] = {}  # block -> (epoch, key)
         self.reply: bytes | None = None
@@ -75,7 +75,7 @@ class Link:
         return link
 
     def remote(self, block: int, offset: int, operation: Operation) -> tuple[int, int]:
-        """(address, key) of a place in the segment. Verbs name it by address; the key bounds what it reaches."""
+        """(address, key) of a place in the segment. Verbs use addresses; the key limits what can be reached."""
         start = block * self._block_bytes + offset
         key = self.windows[block][1] if operation is Operation.WRITE else self._read_keys[start // self._region_bytes]
         return self._base + start, key
@@ -85,7 +85,7 @@ class Link:
         return window is not None and window[0] == epoch
 
     def ask_for_windows(self, wanted: list[tuple[int, int]]) -> None:
-        """The answer comes as ``reply``. One question at a time. Raises VerbsFailed."""
+        """The answer arrives as ``reply``. One request at a time. Raises VerbsFailed."""
         question = b"".join(WINDOW_REQUEST.pack(block, epoch) for block, epoch in wanted)
         self._messages[: len(question)] = np.frombuffer(question, np.uint8)
         self.queue_pair.post_message(REQUEST_TAG, self._registered[0], len(question))
@@ -120,7 +120,7 @@ class Link:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """The queue pair first: while the connection is open the owner may still count on us."""
+        """The queue pair first: while the connection is open the owner may still rely on us."""
         self.queue_pair.close()
         for registered in self._registered:
             registered.close()

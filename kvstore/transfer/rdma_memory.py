@@ -1,4 +1,4 @@
-"""Local memory that a device may touch: what callers have registered, and what is copied through otherwise."""
+"""Local memory that a device may access: what callers have registered, and staging memory for the rest."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvstore.transfer.transport import Slice
 
 log = logging.getLogger(__name__)
 
-REGISTER_BYTES = 32 << 20  # a piece: the interpreter stands still while one is pinned
+REGISTER_BYTES = 32 << 20  # per piece: the GIL is held while one is pinned
 
 
 class RegisteredMemory:
-    """Local memory that slices can travel from and to without a copy. Thread-safe."""
+    """Local memory that slices can use without a copy. Thread-safe."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lock = threading.Lock()
         self._starts: list[int] = []  # sorted, beside ``_pieces``
         self._pieces: list[Registration] = []
-        self._kept: list[memoryview] = []  # so that the memory outlives its registration
+        self._kept: list[memoryview] = []  # keeps the memory alive as long as its registration
         self._threads: list[threading.Thread] = []
         self._closing = threading.Event()
 
@@ -73,7 +73,7 @@ class RegisteredMemory:
 
 
 class Staging:
-    """Registered memory of ours for one slice at a time."""
+    """Registered memory of our own for one slice at a time."""
 
     def __init__(self, device: Device) -> None:
         self.is_busy = False
@@ -121,7 +121,7 @@ Run = tuple[int, int, int, int, int]
 
 
 def merge(runs: list[Run]) -> list[Run]:
-    """The same with neighbours joined that lie next to each other on both sides under the same keys."""
+    """Join runs that are adjacent on both sides under the same keys."""
     merged: list[Run] = []
     for local, lkey, remote, rkey, nbytes in runs:
         if merged:

@@ -1,10 +1,11 @@
-"""The owner's side of RDMA: the segment as registered memory, a queue pair a peer, memory windows a granted block.
+"""The owner's side of RDMA: the segment as registered memory, one queue pair per peer, one memory window per granted
+block.
 
-Nobody writes this segment with a key that outlives a grant. Keys of the registered regions give the right to read
-alone; the right to write comes as a memory window over one block, opened for one queue pair when its peer names the
-epoch that the block is granted to, and closed by ``revoke``. So once ``revoke`` has returned no write lands in those
-blocks, whatever a late or lying writer does, and nothing needs quarantine. The device enforces all this; the owner's
-processor sees neither reads nor writes, and learns of written bytes only when a peer announces them.
+No key for writing outlives a grant. Keys of the registered regions only allow reads; the right to write is a memory
+window over one block, opened for one queue pair when its peer names the epoch that the block is granted to, and closed
+by ``revoke``. So once ``revoke`` has returned no write lands in those blocks, whatever a late or malicious writer does,
+and nothing needs quarantine. The device enforces all this; the owner's processor sees neither reads nor writes, and
+learns of written bytes only when a peer reports them.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ from mooncake.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-REGION_BYTES = 32 << 20  # the interpreter stands still while one region is pinned
-MAX_REGIONS = 768  # their keys fit the answer to a peer
+REGION_BYTES = 32 << 20  # the GIL is held while one region is pinned
+MAX_REGIONS = 768  # so that their keys fit the answer to a peer
 PIN_TIMEOUT_S = 60.0  # for the whole segment
-_RECEIVES = 64  # announcements that may pile up while the owner is busy
-_SEND_DEPTH = 4 * MAX_RANGES  # an answer and the windows it tells of, and those before it still unacknowledged
+_RECEIVES = 64  # reports that may accumulate while the owner is busy
+_SEND_DEPTH = 4 * MAX_RANGES  # an answer and its windows, and earlier ones still unacknowledged
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -61,12 +62,12 @@ class RdmaExporter:
         """``grants[block]`` is the epoch that may write a block, 0 for none. Raises PathFailed, saying in one line
         why verbs cannot be used here."""
         try:
-            self._device = Device(device)
+            self.device = Device(device)
         except VerbsUnavailable as error:
             raise PathFailed(str(error)) from None
-        if not self._device.has_windows:
-            self._device.close()
-            raise PathFailed(f"RDMA device {self._device.name} has no type 2 memory windows to fence writers with")
+        if not self.device.has_windows:
+            self.device.close()
+            raise PathFailed(f"RDMA device {self.device.name} has no type 2 memory windows to fence writers with")
         self._memory = memory
         self._grants = grants
         self._block_bytes = block_bytes
@@ -84,7 +85,7 @@ class RdmaExporter:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes that peers have announced as written."""
+        """Bytes that peers have reported as written."""
         with self._lock:
             return self._bytes_in + sum(each.bytes_in for each in self._attachments)
 
@@ -105,9 +106,9 @@ class RdmaExporter:
         return attachment
 
     def revoke(self, block_ids: Iterable[int]) -> None:
-        """After this returns no write lands in these blocks, unless they are granted anew.
+        """After this returns no write lands in these blocks, unless they are granted again.
 
-        Set their grants to 0 first. A device that will not close a window loses the peer's connection instead.
+        Set their grants to 0 first. If a device refuses to close a window, the peer's connection is closed instead.
         """
         blocks = tuple(block_ids)
         with self._lock:
@@ -124,17 +125,17 @@ class RdmaExporter:
             attachment.close()
         for region in self._regions:
             region.close()
-        self._device.close()
+        self.device.close()
 
     def _pin(self) -> None:
-        """Register the segment region by region, so that other threads have their turn in between."""
+        """Register the segment region by region, so that other threads can run in between."""
         try:
             for start in range(0, self._memory.nbytes, self._region_bytes):
                 if self._closing:
                     break
                 size = min(self._region_bytes, self._memory.nbytes - start)
                 access = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.BIND_WINDOWS
-                self._regions.append(self._device.register(self._base + start, size, access))
+                self._regions.append(self.device.register(self._base + start, size, access))
         except VerbsFailed as error:
             self._failure = str(error)
             log.warning("rdma is configured, but not offered here: %s", error)
@@ -161,21 +162,21 @@ class RdmaExporter:
 
 
 class RdmaAttachment:
-    """The queue pair of one peer. A thread of its own answers the peer's requests for windows."""
+    """One peer's queue pair. Its own thread answers the peer's requests for windows."""
 
     def __init__(self, exporter: RdmaExporter, peer: Endpoint) -> None:
         """Raises VerbsFailed."""
         self.bytes_in = 0
         self._exporter = exporter
         self._windows: dict[int, tuple[int, Window]] = {}  # block -> (epoch, window)
-        self._lock = threading.Lock()  # of the windows: who opens one must see a revoke that came before
+        self._lock = threading.Lock()  # for the windows: whoever opens one must see an earlier revoke
         self._closing = threading.Event()
         self._closed = False
         self._on_broken: Callable[[], object] | None = None
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._messages: npt.NDArray[np.uint8] = np.zeros(2 * MESSAGE_BYTES, np.uint8)
         self._registered: list[Registration] = []
-        device = exporter._device
+        device = exporter.device
         self._queue_pair: QueuePair | None = None
         try:
             self._queue_pair = QueuePair(device, _SEND_DEPTH, _RECEIVES)
@@ -184,7 +185,7 @@ class RdmaAttachment:
                 self._registered.append(device.register(place, MESSAGE_BYTES, Access.LOCAL_WRITE))
             self._queue_pair.connect(peer, Access.REMOTE_READ | Access.REMOTE_WRITE)
             self._queue_pair.watch(self._wake_read)
-            for _ in range(_RECEIVES):  # one buffer for all: a peer asks one question at a time
+            for _ in range(_RECEIVES):  # one buffer for all: a peer makes one request at a time
                 self._queue_pair.post_receive(0, self._registered[0])
         except VerbsFailed:
             self._dismantle()
@@ -195,7 +196,7 @@ class RdmaAttachment:
 
     @property
     def on_broken(self) -> Callable[[], object] | None:
-        """Called once, from a thread of ours, when the queue pair has broken: the peer cannot notice it by itself."""
+        """Called once, on our thread, when the queue pair has broken: the peer cannot notice that by itself."""
         return self._on_broken
 
     @on_broken.setter
@@ -215,7 +216,8 @@ class RdmaAttachment:
         self._thread.join(_JOIN_TIMEOUT_S)
 
     def close_windows(self, blocks: Iterable[int]) -> None:
-        """After this returns the peer writes into none of these blocks, if it takes the whole queue pair."""
+        """After this returns the peer cannot write into any of these blocks, even if that costs the whole queue
+        pair."""
         try:
             with self._lock:
                 for block in blocks:
@@ -223,7 +225,7 @@ class RdmaAttachment:
                         self._windows.pop(block)[1].close()
         except VerbsFailed as error:
             log.warning("%s; closing the peer's queue pair", error)
-            self.close()  # by its own thread, which alone may touch it
+            self.close()  # on its own thread, the only one that may touch it
             if self._on_broken is not None:
                 self._on_broken()
 
@@ -255,7 +257,7 @@ class RdmaAttachment:
         pair.post_receive(0, self._registered[0])
 
     def _answer(self, pair: QueuePair, question: bytes) -> None:
-        """Open the windows that may be opened, and send their keys."""
+        """Open the permitted windows, and send their keys."""
         if not question or len(question) % WINDOW_REQUEST.size:
             raise VerbsFailed(f"a peer asks for windows with {len(question)} bytes")
         keys = b"".join(KEY.pack(self._key(pair, *row)) for row in WINDOW_REQUEST.iter_unpack(question))
@@ -280,7 +282,7 @@ class RdmaAttachment:
             return window.rkey
 
     def _dismantle(self) -> None:
-        """Windows before the queue pair that they are bound to."""
+        """Windows before the queue pair they are bound to."""
         with self._lock:
             if self._closed:
                 return
@@ -300,6 +302,6 @@ class RdmaAttachment:
 
 
 def _region_bytes(total: int, block_bytes: int) -> int:
-    """A whole number of blocks, so that no block lies in two regions, and few enough regions."""
+    """A whole number of blocks, so that no block is in two regions, and few enough regions."""
     blocks = max(1, REGION_BYTES // block_bytes, -(-total // (MAX_REGIONS * block_bytes)))
     return blocks * block_bytes

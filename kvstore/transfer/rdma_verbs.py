@@ -1,8 +1,8 @@
 """Verbs: a device, registered memory and reliable queue pairs, over pyverbs.
 
-pyverbs never lets go of the interpreter lock, so nothing here waits inside it: completions are polled, and when there
-are none the completion channel is armed, the queue polled once more and the thread put to sleep on the channel's file
-descriptor. This module must not know segments, blocks or what the bytes mean.
+pyverbs never releases the GIL, so nothing here waits inside it: completions are polled; if there are none the
+completion channel is armed, the queue polled once more, and the thread sleeps on the channel's file descriptor. This
+module knows neither segments, blocks nor what the bytes mean.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.transfer.rdma_find import Verbs, VerbsUnavailable, find_port, gid_i
 
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
 
-MAX_READS = 16  # RDMA reads on their way in one queue pair
+MAX_READS = 16  # RDMA reads in flight on one queue pair
 _HOP_LIMIT = 64
 _MOST_AT_ONCE = 64
-_ACK_TIMEOUT = 14  # 4.096 µs · 2^14 = 67 ms a try: the queue pair stands still so long for each lost acknowledgement
-_RETRIES = 7  # so a peer that answers nothing is given up after half a second, or two: devices may wait four times that
-_RNR_TIMER = 12  # 0.64 ms between looks for a receive of the peer
+_ACK_TIMEOUT = 14  # 4.096 µs · 2^14 = 67 ms per attempt: how long a lost acknowledgement stalls the queue pair
+_RETRIES = 7  # an unresponsive peer is given up after half a second, or two: devices may wait four times that
+_RNR_TIMER = 12  # 0.64 ms between retries when the peer has no receive posted
 _RNR_FOR_EVER = 7  # a peer that is slow to post receives is slow, not gone
 
 
@@ -47,18 +47,18 @@ class Access(IntEnum):
 
 
 class Status(IntEnum):
-    """How a work request ended, as far as we tell the ways apart (``ibv_wc_status``)."""
+    """How a work request ended, as far as we distinguish (``ibv_wc_status``)."""
 
     SUCCESS = 0
     FLUSHED = 5  # the queue pair was broken already
-    REMOTE_ACCESS = 10  # a key that does not (any more) give the right to these bytes
+    REMOTE_ACCESS = 10  # the key does not (any more) allow access to these bytes
     NO_ANSWER = 12  # every retry went unacknowledged
 
 
 class Completion(NamedTuple):
     tag: int  # as given to ``post_…``
     status: int  # a Status, or another of ``ibv_wc_status``
-    is_received: bool  # of a posted receive, otherwise of something sent
+    is_received: bool  # a completed receive, otherwise a completed send
     has_immediate: bool
     nbytes: int  # received
     immediate: int
@@ -86,7 +86,7 @@ class Endpoint:
 
     @classmethod
     def unpack(cls, data: bytes) -> Endpoint:
-        """Raises ValueError for bytes that are no endpoint of this version."""
+        """Raises ValueError for bytes that are not an endpoint of this version."""
         if len(data) != cls.SIZE:
             raise ValueError(f"an RDMA endpoint of {len(data)} bytes")
         magic, version, mtu, lid, queue_pair, packet_number, gid = _ENDPOINT.unpack(data)
@@ -96,46 +96,46 @@ class Endpoint:
 
 
 class Device:
-    """An open device with one protection domain. Everything made from it is closed before it, or by it."""
+    """An open device with one protection domain. Everything created from it is closed before it, or by it."""
 
     def __init__(self, name: str = "") -> None:
         """The first device with an active port, or the one named. Raises VerbsUnavailable."""
         self.name, self.port = find_port(name)
-        self._verbs = pyverbs()
+        self.verbs = pyverbs()
         try:
-            self._context = self._verbs.device.Context(name=self.name)
+            self._context = self.verbs.device.Context(name=self.name)
             attributes = self._context.query_device()
             port = self._context.query_port(self.port)
             self.is_ethernet = link_layer(self.name, self.port) == "Ethernet"
             self.gid_index = gid_index(self.name, self.port, self.is_ethernet)
             self.gid = bytes(_gid_bytes(self._context.query_gid(self.port, self.gid_index).gid))
-            self.domain = self._verbs.pd.PD(self._context)
-        except self._verbs.error as error:
+            self.domain = self.verbs.pd.PD(self._context)
+        except self.verbs.error as error:
             raise VerbsUnavailable(f"RDMA device {self.name} cannot be opened: {error}") from None
-        enums = self._verbs.enums
+        enums = self.verbs.enums
         self.lid, self.mtu = port.lid, port.active_mtu
         self.max_work_requests = min(attributes.max_qp_wr, attributes.max_cqe)
         self.max_reads = min(MAX_READS, attributes.max_qp_rd_atom)
         self.has_windows = bool(attributes.device_cap_flags & enums.IBV_DEVICE_MEM_WINDOW_TYPE_2B)
 
     def register(self, address: int, nbytes: int, access: int) -> Registration:
-        """Pins the memory and holds the interpreter lock meanwhile: keep pieces to some ten MiB. Raises VerbsFailed."""
+        """Pins the memory while holding the GIL: keep pieces to some ten MiB. Raises VerbsFailed."""
         try:
-            region = self._verbs.mr.MR(self.domain, nbytes, access, address=address)
-        except self._verbs.error as error:
+            region = self.verbs.mr.MR(self.domain, nbytes, access, address=address)
+        except self.verbs.error as error:
             raise VerbsFailed(
                 f"{self.name} cannot register {nbytes / 1e6:.0f} MB ({error}); is the limit of locked memory too low?"
             ) from None
         return Registration(address, nbytes, region.lkey, region.rkey, region)
 
     def close(self) -> None:
-        with contextlib.suppress(self._verbs.error):
+        with contextlib.suppress(self.verbs.error):
             self._context.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Registration:
-    """Memory that the device may touch until ``close``. ``rkey`` is for peers, as far as its access allows them."""
+    """Memory that the device may access until ``close``. ``rkey`` is for peers, as far as its access rights allow."""
 
     address: int
     nbytes: int
@@ -152,8 +152,8 @@ class Window:
     """The right of one queue pair's peer to write one range, until ``close``: a type 2 memory window."""
 
     def __init__(self, queue_pair: QueuePair, region: Registration, address: int, nbytes: int) -> None:
-        """Posts the binding. Whatever is sent over ``queue_pair`` after this finds it bound. Raises VerbsFailed."""
-        verbs = queue_pair.device._verbs
+        """Posts the binding. Everything sent over ``queue_pair`` afterwards finds it bound. Raises VerbsFailed."""
+        verbs = queue_pair.device.verbs
         try:
             self._window = verbs.mr.MW(queue_pair.device.domain, verbs.enums.IBV_MW_TYPE_2)
             info = verbs.mr.MWBindInfo(region.region, address, nbytes, Access.REMOTE_WRITE)
@@ -162,7 +162,8 @@ class Window:
             raise VerbsFailed(f"{queue_pair.device.name} cannot open a memory window: {error}") from None
 
     def close(self) -> None:
-        """After this returns the device takes no write for it any more. Raises VerbsFailed when that is not sure."""
+        """After this returns the device accepts no write for it any more. Raises VerbsFailed when that is not
+        certain."""
         try:
             self._window.close()
         except Exception as error:
@@ -176,7 +177,7 @@ class QueuePair:
         """Raises VerbsFailed."""
         self.device = device
         self.packet_number = secrets.randbits(24)
-        verbs, enums = device._verbs, device._verbs.enums
+        verbs, enums = device.verbs, device.verbs.enums
         if send_depth + receive_depth > device.max_work_requests:
             raise VerbsFailed(f"{device.name} takes {device.max_work_requests} work requests, too few")
         self._undo = contextlib.ExitStack()
@@ -196,7 +197,7 @@ class QueuePair:
                 )
                 self._pair = verbs.qp.QP(device.domain, kind)
                 self._undo.callback(self._pair.close)
-                # pyverbs leaks what a work request allocates, so a queue pair makes one of each and fills it anew.
+                # pyverbs leaks what a work request allocates, so a queue pair creates one of each and reuses it.
                 self._gather = verbs.wr.SGE(0, 0, 0)
                 self._send = verbs.wr.SendWR(num_sge=1, sg=[self._gather], opcode=enums.IBV_WR_RDMA_WRITE)
                 self._send.sg_list = self._gather
@@ -215,8 +216,8 @@ class QueuePair:
         return Endpoint(self._pair.qp_num, self.packet_number, device.gid, device.lid, device.mtu)
 
     def connect(self, peer: Endpoint, access: int) -> None:
-        """``access``: what the peer may do here at most; keys narrow it down. Raises VerbsFailed."""
-        device, verbs = self.device, self.device._verbs
+        """``access``: the most the peer may do; keys narrow it down. Raises VerbsFailed."""
+        device, verbs = self.device, self.device.verbs
         attributes = verbs.qp.QPAttr(port_num=device.port)
         attributes.qp_access_flags = access
         attributes.dest_qp_num = peer.queue_pair
@@ -240,18 +241,18 @@ class QueuePair:
             raise VerbsFailed(f"{device.name} cannot connect to the peer's queue pair: {error}") from None
 
     def watch(self, fd: int) -> None:
-        """``wait`` ends early when this file descriptor is readable or closed by its peer."""
+        """``wait`` ends early when this file descriptor becomes readable or is closed by its peer."""
         self._poll.register(fd, select.POLLIN | select.POLLRDHUP)
 
     def post_write(self, tag: int, local: int, lkey: int, nbytes: int, remote: int, rkey: int, signal: bool) -> None:
-        """Raises VerbsFailed. So do the others. A completion comes with ``signal``, or when it goes wrong."""
+        """Raises VerbsFailed, like the others. A completion arrives with ``signal``, or on failure."""
         self._post(self._write, tag, local, lkey, nbytes, remote, rkey, signal)
 
     def post_read(self, tag: int, local: int, lkey: int, nbytes: int, remote: int, rkey: int, signal: bool) -> None:
         self._post(self._read, tag, local, lkey, nbytes, remote, rkey, signal)
 
     def post_notice(self, tag: int, immediate: int, signal: bool) -> None:
-        """A write of no bytes with 32 bits of immediate data: takes one receive of the peer, and needs no key."""
+        """A zero-byte write with 32 bits of immediate data: takes one receive of the peer, and needs no key."""
         self._send.imm_data = immediate
         self._post(self._write_immediate, tag, 0, 0, 0, 0, 0, signal)
 
@@ -259,65 +260,65 @@ class QueuePair:
         self._post(self._send_opcode, tag, memory.address, memory.lkey, nbytes, 0, 0, signal)
 
     def post_receive(self, tag: int, memory: Registration) -> None:
-        wr = self.device._verbs.wr
+        wr = self.device.verbs.wr
         gather = wr.SGE(memory.address, memory.nbytes, memory.lkey)
         request = wr.RecvWR(wr_id=tag, num_sge=1, sg=[gather])
         try:
             self._pair.post_recv(request)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"a receive was not taken: {error}") from None
         finally:
             request.close()
             gather.close()
 
     def completions(self) -> list[Completion]:
-        """What has ended since the last look, or a part of it. Never blocks."""
+        """Completions since the last call, or some of them. Never blocks."""
         try:
             _, found = self._queue.poll(_MOST_AT_ONCE)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion queue cannot be polled: {error}") from None
         return [_completion(entry) for entry in found] if found else []
 
     def wait(self, timeout_s: float | None) -> list[Completion]:
-        """The same, but sleeps while there is none. May be empty: after the timeout, when a watched file has news, and
-        when what woke it had been seen before."""
+        """The same, but sleeps while there are none. May be empty: after the timeout, when a watched file is
+        readable, or when what woke it had been seen before."""
         if (found := self.completions()) or (timeout_s is not None and timeout_s <= 0):
             return found
         if not self._armed:
             self._arm()
-            if found := self.completions():  # it came between the look and the arming
+            if found := self.completions():  # it arrived between polling and arming
                 return found
         timeout_ms = None if timeout_s is None else max(1, int(timeout_s * 1e3))
         if any(fd == self._channel_fd for fd, _ in self._poll.poll(timeout_ms)):
             self._take_event()
-            self._arm()  # before the look: what this does not see will wake the next
+            self._arm()  # before polling: a completion it misses will wake the next wait
         return self.completions()
 
     def _arm(self) -> None:
         try:
             self._queue.req_notify()
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion queue cannot be armed: {error}") from None
         self._armed = True
 
     def _take_event(self) -> None:
-        """The one that arming brought."""
+        """Consume the event that arming produced."""
         try:
             self._channel.get_cq_event(self._queue)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the completion channel is broken: {error}") from None
         self._unacknowledged += 1
         self._armed = False
 
     def _close_queue(self) -> None:
-        """An event that is not acknowledged would block its end for ever."""
+        """An unacknowledged event would block closing the queue for ever."""
         if self._unacknowledged:
             self._queue.ack_events(self._unacknowledged)
         self._queue.close()
 
     def close(self) -> None:
         """After this returns the device neither reads nor writes memory for it. Idempotent."""
-        with contextlib.suppress(self.device._verbs.error):
+        with contextlib.suppress(self.device.verbs.error):
             self._undo.close()
 
     def _post(
@@ -330,12 +331,12 @@ class QueuePair:
         send.set_wr_rdma(rkey, remote)
         try:
             self._pair.post_send(send)
-        except self.device._verbs.error as error:
+        except self.device.verbs.error as error:
             raise VerbsFailed(f"the queue pair takes no work: {error}") from None
 
     def _post_binding(self, window: Any, info: Any) -> int:
-        """The key under which the peer knows the window."""
-        verbs = self.device._verbs
+        """Returns the key by which the peer knows the window."""
+        verbs = self.device.verbs
         request = verbs.wr.SendWR(opcode=verbs.enums.IBV_WR_BIND_MW, send_flags=0)
         try:
             request.set_bind_wr(window, info)
@@ -346,12 +347,12 @@ class QueuePair:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where non-empty contiguous memory lies in this process."""
+    """The address of non-empty contiguous memory."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def _completion(entry: Any) -> Completion:
-    is_received = entry.opcode >= 128  # IBV_WC_RECV and all that followed it
+    is_received = entry.opcode >= 128  # IBV_WC_RECV and all later codes
     return Completion(
         entry.wr_id, entry.status, is_received, is_received and bool(entry.wc_flags & 2), entry.byte_len, entry.imm_data
     )
@@ -366,11 +367,11 @@ def _gid_text(gid: bytes) -> str:
     return ":".join(digits[start : start + 4] for start in range(0, 32, 4))
 
 
-_opening = threading.Lock()  # which new file descriptor is whose
+_opening = threading.Lock()  # to attribute new file descriptors
 
 
 def _open_channel(verbs: Verbs, context: Any) -> tuple[Any, int]:
-    """A completion channel and its file descriptor, which pyverbs 44 does not tell: it is the new one."""
+    """A completion channel and its file descriptor, which pyverbs 44 does not expose: it is the newly opened one."""
     with _opening:
         before = _channel_fds()
         channel = verbs.cq.CompChannel(context)

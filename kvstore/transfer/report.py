@@ -1,11 +1,11 @@
-"""What a node tells the conductor of its transports: which one each peer is reached by, and what it carries."""
+"""What a node reports to the conductor about its transports: which one each peer is reached by, and its traffic."""
 
 from __future__ import annotations
 
 from kvstore.transfer.engine import TransferEngine
 from mooncake.rpc import cluster_pb2
 
-EVERY_PEER = "*"  # a transport that is configured, and that this machine has not
+EVERY_PEER = "*"  # for a configured transport that this machine lacks
 
 
 def add_transports(report: cluster_pb2.HeartbeatRequest, transfer: TransferEngine) -> None:

@@ -1,8 +1,8 @@
-"""What is to be moved: requests of ranges of a peer's segment paired with local memory, cut into slices.
+"""Transfer requests: ranges of a peer's segment paired with local memory, and how they are cut into slices.
 
-Whether a request has ended is decided in one place: by the link of its peer, under the link's lock. Knows no sockets,
-no mappings and no threads but the ones that wait. What is made for each small request are named tuples: a frozen
-dataclass takes three times as long to make.
+Whether a request has ended is decided in one place: by its peer's link, under the link's lock. Knows no sockets, no
+mappings and no threads but the waiting ones. Per-request values are named tuples: a frozen dataclass takes three times
+as long to create.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvstore.waiting import to_its_end
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.types import SegmentAddress
 
-_READ, _WRITE = Operation.READ, Operation.WRITE  # an enum's members are slow to find
+_READ, _WRITE = Operation.READ, Operation.WRITE  # enum members are slow to look up
 
 
 class WriteRange(NamedTuple):
-    """Put ``data`` (contiguous) at ``offset`` of ``block``. ``epoch`` is what the block's owner granted."""
+    """Write ``data`` (contiguous) at ``offset`` of ``block``. ``epoch`` is what the block's owner granted."""
 
     block: int
     offset: int
@@ -49,9 +49,9 @@ class ReadRange(NamedTuple):
 class Request(NamedTuple):
     """Ranges of one segment, all to be read or all to be written, before ``deadline`` (on ``time.monotonic``).
 
-    With ``checksum_bytes`` (up to MAX_FRAME_BYTES) the report has a checksum of each so many bytes of each range, and
-    of what is left of it, taken from the local memory while the bytes pass: for a read they are of what has arrived.
-    A table, for thousands of short ranges to be read, has none.
+    With ``checksum_bytes`` (up to MAX_FRAME_BYTES) the report has one checksum per this many bytes of each range, and
+    one for the remainder, computed from the local memory as the bytes pass: for a read, of what has arrived. A table,
+    for thousands of short ranges to be read, has none.
     """
 
     address: SegmentAddress
@@ -67,18 +67,18 @@ class TransferReport(NamedTuple):
     transport: str
     nbytes: int
     seconds: float
-    checksums: tuple[Checksums, ...] = ()  # of each range, when they were asked for
+    checksums: tuple[Checksums, ...] = ()  # per range, if requested
 
 
 class TransferStatus(StrEnum):
-    WAITING = "waiting"  # nothing of it is on its way yet
+    WAITING = "waiting"  # nothing of it is in flight yet
     MOVING = "moving"
     DONE = "done"
     FAILED = "failed"
 
 
 class Transfer:
-    """One request on its way. ``wait``, ``result`` and ``cancel`` may be called from any thread."""
+    """One request being transferred. ``wait``, ``result`` and ``cancel`` may be called from any thread."""
 
     __slots__ = (
         "_callbacks",
@@ -103,11 +103,11 @@ class Transfer:
         self.priority = request.priority
         self.checksums = checksums
         self.nbytes = sum(part.nbytes for part in slices)
-        # What follows belongs to the link.
+        # The rest belongs to the link.
         self.num_waiting = len(slices)
         self.num_on_way = 0
         self.moved_bytes = 0
-        self.error: MooncakeError | None = None  # the first; what is on its way still has to end
+        self.error: MooncakeError | None = None  # the first; slices in flight still have to end
         self.transport = ""
         self.started = time.monotonic()
         self.ended = 0.0
@@ -118,7 +118,7 @@ class Transfer:
 
     @property
     def has_ended(self) -> bool:
-        """Nothing touches the request's memory any more."""
+        """Whether nothing touches the request's memory any more."""
         return self.ended > 0
 
     @property
@@ -128,7 +128,7 @@ class Transfer:
         return TransferStatus.MOVING if self.num_on_way or self.moved_bytes else TransferStatus.WAITING
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until it has ended. It ends soon after its deadline at the latest. False when the time is up first."""
+        """Block until it has ended, at the latest soon after its deadline. False on timeout."""
         with self._lock:
             if self.has_ended:
                 return True
@@ -143,8 +143,8 @@ class Transfer:
         return TransferReport(self.transport, self.moved_bytes, self.ended - self.started, self.checksums)
 
     async def wait_async(self) -> TransferReport:
-        """``result`` for an event loop. When the task is cancelled the transfer is, too; the task then still waits
-        for its end, so that the memory is the caller's again."""
+        """``result`` for an event loop. Cancelling the task cancels the transfer; the task then still waits for its
+        end, so that the memory is the caller's again."""
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
         self.when_ended(lambda _: loop.call_soon_threadsafe(_settle, ended))
@@ -152,8 +152,8 @@ class Transfer:
         return self.result()
 
     def cancel(self) -> None:
-        """Let nothing more of it begin. It ends, with Cancelled, when what is on its way has; nobody waits for a path
-        that stands still."""
+        """Start nothing more of it. It ends, with Cancelled, when what is in flight has ended; a stalled path is not
+        waited for."""
         if self._cancel is not None:
             self._cancel(self)
 
@@ -166,7 +166,7 @@ class Transfer:
         callback(self)
 
     def end(self, now: float) -> None:
-        """For the link alone."""
+        """For the link only."""
         with self._lock:
             self.ended = now
             callbacks, self._callbacks = self._callbacks, []
@@ -177,26 +177,25 @@ class Transfer:
             callback(self)
 
     def on_cancel(self, cancel: Callable[[Transfer], None]) -> None:
-        """For the link alone."""
+        """For the link only."""
         self._cancel = cancel
 
 
 def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice], tuple[Checksums, ...]]:
-    """The slices of a request, about as long as ``slice_bytes`` says for one of so many bytes, and the memory for its
-    checksums.
+    """The slices of a request, about as long as ``slice_bytes`` returns for its size, and the memory for its checksums.
 
-    Raises InvalidRequest for a range outside the segment, memory that is not contiguous (or, for a read, not
-    writable), and reads mixed with writes.
+    Raises InvalidRequest for a range outside the segment, memory that is not contiguous (or, for a read, not writable),
+    and reads mixed with writes.
     """
     unit = request.checksum_bytes
     if not 0 <= unit <= MAX_FRAME_BYTES:
         raise InvalidRequest(f"checksums of {unit} bytes each; {MAX_FRAME_BYTES} at most")
     if not request.ranges:
         return [], ()
-    if type(request.ranges) is PieceTable:  # isinstance would ask abc, for each request
+    if type(request.ranges) is PieceTable:  # isinstance would go through abc for each request
         return _cut_table(request, request.ranges, slice_bytes), ()
     operation = _WRITE if type(request.ranges[0]) is WriteRange else _READ
-    if len(request.ranges) == 1:  # as mostly: one step after the other is quicker than loops of one
+    if len(request.ranges) == 1:  # the usual case, without loops over one element
         block, offset, local, epoch = row = _row(request.ranges[0], operation, request.address)
         nbytes = local.nbytes
         checksums: tuple[Checksums, ...] = (np.empty(-(-nbytes // unit), np.uint64),) if unit else ()
@@ -239,7 +238,7 @@ def _row(item: WriteRange | ReadRange, operation: Operation, address: SegmentAdd
 def _cut(
     request: Request, operation: Operation, rows: Sequence[_Row], sums: Sequence[Checksums], slice_bytes: int
 ) -> list[Slice]:
-    """Fill slices to ``slice_bytes``, splitting a range where a slice is full; but never what has one checksum."""
+    """Fill slices to ``slice_bytes``, splitting a range where a slice is full, but never within one checksum."""
     unit = request.checksum_bytes or 1
     slices: list[Slice] = []
     pieces: list[Piece] = []

@@ -1,6 +1,6 @@
-"""The transports that reach one peer, and their paths: which one carries, which rest, and which stand still.
+"""The transports that reach one peer, and their paths: which one carries, which rest, and which are stalled.
 
-No locks, no threads and no sockets: the link asks under its own lock, and closes the paths that it is handed.
+No locks, no threads and no sockets: the link calls it under its own lock, and closes the paths that it returns.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # paths that break one after the other, with nothing arriving between, before a transport is given up
-GIVEN_UP_S = 1.0  # a path may stand still so long with what nobody wants any more
+MAX_FAILURES = 3  # consecutive broken paths, with nothing arriving in between, before a transport is given up
+GIVEN_UP_S = 1.0  # how long a path may stall with only cancelled transfers
 _RATE_SAMPLE_S = 0.050
-_RATE_SAMPLE_BYTES = 64 << 10  # less measures latency, not rate
+_RATE_SAMPLE_BYTES = 64 << 10  # smaller transfers measure latency, not rate
 _EWMA_WEIGHT = 0.2
 
 
@@ -31,15 +31,15 @@ class TransportStats:
     node_id: str
     transport: str
     nbytes: int
-    gb_per_s: float  # moving average while something was on its way, 1e9 bytes
+    gb_per_s: float  # moving average while something was in flight, 1e9 bytes
     failures: int
-    is_current: bool  # carries what comes next
+    is_current: bool  # carries the next transfer
     paths: int  # open now
-    reason: str  # why it failed the last time
+    reason: str  # why it last failed
 
 
 def merged(entries: Iterable[TransportStats]) -> list[TransportStats]:
-    """One entry for each transport to each peer: counts add up over its lives, the rest is as the last one says."""
+    """One entry per transport and peer: counts add up over the peer's incarnations, the rest is from the last one."""
     found: dict[tuple[str, str], TransportStats] = {}
     for entry in entries:
         before = found.get((entry.node_id, entry.transport))
@@ -66,9 +66,9 @@ class Rail:
     is_driven: bool = False
     pace: Pace = field(default_factory=Pace)
     watch: Watch = field(default_factory=Watch)
-    failures: int = 0  # in a row
+    failures: int = 0  # consecutive
     has_carried: bool = False
-    was_cut: bool = False  # for standing still, and has delivered nothing since
+    was_cut: bool = False  # for stalling, and has delivered nothing since
     rest_until: float = 0.0
 
     @property
@@ -110,7 +110,7 @@ class Route:
 
 
 class Routes:
-    """All ways to one peer, in the order of preference; those that do not reach it are left out."""
+    """All ways to one peer, in order of preference, without those that do not reach it."""
 
     def __init__(self, address: SegmentAddress, transports: Sequence[Transport], retry_after_s: float) -> None:
         self._node_id = address.node_id
@@ -122,7 +122,7 @@ class Routes:
 
     @property
     def transport(self) -> str:
-        """The one that carries what comes next, or ""."""
+        """The transport of the next transfer, or ""."""
         return self.current.transport.name if self.current else ""
 
     @property
@@ -135,12 +135,12 @@ class Routes:
 
     @property
     def is_gone(self) -> bool:
-        """Whether no rail is driven and the peer has closed every path that is open here."""
+        """Whether no rail is driven and the peer has closed every open path."""
         return not any(rail.is_driven or (rail.path is not None and not rail.path.is_gone) for rail in self.rails)
 
     @property
     def has_other(self) -> bool:
-        """Whether something else could carry what a path that is about to be opened cannot."""
+        """Whether another rail could carry what a path about to be opened cannot."""
         return len(self._tried) < len(self._routes) - 1 or self.has_open_rail
 
     def stats(self) -> list[TransportStats]:
@@ -160,7 +160,7 @@ class Routes:
         ]
 
     def slice_bytes(self, request_bytes: int) -> int:
-        """How to cut a request of this size, for whatever transport will carry it."""
+        """How to cut a request of this size, for the transport that will carry it."""
         route = self.current
         if route is None or request_bytes <= 2 * SLICE_BYTES:
             return SLICE_BYTES
@@ -168,21 +168,21 @@ class Routes:
         return slice_bytes(request_bytes, len(route.rails), route.gb_per_s * 1e9, largest)
 
     def check(self) -> None:
-        """Raises NodeUnavailable when no transport was configured that reaches the peer."""
+        """Raises NodeUnavailable when no configured transport reaches the peer."""
         if not self._routes:
             raise NodeUnavailable(f"no configured transport reaches {self._node_id}")
 
     def choose(self, now: float) -> None:
-        """The best transport there is; there is one."""
+        """The best available transport; there is one."""
         best = self._ranked(now)[0]
         if best is not self.current and not self._tried:
             log.info("%s: trying %s again", self._node_id, best.transport.name)
             self.current = best
 
     def free_rail(self) -> Rail | None:
-        """The fastest open rail that is idle, if no transport asks for a decision."""
+        """The fastest open rail that is idle, if no decision between transports is due."""
         route = self.current
-        if route is None or self._tried or route is not self._routes[0]:  # it may be time to try a better one again
+        if route is None or self._tried or route is not self._routes[0]:  # it may be time to retry a better one
             return None
         best: Rail | None = None
         for rail in route.rails:
@@ -212,7 +212,8 @@ class Routes:
             self._tried.clear()
 
     def failed(self, rail: Rail, error: Exception, was_open: bool, now: float) -> str:
-        """The rail's path broke, or did not open. Why nothing reaches the peer, when that was the last hope; or ""."""
+        """The rail's path broke, or could not be opened. Returns why nothing reaches the peer if that was the last
+        hope; else ""."""
         route = rail.route
         rail.failures += 1
         route.failed_in_row += 1
@@ -226,8 +227,8 @@ class Routes:
         return ""
 
     def stalled(self, now: float, is_given_up: bool) -> list[tuple[Rail, Path]]:
-        """Paths that stand still while others of this peer move; or at all, when something on its way ``is_given_up``,
-        so that whoever gave it up gets the memory back."""
+        """Paths that stall while others of this peer move; or that stall at all, if something in flight
+        ``is_given_up``, so that its caller gets the memory back."""
         seen: list[tuple[Rail, Path]] = []
         patience = self._patience.at(now)
         for route in self._routes:
@@ -245,7 +246,7 @@ class Routes:
         ]
 
     def take_idle_paths(self, rails: Iterable[Rail]) -> list[Path]:
-        """The open paths of those that nobody drives, to be closed."""
+        """The open paths of rails that nobody drives, to be closed."""
         paths: list[Path] = []
         for rail in rails:
             if rail.path is not None and not rail.is_driven:
@@ -254,7 +255,7 @@ class Routes:
         return paths
 
     def _give_up(self, route: Route, reason: str, now: float) -> str:
-        """Nothing more over this transport for a while; the next one takes over what waits."""
+        """Do not use this transport for a while; the next one takes over what waits."""
         name = route.transport.name
         route.failures += 1
         route.failed_in_row = 0
@@ -270,7 +271,7 @@ class Routes:
         return reasons
 
     def _ranked(self, now: float) -> list[Route]:
-        """In the order of preference; those that failed lately come last."""
+        """In order of preference; those that failed recently come last."""
         if len(self._routes) == 1:
             return self._routes
         return sorted(self._routes, key=lambda route: route.avoid_until > now)

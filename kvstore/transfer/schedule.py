@@ -1,8 +1,8 @@
-"""What travels next, and over which path: pure decisions, told the time, with no locks and no threads.
+"""What travels next, and over which path: pure decisions, told the time, without locks or threads.
 
-A slice goes to the path that is predicted to finish it first. A path that would finish it later than the others could
-finish everything that waits leaves it alone, so that a slow path carries less and nothing waits for it at the end
-(after TENT, arXiv 2604.00368: predicted time = (bytes on the way + slice) / moving average of the rate).
+A slice goes to the path predicted to finish it first. A path that would finish it later than the others could finish
+everything that waits leaves it alone, so that a slow path carries less and nothing waits for it at the end (after TENT,
+arXiv 2604.00368: predicted time = (bytes in flight + slice) / moving average of the rate).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvstore.transfer.transport import Priority
 
 T = TypeVar("T")
 
-FAIR_SHARE = 16  # of so many slices, one goes to a class that others have overtaken
-OVERTAKEN_S = 0.010  # for so long, before it may claim that share
+FAIR_SHARE = 16  # one slice in this many goes to a class that others have overtaken
+OVERTAKEN_S = 0.010  # overtaken for this long, a class may claim that share
 SLICE_S = 0.010
 ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to carry in this time
 EWMA_WEIGHT = 0.3
@@ -28,7 +28,7 @@ STALL_S = 0.060  # without a byte moving, while another path to the same peer mo
 LONG_STALL_S = 0.5  # without a byte moving, while another path is idle
 MAX_PATIENCE = 64.0
 CALM_S = 10.0
-BACKOFF_S = 0.1  # before a path that failed is opened again; doubles each time,
+BACKOFF_S = 0.1  # before a failed path is opened again; doubles each time,
 MAX_BACKOFF_S = 5.0  # up to this
 
 
@@ -75,7 +75,7 @@ class Queue(Generic[T]):
         return found
 
     def _next(self, now: float) -> int:
-        """The class whose turn it is; any when nothing waits."""
+        """The class whose turn it is; any class when nothing waits."""
         waiting = [priority for priority, heap in enumerate(self._heaps) if heap]
         if len(waiting) > 1 and self._since_fair >= FAIR_SHARE - 1:
             overtaken = min(waiting[1:], key=lambda priority: self._heaps[priority][0][2])
@@ -86,12 +86,12 @@ class Queue(Generic[T]):
 
 @dataclass(slots=True)
 class Pace:
-    """What is known of one path's speed. Bytes and seconds."""
+    """What is known of one path's speed, in bytes and seconds."""
 
-    rate: float = 0.0  # moving average; 0: not known yet
+    rate: float = 0.0  # moving average; 0: unknown
     on_way_bytes: int = 0
-    since: float = 0.0  # when the slice that is being moved began to move
-    on_way: int = 0  # slices
+    since: float = 0.0  # when the current slice began to move
+    on_way: int = 0  # slices in flight
 
     def began(self, nbytes: int, now: float) -> None:
         if self.on_way == 0:
@@ -100,7 +100,7 @@ class Pace:
         self.on_way_bytes += nbytes
 
     def arrived(self, nbytes: int, now: float) -> None:
-        """A slice has ended. Small ones say nothing about the rate: they measure the way there and back."""
+        """A slice has ended. Small ones say nothing about the rate: they measure the round trip."""
         seconds = now - self.since
         if nbytes >= MIN_SAMPLE_BYTES and seconds > 0:
             sample = nbytes / seconds
@@ -113,7 +113,7 @@ class Pace:
         self.on_way_bytes -= nbytes
 
     def rate_at(self, now: float) -> float:
-        """The moving average, or less when what is on its way is overdue."""
+        """The moving average, or less when what is in flight is overdue."""
         if self.on_way == 0 or self.rate == 0:
             return self.rate
         elapsed = now - self.since
@@ -121,30 +121,31 @@ class Pace:
 
 
 def slice_bytes(request_bytes: int, paths: int, rate: float, largest: int) -> int:
-    """How to cut a request: so that a slice takes SLICE_S at most at this rate, each path gets one at least, and it is
-    a whole number of SLICE_BYTES, ``largest`` at most. Larger slices cost less of the processor; urgent ones wait for
-    those on their way."""
+    """How to cut a request: a slice takes at most SLICE_S at this rate, each path gets at least one, and it is a
+    whole number of SLICE_BYTES, at most ``largest``. Larger slices cost less processor time, but urgent ones wait
+    for those in flight."""
     fitting = min(int(rate * SLICE_S), request_bytes // paths, largest)
     return max(1, fitting // SLICE_BYTES) * SLICE_BYTES
 
 
 def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, window_bytes: int, now: float) -> bool:
-    """Whether ``path`` should carry the next slice, of ``nbytes``, or leave it for the ``others``, all of them open.
+    """Whether ``path`` should carry the next slice, of ``nbytes``, or leave it to the ``others``, all of which are
+    open.
 
-    ``waiting_bytes`` counts that slice, too. Of all paths the one that would finish first always takes it.
+    ``waiting_bytes`` includes that slice. Of all paths the one that would finish first always takes it.
     """
     rate = path.rate_at(now)
     if path.on_way:
         if path.on_way_bytes + nbytes > window_bytes:
             return False
-        enough = 1 if others else 2  # an only path is not to stand still between two slices
+        enough = 1 if others else 2  # a lone path must not idle between two slices
         if path.on_way >= enough and rate and path.on_way_bytes / rate > ON_WAY_S:
             return False
     if rate == 0 or not others:
         return True
     finish_s = (path.on_way_bytes + nbytes) / rate
     known = [(other, other_rate) for other in others if (other_rate := other.rate_at(now)) > 0]
-    if len(known) < len(others):  # one has never been tried: it may well be faster, but nobody knows
+    if len(known) < len(others):  # one has never been tried, and may well be faster
         return True
     slice_s = min((other.on_way_bytes + nbytes) / other_rate for other, other_rate in known)
     all_s = (sum(other.on_way_bytes for other in others) + waiting_bytes) / sum(other_rate for _, other_rate in known)
@@ -153,7 +154,7 @@ def takes(path: Pace, others: Sequence[Pace], nbytes: int, waiting_bytes: int, w
 
 @dataclass(slots=True)
 class Watch:
-    """Whether a path stands still while others move or could."""
+    """Whether a path stalls while others move or could."""
 
     progress: int = -1
     moved_at: float = 0.0  # when bytes were last seen to have moved
@@ -169,9 +170,9 @@ class Watch:
         self.is_busy = is_busy
 
     def is_stalled(self, others: Sequence[Watch], patience: float, is_suspect: bool, now: float) -> bool:
-        """``others`` are open, too. A peer that stands still as a whole is not a path that failed: another must have
-        moved since, or have had nothing to do for long; not so long when this one ``is_suspect``, because it has
-        failed before and delivered nothing since. All times are ``patience`` times as long."""
+        """The ``others`` are open too. A peer that stalls as a whole is not a failed path: another path must have
+        moved since, or have been idle for long; less long if this one ``is_suspect``, because it has failed before
+        and delivered nothing since. All times are multiplied by ``patience``."""
         if not self.stands_still(STALL_S * patience, now):
             return False
         if any(other.moved_at > self.still_since + STALL_S * patience / 2 for other in others):
@@ -181,14 +182,14 @@ class Watch:
         )
 
     def stands_still(self, seconds: float, now: float) -> bool:
-        """Has something to do, and has moved nothing for so long."""
+        """Has something to do, and has moved nothing for this long."""
         return self.is_busy and now - self.still_since >= seconds
 
 
 @dataclass(slots=True)
 class Patience:
-    """How much longer than usual a path may stand still. On a busy machine threads, not paths, stand still: each cut
-    of a path that then proved sound doubles it, and time without a cut brings it back."""
+    """Factor on how long a path may stall. On a busy machine threads stall, not paths: each cut of a path that then
+    proves sound doubles it, and time without a cut reduces it again."""
 
     factor: float = 1.0
     changed_at: float = 0.0
@@ -203,5 +204,5 @@ class Patience:
 
 
 def backoff_s(failures: int) -> float:
-    """How long a path rests after so many failures in a row."""
+    """How long a path rests after this many consecutive failures."""
     return float(min(MAX_BACKOFF_S, BACKOFF_S * 2 ** min(failures - 1, 16))) if failures > 1 else 0.0

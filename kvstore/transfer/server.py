@@ -1,11 +1,11 @@
 """The owner's side of the data plane: who may write which block, and the sockets through which peers reach a segment.
 
-A write carries an epoch, and lands only where the block is granted to that epoch. Over TCP the owner checks: once
-``revoke`` has returned, no TCP write can land any more. Over shared memory the writer itself looks into the grants
-table before and after each copy, and the owner cannot stop a copy that has begun. So the rule for owners is: after
-``revoke``, a block may be used again at once if ``maps_memory(writer)`` is False, and otherwise only after the writer
-has said that it is done (seal, commit, abort, close) or ``on_peer_gone`` has named it. This module must not know what
-blocks hold or why they are granted. RDMA is fenced by its own hardware: see ``Exporter.revoke``.
+A write carries an epoch, and lands only if the block is granted to that epoch. Over TCP the owner checks: once
+``revoke`` has returned, no TCP write can land any more. Over shared memory the writer itself checks the grants table
+before and after each copy, and the owner cannot stop a copy in progress. So the rule for owners is: after ``revoke``, a
+block may be reused at once if ``maps_memory(writer)`` is False, and otherwise only after the writer has said that it is
+done (seal, commit, abort, close) or ``on_peer_gone`` has named it. This module knows neither what blocks hold nor why
+they are granted. RDMA is fenced by its own hardware: see ``Exporter.revoke``.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 512
 HELLO_TIMEOUT_S = 5.0
-CREDIT_BYTES = 256 << 20  # of writes on their way to this owner, over all connections
-FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to take a reply
+CREDIT_BYTES = 256 << 20  # writes in flight to this owner, over all connections
+FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to accept a reply
 _BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT, Operation.ASK)
-_FOUND_BYTES = {Operation.FETCH: protocol.FOUND_BYTES, Operation.ASK: 1}  # of the answer about a key
+_FOUND_BYTES = {Operation.FETCH: protocol.FOUND_BYTES, Operation.ASK: 1}  # in the answer, per key
 _ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
-_LANDING_GRACE_S = 0.05  # how long a revoke waits for frames half received before it cuts their connections
+_LANDING_GRACE_S = 0.05  # how long a revoke waits for half-received frames before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
-_TELL_EVERY_S = 10.0  # of connections that cannot be accepted
+_TELL_EVERY_S = 10.0  # about connections that cannot be accepted
 
 
 class SegmentServer:
     """Serves one segment. ``start`` and ``stop`` once; every method may be called from any thread.
 
-    ``on_peer_gone`` is called once for each peer (``TransferEngine.writer_id``), from a thread of the server, when
-    its last connection has ended. It must not block.
+    ``on_peer_gone`` is called once for each peer (``TransferEngine.writer_id``), on a thread of the server, when its
+    last connection has ended. It must not block.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class SegmentServer:
         on_put: Callable[[Put], object] | None = None,
         advertise: str = "",
     ) -> None:
-        """With a ``secret``, peers must know it to speak over TCP; over the unix socket the user id decides. Without
-        ``is_native``, or a compiler, Python answers them. Blocks of the ``listing`` can be fetched by key. With
-        ``on_put`` whole blocks can be put, into the slots of ``give_ahead``, and committed, and are listed there: it is
-        told of those that may have to be refused, and has to answer. Called from threads of the server; it must not
-        block. ``advertise`` is the name or address of ``host`` that peers are told, where they know another one."""
+        """With a ``secret``, peers must know it to use TCP; over the unix socket the user id decides. Without
+        ``is_native``, or a compiler, Python serves them. Blocks of the ``listing`` can be fetched by key. With
+        ``on_put`` whole blocks can be put into the slots of ``give_ahead``, and committed, and are listed; it is
+        called, on threads of the server, with those that may have to be refused, must answer each, and must not
+        block. ``advertise`` is the name or address of ``host`` told to peers, if they know another one."""
         self.on_peer_gone = on_peer_gone
         self._on_put = on_put
         self._credit_bytes = credit_bytes
-        self._credit_each = 0  # of each connection
+        self._credit_each = 0  # per connection
         self._segment = segment
         self._node_id = node_id
         self._door = Door(segment, node_id, secret.encode())
@@ -100,13 +100,13 @@ class SegmentServer:
         self._stopping = False
 
     def start(self) -> None:
-        """Listen. Raises ConfigError when the address cannot be had."""
+        """Listen. Raises ConfigError when the address is unavailable."""
         if "shm" in self._transports:
             self._unix_path = f"@mooncake-{self._segment.incarnation:016x}"
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("\0" + self._unix_path[1:])
             self._listen(listener, is_local=True)
-        if {"tcp", "rdma"} & set(self._transports):  # RDMA begins over TCP
+        if {"tcp", "rdma"} & set(self._transports):  # RDMA starts over TCP
             listener = _tcp_listener(self._host)
             host, port = listener.getsockname()[:2]
             self._tcp_address = join_address(self._advertise or host, port)
@@ -127,7 +127,7 @@ class SegmentServer:
         )
 
     def grant(self, block_ids: Iterable[int], epoch: int) -> None:
-        """From now on these blocks take writes of ``epoch`` (1 or more), and of no other."""
+        """From now on these blocks accept writes of ``epoch`` (1 or more), and of no other."""
         if epoch < 1:
             raise ValueError("epochs count from 1")
         with self._changed:
@@ -137,20 +137,21 @@ class SegmentServer:
         self._close_windows([block for block, held in before if held not in (0, epoch)])
 
     def revoke(self, block_ids: Iterable[int]) -> None:
-        """No TCP or RDMA write into these blocks lands after this returns. See the rule for shared memory at the top.
+        """No TCP or RDMA write into these blocks lands after this returns. For shared memory see the rule at the top.
 
-        A frame that is half received gets a moment to end; then its connection is cut. Blocks no more than that.
+        A half-received frame gets a moment to finish; then its connection is cut. Blocks no longer than that.
         """
         blocks = frozenset(block_ids)
         self._forbid(blocks)
         self._close_windows(blocks)
 
     def give_ahead(self, slot: int, epoch: int) -> bool:
-        """A slot, granted to this epoch, that a block may be put into. False when there are enough, or nobody can."""
+        """A slot, granted to this epoch, that a block may be put into. False when there are enough, or puts are
+        impossible."""
         return self._native is not None and self._native.give_ahead(slot, epoch)
 
     def take_ahead(self) -> tuple[int, int] | None:
-        """One of these back, with its epoch, unless all are in use. Not revoked yet."""
+        """Take one of these back, with its epoch, unless all are in use. It is not revoked yet."""
         return None if self._native is None else self._native.take_ahead()
 
     def _close_windows(self, blocks: Collection[int]) -> None:
@@ -173,7 +174,7 @@ class SegmentServer:
                 self._changed.wait(_LANDING_POLL_S)
 
     def maps_memory(self, peer: str) -> bool:
-        """Whether this peer has the segment mapped, so that a copy it began could still be going on."""
+        """Whether this peer has the segment mapped, so that one of its copies could still be in progress."""
         with self._changed:
             return any(each.peer == peer and each.is_local for each in self._connections)
 
@@ -207,7 +208,7 @@ class SegmentServer:
         self._grants.close()
 
     def _make_exporters(self) -> list[Exporter]:
-        """What this machine cannot do is said once, and left out of the address."""
+        """What this machine cannot do is logged once, and left out of the address."""
         if "rdma" not in self._transports:
             return []
         try:
@@ -232,7 +233,7 @@ class SegmentServer:
                     self._threads.discard(threading.current_thread())
 
         thread = threading.Thread(target=run, name=f"{self._node_id}-segment-{name}", daemon=True)
-        with self._changed:  # whoever finds it there may join it
+        with self._changed:  # a thread that finds it there may join it
             thread.start()
             self._threads.add(thread)
 
@@ -242,7 +243,7 @@ class SegmentServer:
             try:
                 sock, _ = listener.accept()
                 self._admit(sock, is_local)
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread is to be had
+            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
                 if self._stopping:
                     return
                 if time.monotonic() - told_at >= _TELL_EVERY_S:
@@ -315,7 +316,7 @@ class SegmentServer:
             raise ProtocolViolation("a frame over the connection of an attachment")
         frame = protocol.unpack_frame(head)
         deadline = time.monotonic() + FRAME_TIMEOUT_S
-        if frame.operation in _BY_KEY:  # what native code would have answered, if it could
+        if frame.operation in _BY_KEY:  # native code would have answered it if possible
             _discard(wire, frame.payload_bytes, deadline)
             found = bytes(frame.num_ranges * _FOUND_BYTES.get(frame.operation, 0))
             reply = self._reply(Status.NOT_OFFERED, 0, len(found), frame.frame_id)
@@ -340,7 +341,7 @@ class SegmentServer:
         try:
             landed = native.landed()
         except ProtocolViolation:
-            if frame.operation is Operation.PUT:  # then the slot was ours, and nothing that has a name is in it
+            if frame.operation is Operation.PUT:  # then the slot was ours, and contains nothing with a name
                 owner.give_ahead(*native.landed_in)
             raise
 
@@ -350,7 +351,7 @@ class SegmentServer:
                 is_sent = connection.wire.sock.send(reply, socket.MSG_DONTWAIT) == len(reply)
             except OSError:
                 is_sent = False
-            if not is_sent:  # it has gone, or takes no answers
+            if not is_sent:  # the peer has gone, or accepts no answers
                 connection.wire.shut()
 
         self._on_put(Put(landed, answer))
@@ -383,7 +384,7 @@ class SegmentServer:
         connection.counts.bytes_out += size
 
     def _serve_attach(self, connection: ServerConnection, frame: Frame, deadline: float) -> None:
-        """The peer goes on another way; this connection stays open, silently, as long as it does."""
+        """The peer continues over another transport; this connection stays open, silently, as long as that one."""
         name, request = protocol.unpack_attach(connection.wire.receive(frame.payload_bytes, deadline))
         exporter = next((each for each in self._exporters if each.name == name), None)
         try:
@@ -402,14 +403,14 @@ class SegmentServer:
         return protocol.pack_reply(status, refused, payload_bytes, frame_id, self._credit_each)
 
     def _share_credit(self) -> None:
-        """Connections have come or gone; under the lock."""
+        """Connections have come or gone; called under the lock."""
         credit = max(protocol.SLICE_BYTES, self._credit_bytes // max(1, len(self._connections)))
         self._credit_each = min(credit, protocol.MAX_CREDIT_BYTES)
         if self._native is not None:
             self._native.set_credit(self._credit_each)
 
     def _begin_landing(self, connection: ServerConnection, ranges: list[WireRange]) -> tuple[Status, int]:
-        """Check a write as a whole, under the lock that ``revoke`` takes, and note where it is about to land."""
+        """Check a write as a whole, under the lock that ``revoke`` takes, and record where it is about to land."""
         outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
         if outside is not None:
             return Status.BAD_RANGE, outside
@@ -456,7 +457,7 @@ def _tcp_listener(host: str) -> socket.socket:
 
 
 def _discard(wire: Wire, size: int, deadline: float) -> None:
-    """Take the payload of a refused write, so that the next frame can be found."""
+    """Read the payload of a refused write, so that the next frame can be found."""
     scratch = memoryview(bytearray(min(size, 1 << 16)))
     for start in range(0, size, len(scratch)):
         wire.receive_into([scratch[: size - start]], deadline)

@@ -1,4 +1,4 @@
-"""One connection to a ``SegmentServer``, what it counts, and what the server says of it to others."""
+"""One connection to a ``SegmentServer``, its counters, and what the server reports about it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ NOWHERE: frozenset[int] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class ServerStats:
-    """Since start. Shared-memory traffic passes the owner by and is not counted here."""
+    """Since start. Shared-memory traffic bypasses the owner and is not counted here."""
 
     bytes_in: int
     bytes_out: int
     refused: int  # writes and reads that were not allowed
-    violations: int  # connections closed for not speaking the protocol
+    violations: int  # connections closed for violating the protocol
     connections: int  # open now
 
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A whole block that has come, and may have to be refused. Its sender waits to hear: OK when it can be read."""
+    """A whole block that has arrived, and may have to be refused. Its sender waits for the answer: OK when it can be
+    read."""
 
     landed: Landed
     answer: Callable[[Status], None]  # once, from any thread; does not block
@@ -56,16 +57,16 @@ class Counts:
 
 @dataclass(eq=False, slots=True)
 class ServerConnection:
-    """Its own thread serves it; others look at what it lands in, and cut it."""
+    """Served by its own thread; other threads check where it lands, and cut it."""
 
     wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
     landing_here: frozenset[int] = NOWHERE  # blocks that the frame being received in Python writes into
     counts: Counts = field(default_factory=Counts)
-    attachment: Attachment | None = None  # it speaks another way, and is silent here
+    attachment: Attachment | None = None  # it uses another transport, and is silent here
     native: NativeConnection | None = None  # reads and writes are answered without Python
-    head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEAD_BYTES)))  # of the frame at hand
+    head: memoryview = field(default_factory=lambda: memoryview(bytearray(HEAD_BYTES)))  # of the current frame
 
     @property
     def landing(self) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """Shared memory: the segment of a peer on this host, mapped into this process. Reads and writes are plain copies.
 
-The mapping comes over the owner's unix socket as file descriptors. The socket then stays open without traffic: when
-the owner dies it closes, and as long as it is open the owner knows that we may be in the middle of a copy.
+The mapping comes over the owner's unix socket as file descriptors. The socket then stays open without traffic: it
+closes when the owner dies, and while it is open the owner knows that we may be in the middle of a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mooncake.errors import DeadlineExceeded, MooncakeError, StaleEpoch
 from mooncake.prefault import prefault_in_background
 from mooncake.types import SegmentAddress
 
-PATHS = 2  # threads that copy to or from one segment at a time: more only take turns at the memory
+PATHS = 2  # threads that copy to or from one segment at a time: more would only compete for memory bandwidth
 
 
 class ShmTransport:
@@ -38,7 +38,7 @@ class ShmTransport:
 
     def __init__(self) -> None:
         self._host_id = host_id()
-        self._lock = threading.Lock()  # of the table and of who is where; not held while an owner answers
+        self._lock = threading.Lock()  # for the table and its users; not held while an owner answers
         self._places: dict[tuple[str, int], _Place] = {}
 
     def paths_to(self, address: SegmentAddress) -> int:
@@ -60,14 +60,14 @@ class ShmTransport:
         return ShmPath(mapping, lambda: self._leave(key, place))
 
     def view(self, address: SegmentAddress, caller: Caller, deadline: float) -> SegmentView:
-        """Like ``open``, for whoever copies by itself."""
+        """Like ``open``, for callers that copy by themselves."""
         return SegmentView(self.open(address, caller, 0, deadline))
 
     def register(self, memory: memoryview) -> None:
         """Nothing to do: any memory can be copied."""
 
     def close(self) -> None:
-        """Nothing is kept beside the paths."""
+        """Nothing is kept besides the paths."""
 
     def _leave(self, key: tuple[str, int], place: _Place) -> None:
         with self._lock:
@@ -79,10 +79,10 @@ class ShmTransport:
 
 
 class _Place:
-    """Where one segment is mapped once its owner has answered. Only who wants that segment waits for it."""
+    """Where one segment is mapped once its owner has answered. Only those that want this segment wait for it."""
 
     def __init__(self) -> None:
-        self.users = 0  # paths, and whoever is about to open one
+        self.users = 0  # paths, and those about to open one
         self._lock = threading.Lock()  # two paths must not map the same segment
         self._mapping: _Mapping | None = None
 
@@ -110,10 +110,10 @@ class _Mapping:
     """One segment in this process's memory. Its socket closes when the last path has left its place."""
 
     def __init__(self, address: SegmentAddress, sock: socket.socket, segment_fd: int, grants_fd: int) -> None:
-        """Takes the socket over; the caller keeps the file descriptors. Raises OSError, ValueError."""
+        """Takes ownership of the socket; the caller keeps the file descriptors. Raises OSError, ValueError."""
         self.address = address
         self.sock = sock
-        self.is_broken = False  # let whoever still copies finish, but let nobody new in
+        self.is_broken = False  # copies in progress may finish, but no new one may start
         size = address.block_bytes * address.num_blocks
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(map_shared(segment_fd, size), dtype=np.uint8)
         prefault_in_background(self.bytes)
@@ -133,32 +133,32 @@ class ShmPath:
     window_bytes = protocol.SLICE_BYTES
 
     def __init__(self, mapping: _Mapping, leave: Callable[[], None]) -> None:
-        self._mapping = mapping
+        self.mapping = mapping
         self._leave: Callable[[], None] | None = leave
         self._is_cut = False
 
     @property
     def progress(self) -> None:
-        """A copy does not stand still: at most its thread waits for a processor."""
+        """A copy does not stall: at most its thread waits for a processor."""
 
     @property
     def is_gone(self) -> bool:
-        return has_ended(self._mapping.sock)
+        return has_ended(self.mapping.sock)
 
     def carry(self, work: Work) -> None:
-        """A slice at a time; nothing is ever on its way."""
+        """One slice at a time; nothing is ever in flight."""
         while part := work.take():
             try:
-                self._mapping.check_owner()
+                self.mapping.check_owner()
                 if self._is_cut:
-                    raise PathFailed(f"the mapping of {self._mapping.address.node_id} has been closed")
+                    raise PathFailed(f"the mapping of {self.mapping.address.node_id} has been closed")
                 time_left(part.deadline)
                 refusal: MooncakeError | None = None
                 if part.operation is Operation.WRITE:
                     refusal = self._write(part)
                 else:
                     self._read(part)
-                self._mapping.check_owner()
+                self.mapping.check_owner()
             except BaseException:
                 work.give_back([part])
                 raise
@@ -176,35 +176,35 @@ class ShmPath:
             leave()
 
     def _write(self, part: Slice) -> MooncakeError | None:
-        grants, target, size = self._mapping.grants, self._mapping.bytes, self._mapping.address.block_bytes
+        grants, target, size = self.mapping.grants, self.mapping.bytes, self.mapping.address.block_bytes
         for (block, offset, length, epoch), local in part.pieces:
             if epoch < 1 or grants[block] != epoch:
-                return stale_epoch(self._mapping.address.node_id, block, epoch)
+                return stale_epoch(self.mapping.address.node_id, block, epoch)
             start = block * size + offset
             # numpy releases the GIL while it copies; assigning to a memoryview does not.
             np.copyto(target[start : start + length], np.frombuffer(local, np.uint8))
             if grants[block] != epoch:
-                return stale_epoch(self._mapping.address.node_id, block, epoch)
+                return stale_epoch(self.mapping.address.node_id, block, epoch)
         return None
 
     def _read(self, part: Slice) -> None:
-        source, size = self._mapping.bytes, self._mapping.address.block_bytes
+        source, size = self.mapping.bytes, self.mapping.address.block_bytes
         for (block, offset, length, _), local in part.pieces:
             start = block * size + offset
             np.copyto(np.frombuffer(local, np.uint8), source[start : start + length])
 
 
 class SegmentView:
-    """A peer's segment in this process's memory, to be read. Not to be used after ``close``."""
+    """A peer's segment in this process's memory, for reading. Not to be used after ``close``."""
 
     def __init__(self, path: ShmPath) -> None:
         self._path = path
-        self.bytes: npt.NDArray[np.uint8] = path._mapping.bytes[:]
+        self.bytes: npt.NDArray[np.uint8] = path.mapping.bytes[:]
         self.bytes.flags.writeable = False
 
     def check(self) -> None:
-        """Whether what was read before this was the owner's memory still. Raises PathFailed when the owner is gone."""
-        self._path._mapping.check_owner()
+        """Raises PathFailed when the owner is gone: what was read before may then not have been its memory any more."""
+        self._path.mapping.check_owner()
 
     def close(self) -> None:
         self._path.close()

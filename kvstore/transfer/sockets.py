@@ -1,8 +1,8 @@
 """Blocking stream sockets with a deadline, and nothing above them.
 
-The sockets stay in blocking mode and the kernel keeps the time (SO_RCVTIMEO, SO_SNDTIMEO), because a Python timeout
-makes a socket non-blocking, which turns MSG_WAITALL off and costs a poll for every call. The timeouts are set once, to
-TICK_S: whoever wakes from one looks at its deadline, and only the last tick before it costs calls to shorten it.
+The sockets stay in blocking mode and the kernel does the timing (SO_RCVTIMEO, SO_SNDTIMEO), because a Python timeout
+makes a socket non-blocking, which turns MSG_WAITALL off and costs a poll per call. The timeouts are set once, to
+TICK_S: a thread that wakes checks its deadline, and only the last tick before it costs calls to shorten it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PeerClosed(ConnectionError):
 
 
 def time_left(deadline: float) -> float:
-    """Seconds until a monotonic deadline. Raises DeadlineExceeded when there are none."""
+    """Seconds until a monotonic deadline. Raises DeadlineExceeded when none are left."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise DeadlineExceeded("the deadline of the transfer is past")
@@ -41,10 +41,10 @@ def time_left(deadline: float) -> float:
 
 
 def tune(sock: socket.socket) -> None:
-    """No Nagle; and a peer whose host vanished is noticed within half a minute even while nothing is sent.
+    """Disable Nagle, and notice a vanished host within half a minute even while nothing is sent.
 
-    Within a host nothing is congested or lost, so there the plainest control of it is taken, which every kernel has:
-    BBR, which many systems have as their own, spreads packets over time by its guess of a rate, and moves half as much.
+    Within a host nothing is congested or lost, so the simplest congestion control is used, which every kernel has: BBR,
+    the default of many systems, paces packets by its estimate of the rate, and moves half as much.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
@@ -54,7 +54,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def keep_alive(sock: Any) -> None:
-    """``sock``: a TCP socket, or what stands for one in an event loop."""
+    """``sock``: a TCP socket, or its wrapper in an event loop."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
         with contextlib.suppress(AttributeError, OSError):  # not on every system
@@ -62,7 +62,7 @@ def keep_alive(sock: Any) -> None:
 
 
 class Wire:
-    """One blocking socket. One thread at a time, except ``moved_bytes`` and ``shut``."""
+    """One blocking socket. One thread at a time, except for ``moved_bytes`` and ``shut``."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -78,7 +78,7 @@ class Wire:
         return data
 
     def receive_when_it_comes(self, into: memoryview, timeout_s: float) -> None:
-        """Wait for ever for the first byte, then ``timeout_s`` for the rest. Raises like ``receive``."""
+        """Wait without limit for the first byte, then ``timeout_s`` for the rest. Raises like ``receive``."""
         while True:
             try:
                 received = self.sock.recv_into(into, 0, _WAITALL)
@@ -107,7 +107,7 @@ class Wire:
             waiting = _after(waiting, received)
 
     def send(self, parts: Sequence[memoryview | bytes], deadline: float, more: bool = False) -> None:
-        """Send all ``parts`` (bytes), in order; with ``more``, more follows at once. Raises like ``receive``."""
+        """Send all ``parts`` (bytes), in order; ``more`` means that more follows at once. Raises like ``receive``."""
         waiting: Sequence[memoryview | bytes] = parts
         while waiting:
             self._arm(socket.SO_SNDTIMEO, deadline)
@@ -119,12 +119,12 @@ class Wire:
 
     @property
     def moved_bytes(self) -> int:
-        """What the kernel has delivered and taken in, acknowledged by the other side, since the connection began."""
+        """Bytes received, and sent bytes acknowledged by the peer, since the connection began."""
         try:
             acked, received = _TCP_INFO_MOVED.unpack(
                 self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             )
-        except (OSError, struct.error):  # closed, or a kernel that does not count
+        except (OSError, struct.error):  # closed, or a kernel without these counters
             return 0
         return int(acked) + int(received)
 
@@ -144,7 +144,7 @@ class Wire:
         elif left <= 0:
             raise DeadlineExceeded("the deadline of the transfer is past")
         elif not left / 8 <= self._tick(option) / 1e6 <= left:
-            self._set_tick(option, max(1000, int(left / 2 * 1e6)))  # zero would mean for ever
+            self._set_tick(option, max(1000, int(left / 2 * 1e6)))  # zero would mean no timeout
 
     def _tick(self, option: int) -> int:
         return self._ticks[option]
@@ -155,7 +155,7 @@ class Wire:
 
 
 def has_ended(sock: socket.socket) -> bool:
-    """Whether the other side has closed it, or it is broken; nothing is taken off it. Never blocks."""
+    """Whether the peer has closed it, or it is broken; reads nothing from it. Never blocks."""
     try:
         return sock.recv(1, _LOOK) == b""
     except BlockingIOError:
@@ -165,7 +165,7 @@ def has_ended(sock: socket.socket) -> bool:
 
 
 def _after(parts: Sequence[memoryview | bytes], moved: int) -> list[memoryview]:
-    """What is left of ``parts`` after ``moved`` bytes. Mostly nothing: the kernel moves whole batches."""
+    """The rest of ``parts`` after ``moved`` bytes. Usually empty: the kernel moves whole batches."""
     if moved == sum(map(len, parts)):
         return []
     for index, part in enumerate(parts):

@@ -1,7 +1,7 @@
-"""TCP: connections to a peer, each carrying slices one behind the other.
+"""TCP: connections to a peer, each carrying slices one after another.
 
-An owner with several addresses (one for each of its network cards) gets its connections spread over them. Decides
-nothing about what goes first.
+Connections to an owner with several addresses (one per network card) are spread over them. It does not decide what goes
+first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, Sta
 from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
-_READ, _OK = Operation.READ, Status.OK  # an enum's members are slow to find
-WINDOW = 4  # slices on their way on one connection,
-WINDOW_BYTES = 2 * protocol.MAX_FRAME_BYTES  # and so many bytes
+_READ, _OK = Operation.READ, Status.OK  # enum members are slow to look up
+WINDOW = 4  # slices in flight on one connection,
+WINDOW_BYTES = 2 * protocol.MAX_FRAME_BYTES  # and this many bytes
 
 
 class TcpTransport:
-    """``streams`` connections to each peer, or one for each of its addresses when those are more."""
+    """``streams`` connections to each peer, or one for each of its addresses if those are more."""
 
     name = "tcp"
     unavailable = ""
@@ -50,14 +50,14 @@ class TcpTransport:
         return TcpPath(wire, address.node_id)
 
     def register(self, memory: memoryview) -> None:
-        """Nothing to do: the kernel takes any memory."""
+        """Nothing to do: the kernel accepts any memory."""
 
     def close(self) -> None:
-        """Nothing is kept beside the paths."""
+        """Nothing is kept besides the paths."""
 
 
 class TcpPath:
-    """One connection. Slices go out several deep; replies come back in the same order."""
+    """One connection. Several slices are in flight; replies come back in the same order."""
 
     def __init__(self, wire: Wire, node_id: str) -> None:
         self.window_bytes = WINDOW_BYTES
@@ -75,7 +75,7 @@ class TcpPath:
         return has_ended(self._wire.sock)
 
     def carry(self, work: Work) -> None:
-        """Reads and writes are never on their way together: both sides might then wait for the other to take bytes."""
+        """Reads and writes are never in flight together: each side might then wait for the other to read."""
         first = work.take()
         if first is None:
             return
@@ -121,7 +121,7 @@ class TcpPath:
         work.give_back([*(part for _, part in on_way), *taken])
 
     def _exchange(self, work: Work, wire: native.NativeWire, part: Slice) -> None:
-        """The only slice, and of one piece, there and back in one call."""
+        """The only slice, with one piece: sent and answered in one call."""
         frame_id, hashed = self._new_id(), native.hashes(part)
         if credit_bytes := wire.exchange(frame_id, part, hashed):
             self.window_bytes = min(credit_bytes, WINDOW_BYTES)
@@ -139,7 +139,7 @@ class TcpPath:
             self._wire.send([head, *(piece.local for piece in part.pieces)], part.deadline)
 
     def _finish(self, work: Work, frame_id: int, part: Slice) -> None:
-        """Take one reply."""
+        """Receive one reply."""
         head = bytearray(protocol.REPLY_BYTES)
         is_read = part.operation is _READ
         hashed = self._native is not None and native.suits(part)
@@ -152,7 +152,7 @@ class TcpPath:
         self._settle(work, frame_id, part, head, hashed)
 
     def _settle(self, work: Work, frame_id: int, part: Slice, head: bytes | bytearray, hashed: bool) -> None:
-        """A refusal is the slice's, not the connection's: the stream of frames stays in step."""
+        """A refusal concerns the slice, not the connection: the stream of frames stays in step."""
         reply = protocol.unpack_reply(head)
         expected_bytes = part.nbytes if part.operation is _READ else 0
         if reply.frame_id != frame_id or reply.payload_bytes != expected_bytes:
@@ -187,8 +187,8 @@ def stale_epoch(node_id: str, block: int, epoch: int) -> StaleEpoch:
 def attach(
     address: SegmentAddress, caller: Caller, name: str, request: bytes, deadline: float
 ) -> tuple[socket.socket, bytes]:
-    """Ask the owner for an attachment of the transport ``name``. The socket is to stay open, silently, as long as the
-    attachment is in use: its end is how either side learns that the other is gone.
+    """Ask the owner for an attachment of the transport ``name``. The socket must stay open, silently, as long as the
+    attachment is in use: its end tells either side that the other is gone.
 
     Raises PathFailed, StaleEpoch (another incarnation runs there) or DeadlineExceeded.
     """
@@ -211,7 +211,7 @@ def attach(
 
 
 def connect_keyed(address: SegmentAddress, caller: Caller, deadline: float) -> KeyedWire:
-    """A connection for whole blocks by key. Raises PathFailed, also where there is no compiler, StaleEpoch (another
+    """A connection for whole blocks by key. Raises PathFailed (also without a compiler), StaleEpoch (another
     incarnation runs there) or DeadlineExceeded."""
     library = native.load()
     if library is None or not address.tcp_address:

@@ -1,8 +1,8 @@
-"""The seam between the transfer engine and the ways bytes can travel: what a transport offers and what it is given.
+"""The interface between the transfer engine and its transports: what a transport offers and what it is given.
 
 The engine cuts requests into slices, decides which path carries which, and counts; a transport opens paths, and a path
-moves slices. A transport must not decide what travels first, nor retry: it says what arrived, gives back what may not
-have, and fails. Shared memory, TCP, RDMA and the fake for tests all sit behind these few methods.
+moves slices. A transport must not decide what travels first, nor retry: it reports what arrived, gives back what may
+not have, and fails. Shared memory, TCP, RDMA and the fake for tests all implement these few methods.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ class PathFailed(Exception):
 
 
 class NotAllowed(PathFailed):
-    """The owner does not let us in, however often we ask."""
+    """The owner does not admit us, however often we ask."""
 
 
 class Priority(IntEnum):
     """What overtakes what. Waiting raises a slice by one class at a time, so nothing starves."""
 
-    URGENT = 0  # someone's next token waits for it: layers on their way to a decode node, a prefix being loaded
+    URGENT = 0  # a token waits for it: layers on their way to a decode node, a prefix being loaded
     NORMAL = 1
     BACKGROUND = 2  # copies into the pool, replication
 
@@ -41,20 +41,20 @@ class Piece(NamedTuple):
     local: memoryview
 
 
-@dataclass(slots=True, eq=False)  # frozen it would take four times as long to make, which a small request notices
+@dataclass(slots=True, eq=False)  # frozen it would take four times as long to create, which small requests notice
 class Slice:
-    """Pieces that travel together: 1 to MAX_RANGES of them, SLICE_BYTES in all or some more, one operation. Nothing
-    changes it."""
+    """Pieces that travel together: 1 to MAX_RANGES of them, about SLICE_BYTES in total, one operation. Never
+    modified."""
 
     operation: Operation
     pieces: Sequence[Piece]
     nbytes: int
     deadline: float  # time.monotonic()
-    checksum_bytes: int = 0  # 0: no checksums are wanted
-    sums: tuple[Checksums, ...] = ()  # or else these are to be filled, one for each piece, and in it for each so many
+    checksum_bytes: int = 0  # 0: no checksums
+    sums: tuple[Checksums, ...] = ()  # otherwise filled: one array per piece, with one checksum per this many bytes
 
     def hash(self) -> None:
-        """Fill the checksums of all pieces from their local memory."""
+        """Compute the checksums of all pieces from their local memory."""
         for piece, sums in zip(self.pieces, self.sums, strict=True):
             if piece.local.nbytes <= self.checksum_bytes:
                 sums[0] = checksum(piece.local)
@@ -64,7 +64,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is speaking, for the greeting. ``name`` and ``incarnation`` make the writer id that owners know."""
+    """The client's identity for the greeting. ``name`` and ``incarnation`` make the writer id that owners know."""
 
     name: str
     incarnation: int
@@ -72,30 +72,30 @@ class Caller:
 
     @property
     def writer_id(self) -> str:
-        """How owners of segments name this caller, in ``on_peer_gone`` and in reservations: unique to its life."""
+        """How owners of segments name this caller, in ``on_peer_gone`` and in reservations: unique per instance."""
         return f"{self.name}/{self.incarnation:016x}"
 
 
 class Work(Protocol):
-    """Slices for one path, drawn as it has room for them. Every slice taken ends in exactly one of the three."""
+    """Slices for one path, taken as it has room for them. Every slice taken ends in exactly one of the three calls."""
 
     def take(self) -> Slice | None:
-        """The slice that this path should carry next, or None when there is none for it now. Never blocks for work
-        to appear; may sleep to keep a rate limit. A path that has nothing on its way and gets None returns."""
+        """The slice that this path should carry next, or None if there is none now. Never blocks for work to appear;
+        may sleep to keep a rate limit. A path with nothing in flight that gets None returns."""
         ...
 
     def done(self, part: Slice, hashed: bool = False) -> None:
-        """A write is visible to whoever reads the segment next; a read is in its local memory, and nothing will touch
-        that memory any more. ``hashed``: the path has filled the checksums that are wanted, too."""
+        """A write is visible to whoever reads the segment next; a read is in its local memory, and nothing will
+        touch that memory any more. ``hashed``: the path has also filled the requested checksums."""
         ...
 
     def refuse(self, part: Slice, error: MooncakeError) -> None:
-        """The owner will not have it (StaleEpoch, InvalidRequest): no other path would fare better."""
+        """The owner refuses it (StaleEpoch, InvalidRequest): another path would not help."""
         ...
 
     def give_back(self, parts: Iterable[Slice]) -> None:
         """These may or may not have arrived. Nothing of this path touches their local memory any more, and of a
-        write at most the same bytes can still land, fenced by the epoch. They travel again over another path."""
+        write at most the same bytes can still land, fenced by the epoch. They will travel again over another path."""
         ...
 
 
@@ -104,36 +104,35 @@ class Path(Protocol):
 
     @property
     def window_bytes(self) -> int:
-        """How much may be on its way over this path at once, as far as the owner has given credit. One slice may
-        always be."""
+        """How much may be in flight over this path, limited by the owner's credit. One slice always may be."""
         ...
 
     def carry(self, work: Work) -> None:
-        """Take slices, several on their way at once where that helps, until there are no more and none is on its way.
+        """Take slices, several in flight at once where that helps, until there are no more and none is in flight.
 
-        Raises PathFailed, or DeadlineExceeded when the deadline of a slice on its way passed, after having given back
-        what was on its way. The path is then closed and thrown away. A slice's fate is told through ``work`` alone.
+        Raises PathFailed, or DeadlineExceeded when the deadline of a slice in flight passed, after giving back what was
+        in flight. The path is then closed and discarded. A slice's fate is reported through ``work`` only.
         """
         ...
 
     @property
     def progress(self) -> int | None:
-        """A count that grows while bytes move, from any thread: so that a path that stands still can be told from
-        one that is slow. Bytes where they are known within a slice, whole slices otherwise; None where no path can
-        stand still by itself."""
+        """A count that grows while bytes move, readable from any thread, to distinguish a stalled path from a slow
+        one. Bytes where they are known within a slice, whole slices otherwise; None where no path can stall by
+        itself."""
         ...
 
     @property
     def is_gone(self) -> bool:
-        """Whether the owner has closed its end. Asked only while nobody carries; never blocks."""
+        """Whether the owner has closed its end. Called only while nobody carries; never blocks."""
         ...
 
     def cut(self) -> None:
-        """From any thread: make a ``carry`` that is under way fail soon. Idempotent, never blocks."""
+        """From any thread: make a running ``carry`` fail soon. Idempotent, never blocks."""
         ...
 
     def close(self) -> None:
-        """Let go of everything. Never called while ``carry`` runs. Idempotent."""
+        """Release everything. Never called while ``carry`` runs. Idempotent."""
         ...
 
 
@@ -152,11 +151,11 @@ class Transport(Protocol):
 
     @property
     def max_slice_bytes(self) -> int:
-        """The largest slice that a path carries: a multiple of SLICE_BYTES, MAX_FRAME_BYTES at most."""
+        """The largest slice that a path carries: a multiple of SLICE_BYTES, at most MAX_FRAME_BYTES."""
         ...
 
     def paths_to(self, address: SegmentAddress) -> int:
-        """How many paths to this segment make sense; 0 when it cannot be reached this way. Never blocks."""
+        """How many paths to this segment make sense; 0 if this transport cannot reach it. Never blocks."""
         ...
 
     def open(self, address: SegmentAddress, caller: Caller, index: int, deadline: float) -> Path:
@@ -165,11 +164,11 @@ class Transport(Protocol):
         ...
 
     def register(self, memory: memoryview) -> None:
-        """A hint: slices will often lie in this memory. Raises nothing; memory that cannot be registered is copied."""
+        """A hint: slices will often use this memory. Raises nothing; memory that cannot be registered is copied."""
         ...
 
     def close(self) -> None:
-        """Every path has been closed."""
+        """Called when every path has been closed."""
         ...
 
 
@@ -181,7 +180,7 @@ class Attachment(Protocol):
 
     @property
     def reply(self) -> bytes:
-        """What the peer needs to go on, at most MAX_ATTACH_BYTES."""
+        """What the peer needs to continue, at most MAX_ATTACH_BYTES."""
         ...
 
     def close(self) -> None:
@@ -199,19 +198,19 @@ class Exporter(Protocol):
 
     def attach(self, request: bytes) -> Attachment:
         """``request`` comes from the peer's ``Transport.open``, unchecked. Raises InvalidRequest, or PathFailed when
-        it cannot be done. Called from the connection's thread."""
+        it is impossible. Called on the connection's thread."""
         ...
 
     @property
     def bytes_in(self) -> int:
-        """Written by peers, as far as they have said so."""
+        """Written by peers, as far as they have reported it."""
         ...
 
     def revoke(self, block_ids: Collection[int]) -> None:
-        """After this returns no write through any attachment lands in these blocks. Takes microseconds; a peer that
-        does not play along loses its attachment."""
+        """After this returns no write through any attachment lands in these blocks. Takes microseconds; an
+        uncooperative peer loses its attachment."""
         ...
 
     def close(self) -> None:
-        """Every attachment has been closed."""
+        """Called when every attachment has been closed."""
         ...

@@ -1,4 +1,4 @@
-"""The two kinds of ``Work`` that a link gives its paths: what waits in its queue, or one slice that passes it by."""
+"""The two kinds of ``Work`` that a link gives its paths: its queue, or a single slice that bypasses the queue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake.errors import MooncakeError
 
 
 class Books(Protocol):
-    """As a ``Link`` keeps them: what waits for which transfer, and what is on its way over which rail."""
+    """A ``Link``'s accounts: what waits for which transfer, and what is in flight on which rail."""
 
     def take(self, rail: Rail, until: Transfer | None) -> Slice | None: ...
 
@@ -25,7 +25,7 @@ class Books(Protocol):
 
 
 class QueuedWork:
-    """What one rail carries: until ``until`` has nothing waiting, or else until nobody has."""
+    """What one rail carries: until nothing of ``until`` waits, or, without it, until nothing waits."""
 
     __slots__ = ("_link", "_rail", "_until")
 
@@ -50,14 +50,14 @@ class QueuedWork:
 
 
 class LoneWork:
-    """One slice that passes the queue, and what became of it."""
+    """A slice that bypasses the queue, and its outcome."""
 
     __slots__ = ("_part", "ended", "error")
 
     def __init__(self, part: Slice) -> None:
         self._part: Slice | None = part
         self.error: MooncakeError | None = None
-        self.ended = 0.0  # 0: not well
+        self.ended = 0.0  # 0: it did not succeed
 
     def take(self) -> Slice | None:
         part, self._part = self._part, None

@@ -75,7 +75,7 @@ class PairSamples:
             if tokens <= max(longest, *BESIDE_TOKENS):
                 tell(f"prefill of {tokens} tokens")
                 asked[tokens] = [traffic.prompt(tokens) for _ in range(count)]
-                alone_ms[tokens], more_ms = _one_by_one(await _ask_all(served, asked[tokens], WITH_HANDOFF))
+                alone_ms[tokens], more_ms = one_by_one(await _ask_all(served, asked[tokens], WITH_HANDOFF))
                 self._fitted.observe_prefill(ALL_NODES, tokens, 0, alone_ms[tokens])
                 self._request_ms.append(more_ms)
         alone = await self._measure_decode(served, asked[min(context_tokens, max(asked))], tell)
@@ -91,7 +91,7 @@ class PairSamples:
         for batch in BATCHES:
             tell(f"decode of {batch} sequences of {tokens} tokens")
             answers = await _ask_all(served, prompts[:batch], STEPS)
-            steps = found[batch] = _together(answers, tokens)
+            steps = found[batch] = together(answers, tokens)
             self._tails.append(steps.tail)
             self._fitted.observe_decode(ALL_NODES, batch, round(steps.context), steps.ms)
             if batch == 1:
@@ -129,7 +129,7 @@ async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[A
     return list(await asyncio.gather(*(served.ask(prompt, new) for prompt in prompts)))
 
 
-def _one_by_one(answers: list[Answer]) -> tuple[float, float]:
+def one_by_one(answers: list[Answer]) -> tuple[float, float]:
     """Prompts of one length, sent together and computed one after the other: (ms of each, ms that the first one waited
     for more than that)."""
     firsts = sorted(answer.token_times_s[0] for answer in answers)
@@ -138,7 +138,7 @@ def _one_by_one(answers: list[Answer]) -> tuple[float, float]:
     return each_s * 1e3, (firsts[0] - sent_s - each_s) * 1e3
 
 
-def _together(answers: list[Answer], tokens: int) -> _Steps:
+def together(answers: list[Answer], tokens: int) -> _Steps:
     """Steps while all of them got tokens."""
     begin = max(answer.token_times_s[1] for answer in answers)
     end = min(answer.token_times_s[-1] for answer in answers)
@@ -179,7 +179,7 @@ async def _measure_beside(served: Served, traffic: Traffic) -> _Beside:
         for tokens in BESIDE_TOKENS:
             prompts = [traffic.prompt(tokens) for _ in range(BESIDE_PROMPTS)]
             answers += (found := await _ask_all(served, prompts, WITH_HANDOFF))
-            each_ms += _one_by_one(found)[0]
+            each_ms += one_by_one(found)[0]
         begin = min(answer.sent_s for answer in answers)
         end = max(answer.token_times_s[0] for answer in answers)
         steps = _steps_within(await asyncio.gather(*decoding), DECODED_TOKENS, begin, end)

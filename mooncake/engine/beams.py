@@ -1,12 +1,12 @@
-"""Beam search over one prompt: which beams go on, which answers are finished, and when nothing better can come.
+"""Beam search over one prompt: which beams continue, which answers are finished, and when nothing better can follow.
 
-Pure decisions over scores; the engine forks and frees the block tables. The rules are those of ``transformers``
-(Wolf et al., EMNLP 2020: generation/utils.py, ``_beam_search``), so that both give the same tokens:
+Pure decisions over scores; the engine forks and frees the block tables. The rules are those of ``transformers`` (Wolf
+et al., EMNLP 2020: generation/utils.py, ``_beam_search``), so that both give the same tokens:
 
-- of the best ``keep`` continuations of all beams, the ``width`` best that do not end go on;
+- of the best ``keep`` continuations of all beams, the ``width`` best that do not end continue;
 - one that ends is finished if it is among the ``width`` best, with its score divided by length ** length_penalty;
 - the search is over when the best running beam, scored at its present length, cannot beat the worst of ``width``
-  finished ones, or when no beam can go on.
+  finished ones, or when no beam can continue.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from mooncake.types import BeamSearch, FinishReason, SampledToken, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A beam (by its number among those running) and a token that may follow it; ``score`` is of all its tokens."""
+    """A beam (its index among the running ones) and a token that may follow it; ``score`` is the sum over all its
+    tokens."""
 
     beam: int
     token_id: int
@@ -31,7 +32,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """An answer in the making, or finished (then ``score`` is divided by its length)."""
+    """A running or finished answer (if finished, ``score`` is divided by its length)."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
@@ -73,8 +74,8 @@ class Beams:
         return [beam.score for beam in self.running]
 
     def advance(self, candidates: Rows[Candidate]) -> list[Candidate]:
-        """One token further. ``candidates`` are the ``keep`` best, best first. Returns those that run on, best first,
-        and nothing when the search is over."""
+        """Advance by one token. ``candidates`` are the ``keep`` best, best first. Returns those that continue, best
+        first, and nothing when the search is over."""
         length = len(self.running[0].token_ids) + 1
         going_on: list[Candidate] = []
         was_full = len(self.finished) == self.width and self._rules.early_stopping
@@ -96,7 +97,7 @@ class Beams:
     def _finish(self, answer: Hypothesis, reason: FinishReason) -> None:
         score = self._by_length(answer.score, len(answer.token_ids))
         self.finished.append(Hypothesis(answer.token_ids, answer.logprobs, score, reason))
-        self.finished.sort(key=lambda finished: -finished.score)  # stable: of equals the earlier one stays ahead
+        self.finished.sort(key=lambda finished: -finished.score)  # stable: ties keep their order
         del self.finished[self.width :]
 
     def _may_improve(self, length: int) -> bool:
@@ -116,7 +117,7 @@ def num_candidates(width: int, num_stop_ids: int) -> int:
 
 
 def best_candidates(rows: Rows[torch.Tensor], scores: Rows[float], count: int) -> list[Candidate]:
-    """The ``count`` best continuations over all beams, best first, from the logits [V] float32 after each."""
+    """The ``count`` best continuations over all beams, best first, from the logits [V] float32 after each beam."""
     logprobs = torch.log_softmax(torch.stack(list(rows)), dim=-1) + torch.tensor(scores)[:, None]
     vocab_size = logprobs.shape[1]
     best = torch.topk(logprobs.flatten(), min(count, logprobs.numel()))

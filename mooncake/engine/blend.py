@@ -1,7 +1,7 @@
-"""Where the KV of a prompt's reused chunks lies in this engine's cache, and how a step's batch tells the model.
+"""Where the KV of a prompt's reused chunks is in this engine's cache, and how a step's batch describes it to the model.
 
-A chunk was computed alone, as a sequence of its own; its blocks are held by whoever made the ``Blend``, and read by the
-steps that compute the prompt. Pure bookkeeping: it must not know keys, the block pool or how KV is blended.
+A chunk was computed alone, as its own sequence; the creator of the ``Blend`` holds its blocks, and the steps that
+compute the prompt read them. Pure bookkeeping: it knows neither keys, the block pool nor how KV is blended.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """Of a sequence's leading tokens, ``sources`` int64: the slot that holds a token's KV; -1: none. ``shifts`` int64:
-    how far behind the position that it was computed at the token stands. ``share`` of them is computed anew."""
+    """For a sequence's leading tokens, ``sources`` int64: the slot with a token's KV; -1: none. ``shifts`` int64:
+    the token's position minus the one its KV was computed for. A fraction ``share`` of them is recomputed."""
 
     sources: npt.NDArray[np.int64]
     shifts: npt.NDArray[np.int64]
@@ -33,8 +33,8 @@ class Blend:
     def of_chunks(
         cls, chunks: Iterable[tuple[int, Sequence[int]]], first: int, block_tokens: int, share: float
     ) -> Blend | None:
-        """``chunks`` are (where it starts in the sequence, its blocks), in order. What lies before token ``first``
-        needs no blending; None when nothing does."""
+        """``chunks`` are (start in the sequence, blocks), in order. Tokens before ``first`` need no blending; None
+        when no other tokens do."""
         spans = [(start, np.asarray(block_ids, np.int64)) for start, block_ids in chunks]
         spans = [(start, ids) for start, ids in spans if start + len(ids) * block_tokens > first]
         if not spans:
@@ -51,7 +51,7 @@ class Blend:
 
     @property
     def first(self) -> int:
-        """The first reused token: the KV of those before it is what it would be without blending."""
+        """The first reused token: the KV before it is exact."""
         return int(np.argmax(self.sources >= 0))
 
     @property
@@ -60,7 +60,7 @@ class Blend:
 
 
 def reuse_of(entries: Sequence[StepEntry]) -> Reuse | None:
-    """What the tokens of a step reuse, in the order of its batch; None when none of them does."""
+    """What a step's tokens reuse, in the order of its batch; None when none does."""
     blends = [entry.sequence.blend for entry in entries if entry.sequence.blend is not None]
     if not blends:
         return None

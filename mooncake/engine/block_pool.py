@@ -1,16 +1,16 @@
-"""Who holds which block of a paged cache: reference counts, prefix hits by chained keys, and what to evict.
+"""Who holds which block of a paged cache: reference counts, prefix hits by chained keys, and eviction.
 
-Pure bookkeeping over block numbers. It must not know about torch, bytes, sequences or time.
+Pure bookkeeping over block numbers. It knows nothing of torch, bytes, sequences or time.
 
 A block is in exactly one of three places:
 
-    free      holds nothing
-    in use    one or more block tables refer to it; it may have a key already
-    cached    nobody refers to it, but its key is known: a later request can take it, or it is evicted for room
+    free      contains nothing
+    in use    one or more block tables refer to it; it may already have a key
+    cached    nobody refers to it, but its key is known: a later request can take it, or it is evicted
 
-Cached blocks stand in one line, least recently used first, and every cached block stands before its cached parent. So
-whatever is at the head of the line is a leaf: a prefix is never evicted before what builds on it. Pages of layers that
-see a window alone are sealed by themselves: nothing builds on them, and nobody is told of them.
+Cached blocks form one queue, least recently used first, with every cached block before its cached parent. So the head
+of the queue is always a leaf: a prefix is never evicted before what builds on it. Pages of layers with a sliding window
+are sealed on their own: nothing builds on them, and no events are published for them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
 
-_ALONE = b"alone"  # in place of a parent's key
+_ALONE = b"alone"  # stands for a parent's key
 
 
 class BlockPool:
     """``num_blocks`` blocks of ``block_tokens`` tokens. One owner: only ``match`` may be called from other threads."""
 
     def __init__(self, num_blocks: int, block_tokens: int, *, keep_events: bool = True) -> None:
-        """``keep_events``: whether someone calls ``take_events``, without which they would pile up."""
+        """``keep_events``: whether someone calls ``take_events``; otherwise events would accumulate."""
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._keep_events = keep_events
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one freed is still warm in the caches
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last one freed is still in the caches
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._num_in_use = 0
         self._references = [0] * num_blocks
@@ -59,7 +59,7 @@ class BlockPool:
         return len(self._free) + len(self._cached)
 
     def match(self, keys: Sequence[BlockKey]) -> int:
-        """Length of the leading run of ``keys`` that is held here. From another thread it is only a hint."""
+        """Length of the leading run of ``keys`` that is here. From another thread it is only a hint."""
         known = self._by_key
         for count, key in enumerate(keys):
             if key not in known:
@@ -70,11 +70,11 @@ class BlockPool:
         return key in self._by_key
 
     def parents(self) -> Iterator[bytes]:
-        """Of each block that can be found here, the key that it comes right after."""
+        """For each block that can be found here, the key of its parent."""
         return (self._parents[block_id] for block_id in self._by_key.values())
 
     def num_idle(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these blocks, which are all here, nobody holds."""
+        """How many of these blocks, all of which are here, are in no block table."""
         return sum(self._references[self._by_key[key]] == 0 for key in keys)
 
     def take_prefix(self, keys: Sequence[BlockKey], count: int) -> list[int]:
@@ -111,12 +111,12 @@ class BlockPool:
     def seal(self, block_id: int, key: BlockKey, parent: bytes) -> None:
         """The block is full and will not change: others may share it as ``key``. ``parent`` is b"" for a first block.
 
-        When another block has the key already, that one keeps it and this one stays anonymous.
+        If another block already has the key, that one keeps it and this one stays anonymous.
         """
         self.seal_chain((block_id,), (key,), parent)
 
     def seal_chain(self, block_ids: Sequence[int], keys: Sequence[BlockKey], parent: bytes) -> None:
-        """As ``seal``, for blocks that follow one another; ``parent`` is that of the first."""
+        """Like ``seal``, for consecutive blocks; ``parent`` is that of the first."""
         references, sealed, parents, known = self._references, self._keys, self._parents, self._by_key
         for block_id, key in zip(block_ids, keys, strict=True):
             if references[block_id] == 0:
@@ -132,7 +132,7 @@ class BlockPool:
             parent = key
 
     def seal_alone(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """As ``seal``, for pages of which each is of use without those before it."""
+        """Like ``seal``, for pages that are each useful without those before them."""
         for block_id, key in zip(block_ids, keys, strict=True):
             if self._references[block_id] == 0 or self._keys[block_id] not in (None, key):
                 raise InternalError(f"page {block_id} was sealed while nobody held it, or with another key")
@@ -142,9 +142,9 @@ class BlockPool:
                 self._by_key[key] = block_id
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One reference less to each block of a table, given in the table's order.
+        """Drop one reference to each block of a table, given in the table's order.
 
-        The last block goes first into the line, so that tails are evicted before what they build on.
+        The last block enters the queue first, so that tails are evicted before what they build on.
         """
         self._check_in_use(block_ids)
         references, keys, parents, cached, known = (
@@ -162,8 +162,8 @@ class BlockPool:
             if keys[block_id] is None:
                 self._free.append(block_id)
                 continue
-            # To the end of the line, and its cached ancestors behind it. Ancestors are cached at this time only when
-            # the table held copies of them; so the walk is no longer than the table.
+            # To the end of the queue, with its cached ancestors after it. Ancestors are cached at this point only if
+            # the table held copies of them, so the walk is no longer than the table.
             cached[block_id] = None
             ancestor = known.get(parents[block_id])
             while ancestor is not None and ancestor in cached:
@@ -171,17 +171,17 @@ class BlockPool:
                 ancestor = known.get(parents[ancestor])
 
     def fork(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each block: another table shares them. Whoever writes asks ``needs_copy`` first."""
+        """One more reference to each block: another table shares them. Writers ask ``needs_copy`` first."""
         self._check_in_use(block_ids)
         for block_id in block_ids:
             self._references[block_id] += 1
 
     def needs_copy(self, block_id: int) -> bool:
-        """Whether a write into the block would be seen by someone else."""
+        """Whether a write into the block would be visible to others."""
         return self._references[block_id] > 1 or self._keys[block_id] is not None
 
     def discard(self, key: BlockKey) -> bool:
-        """The block's bytes were found corrupt: nobody may find it again. Returns whether it was here."""
+        """The block's bytes were found corrupt: it must not be found again. Returns whether it was here."""
         block_id = self._by_key.get(key)
         if block_id is None:
             return False
@@ -192,16 +192,16 @@ class BlockPool:
         return True
 
     def drop_cached(self) -> None:
-        """Forget every block that nobody holds."""
+        """Forget every block that is in no block table."""
         self._evict(len(self._cached))
 
     def take_events(self) -> list[BlockEvent]:
-        """What became readable or left since the last call, in order."""
+        """What became readable or was evicted since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def check(self) -> None:
-        """Recount everything. Raises InternalError when the books do not add up; for tests and idle moments."""
+        """Recount everything. Raises InternalError on an inconsistency; for tests and idle moments."""
         in_use = {block_id for block_id, count in enumerate(self._references) if count > 0}
         places = (set(self._free), set(self._cached), in_use)
         if sum(map(len, places)) != self.num_blocks or len(set().union(*places)) != self.num_blocks:
@@ -222,7 +222,7 @@ class BlockPool:
                 raise InternalError("a prefix would be evicted before what builds on it")
 
     def _evict(self, count: int) -> None:
-        """Of the head of the line, so many; none when it is not above 0."""
+        """Evict this many from the head of the queue."""
         for _ in range(count):
             block_id, _ = self._cached.popitem(last=False)
             self._forget_key(block_id)

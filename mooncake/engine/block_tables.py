@@ -1,6 +1,7 @@
-"""The blocks of each sequence that has some, a row each of one array a group of layers, as a step's batch takes them.
+"""The block tables of all sequences that have blocks, as rows of one array per group of layers, as a step's batch uses
+them.
 
-It counts its changes, so that whoever has copied rows knows when they are out of date. It must not know sequences.
+It counts its changes, so that copies of rows can be recognised as stale. It knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class BlockTables:
         return bool(self._free)
 
     def enter(self, tables: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
-        """The row that holds them, one a group, from now on, each from its first page on: what is before has numbers
-        that mean nothing."""
+        """Returns the row that now holds these tables, one per group, each from its first held page on; entries
+        before that are undefined."""
         row = self._free.pop()
         for ids, table, first in zip(self.of_groups, tables, firsts, strict=True):
             ids[row, first : len(table)] = table[first:]

@@ -1,6 +1,6 @@
-"""What an engine needs of others (model, cache, hook), how it is set up, and what it gives out.
+"""The engine's interfaces: what it needs (model, cache, hook), its configuration, and what it returns.
 
-Types alone. It must not know how any of it is done.
+Only types, no implementation.
 """
 
 from __future__ import annotations
@@ -46,73 +46,74 @@ class RecomputingModel(CausalModel, Protocol):
     def recompute(
         self, layers: range, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, hidden: torch.Tensor | None
     ) -> None:
-        """Keys and values of adjacent ``layers``, from what the first of them takes as its input (float32
-        [T, hidden]; None: the embeddings, for layer 0). Raises what the hook raises."""
+        """Keys and values of adjacent ``layers``, from the input of the first of them (float32 [T, hidden]; None:
+        the embeddings, for layer 0). Raises what the hook raises."""
         ...
 
 
 class StartedStep(Protocol):
-    """A step that may still be under way."""
+    """A step that may still be running."""
 
     def tokens(self) -> list[int]:
-        """What each row drew, -1 where its logits are not finite. Waits for this step and for nothing behind it."""
+        """Each row's token, -1 where its logits are not finite. Waits for this step only."""
         ...
 
 
 @runtime_checkable
 class StartingModel(CausalModel, Protocol):
-    """A model that can also be told to start a step and be asked for its tokens later: the host prepares the next step
-    meanwhile, and starts it too. Steps are computed in the order of their starts, and before any later ``forward``."""
+    """A model that can also start a step and return its tokens later: meanwhile the host prepares the next step, and
+    starts it too. Steps are computed in the order they are started, and before any later ``forward``."""
 
     @property
     def most_started(self) -> int:
-        """Sequences that a started step may have; 0: it can start none."""
+        """The most sequences a started step may have; 0: it cannot start steps."""
         ...
 
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Rows[int] | None = None
     ) -> StartedStep:
-        """A step of one token a sequence, which each draws its next one, as ``draws`` says or the most likely one.
+        """Start a step of one token per sequence, which also draws the next one, by ``draws`` or greedily.
 
-        Of the arrays it takes what it needs before it returns. ``newest`` has, for tokens that the batch does not know
-        yet, the row of the last started step that draws them; -1 for those that it knows.
+        The arrays may be reused after it returns. ``newest`` has, for tokens that the batch does not know yet, the row
+        of the previous started step that draws them; -1 for known ones.
         """
         ...
 
 
 class Cache(Protocol):
-    """What the engine needs of a paged cache. Blocks are numbered from 0, the swap space's places behind them."""
+    """What the engine needs of a paged cache. Blocks are numbered from 0, followed by the places of the swap space."""
 
     num_blocks: int
     num_places: int
 
     @property
     def tensor(self) -> torch.Tensor:
-        """As ``CausalModel.forward`` takes it."""
+        """The argument of ``CausalModel.forward``."""
         ...
 
     def copy_block(self, source: int, target: int) -> None: ...
 
 
 class StepHook(LayerHook, Protocol):
-    """What happens around steps, on the engine's thread.
+    """Callbacks around steps, on the engine's thread.
 
     A KVLoadFailed from any method but ``end_step`` abandons the step: no sequence advances.
     """
 
     def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
         """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key), and with each what the sequence has of that block in other groups of layers. Called
-        once for each admission, also when there is nothing to load."""
+        sequence, block id, key), each with the sequence's pages of that block in other groups of layers. Called once
+        per admission, even when there is nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
-        """The step's first layer is next. Called again for the same sequences after a step that was abandoned.
+        """The step's first layer is next. Called again for the same sequences after an abandoned step.
 
-        A step of decodes may be under way already, where the hook wanted nothing between the layers of the one before.
+        A step of decodes may already be running, if the hook had nothing to do between the layers of the previous one.
         """
 
     def end_step(self, plan: StepPlan) -> None:
-        """Its tokens and KV count; full blocks are sealed. Sequences that end here still have their blocks."""
+        """The step's tokens and KV are valid; full blocks are sealed. Sequences that end here still have their
+        blocks."""
 
 
 class _NoStepHook(NoHook):
@@ -138,17 +139,17 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Raises ConfigError for numbers that no engine can have."""
+    """Raises ConfigError for impossible numbers."""
 
     block_tokens: int = 64
-    chunk_tokens: int = 256  # most prompt tokens computed in one step; 0: whole prompts
+    chunk_tokens: int = 256  # maximum prompt tokens per step; 0: whole prompts
     max_sequences: int = 64  # running at once
     max_model_len: int = 2048  # tokens of prompt and answer
     max_waiting: int = 1024  # sequences; more are refused
-    tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes stay below it; 0: by chunk_tokens alone
-    speculative_tokens: int = 0  # most guesses for a sequence in a step; 0: none
+    tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
+    speculative_tokens: int = 0  # maximum guesses per sequence and step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
-    own_layers: range | None = None  # that are computed of tokens with another model's KV; None: there are none
+    own_layers: range | None = None  # the layers recomputed for tokens with another model's KV; None: no such tokens
     groups: PageGroups = UNIFORM  # of the cache's layers
 
     @property
@@ -163,26 +164,26 @@ class EngineConfig:
 
 
 def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
-    """Each value and the least that it may be, by name. Raises ConfigError."""
+    """Takes each value and its minimum, by name. Raises ConfigError."""
     for name, (value, least) in numbers.items():
         if not least <= value < math.inf:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on its last one."""
+    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on the last one."""
 
     request_id: str
     token: SampledToken
     finish_reason: FinishReason | None
     choice: int = 0
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token: of all prompt tokens but one
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token: all prompt tokens but the first
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …: with the pages
-    of the first group of layers, then those of the next (``PageGroups.spans_behind``)."""
+    """``block_ids`` are to be filled with the sequence's blocks ``first_block``, ``first_block + 1``, …: with the
+    pages of the first group of layers, then those of the next (``PageGroups.spans_behind``)."""
 
     first_block: int
     block_ids: list[int]
@@ -192,19 +193,19 @@ class Reservation:
 class EngineLoad:
     running: int  # sequences
     waiting: int
-    waiting_tokens: int  # of prompts, not computed yet
+    waiting_tokens: int  # prompt tokens not computed yet
     context_tokens: int  # of running sequences
     blocks_total: int
     blocks_free: int
     blocks_cached: int
     blocks_in_use: int
-    preemptions: int  # since the start, as all that follow
+    preemptions: int  # since the start, like all that follow
     swapped_blocks: int  # kept for preempted sequences
-    forks: int  # sequences that began over another one's blocks
-    shared_blocks: int  # full blocks that they did not have to hold a second time
+    forks: int  # sequences that started with another one's blocks
+    shared_blocks: int  # full blocks that forks did not need twice
     copied_blocks: int  # copies on write
-    computed_tokens: int  # put through the model
-    inherited_tokens: int  # of which only some layers were computed
-    blended_tokens: int  # of the computed ones, with KV that was there, so that most left it after the first layers
+    computed_tokens: int  # computed by the model
+    inherited_tokens: int  # those of which only some layers were computed
+    blended_tokens: int  # computed tokens that had reusable KV, so that most left the pass after its first layers
     drafted_tokens: int  # guesses
-    accepted_tokens: int  # of them, that came true
+    accepted_tokens: int  # guesses that were right

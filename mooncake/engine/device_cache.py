@@ -1,8 +1,7 @@
-"""A paged cache in the memory of a GPU, and its mirror in host memory, where other nodes write and read blocks.
+"""A paged cache in GPU memory, and its mirror in host memory, which other nodes read and write.
 
-Block *i* of the mirror stands for block *i* of the cache, so nobody has to allocate the one beside the other. Bytes go
-between the two only when they are asked to: what was computed on its way out, what has come on its way in. It must not
-know whose the blocks are.
+Block *i* of the mirror stands for block *i* of the cache, so there is a single allocator. Bytes are copied between the
+two only on request: computed blocks out, received blocks in. It does not know whose blocks they are.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mooncake.model.device_sampler import Draws
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.types import KVLayout
 
-_PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for every context, and with an address on the device
+_PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for every context, and with a device address
 
 
 class DeviceCache:
@@ -38,7 +37,7 @@ class DeviceCache:
         self._places = torch.empty((num_places, *shape), dtype=dtype, pin_memory=device.type == "cuda")
 
     def copy_block(self, source: int, target: int) -> None:
-        """Returns when it is done: what a copy takes decides whether the next one pays."""
+        """Synchronous: the time a copy takes decides whether the next one pays."""
         self._row(target).copy_(self._row(source))
         if self.tensor.is_cuda:
             torch.cuda.current_stream(self.tensor.device).synchronize()
@@ -48,11 +47,11 @@ class DeviceCache:
 
 
 class HostMirror:
-    """``Mirror`` of a ``DeviceCache``. Copies of either direction are made in order, beside the computation and beside
-    those of the other direction. Any thread may ask for them."""
+    """The ``Mirror`` of a ``DeviceCache``. Copies in one direction run in order, concurrently with the computation
+    and with the other direction. Any thread may request them."""
 
     def __init__(self, cache: DeviceCache, buffer: memoryview | None = None) -> None:
-        """Over ``buffer`` or memory of its own, pinned until ``close``. Raises ConfigError when it cannot be."""
+        """Uses ``buffer`` or its own memory, pinned until ``close``. Raises ConfigError when it cannot be pinned."""
         host = KVCache(cache.layout, cache.num_blocks, buffer)
         self.memory = host.memory
         self._host, self._device = host.tensor, cache.tensor
@@ -62,11 +61,11 @@ class HostMirror:
         self._out, self._in = (_Lane(cache.tensor.device) for _ in range(2))
 
     def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
-        """Behind what the calling thread has started on the device so far."""
+        """Ordered after what the calling thread has started on the device."""
         return self._out.copy(self._device, self._host, block_ids, layer, True)
 
     def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
-        """At once: between their reservation and this, nothing on the device touches these blocks."""
+        """Starts at once: between a block's reservation and this call, nothing on the device touches it."""
         return self._in.copy(self._host, self._device, block_ids, layer, False)
 
     def settle(self) -> None:
@@ -93,9 +92,9 @@ class HostMirror:
 
 
 class SettledModel:
-    """A model whose forward pass leaves nothing under way, whether it returns or raises: neither kernels nor copies of
-    what they computed. So between two steps a block can be given to anybody; but for those that a step holds which was
-    started and is under way."""
+    """A model whose forward pass leaves nothing running when it returns or raises, neither kernels nor copies of
+    their results. So between two steps a block can be given to anybody, except those held by a started step that is
+    running."""
 
     def __init__(self, model: CausalModel, mirror: HostMirror) -> None:
         self._model = model
@@ -119,7 +118,7 @@ class SettledModel:
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
     ) -> StartedStep:
-        """Of what such a step computes, nothing is copied out before it is done."""
+        """Nothing that such a step computes is copied out before it is done."""
         assert self._starting is not None
         try:
             return self._starting.start(batch, cache, draws, newest)
@@ -129,10 +128,10 @@ class SettledModel:
 
 
 class _Lane:
-    """Copies in one direction, on a stream of their own; in Triton's interpreter each is done when it returns."""
+    """Copies in one direction, on their own stream; in Triton's interpreter each is done when it returns."""
 
     def __init__(self, device: torch.device) -> None:
-        # Of few programs, which are let in before those of the computation that wait.
+        # With few programs, scheduled before the waiting ones of the computation.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
         self._block_ids: tuple[int, ...] = ()
@@ -146,8 +145,8 @@ class _Lane:
         layer: int | None,
         is_behind: bool,
     ) -> Arrival:
-        """Those blocks of ``source``, or one layer of them, to the same places of ``target``; with ``is_behind`` once
-        all is done that the calling thread has started on the device."""
+        """Copy these blocks of ``source``, or one layer of them, to the same places of ``target``; with
+        ``is_behind``, after everything the calling thread has started on the device."""
         if not block_ids:
             return HERE
         if layer is not None:
@@ -168,11 +167,11 @@ class _Lane:
             self._stream.synchronize()
 
     def _page_lists(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One layer after the other asks for the same blocks."""
+        """Cached, because consecutive layers ask for the same blocks."""
         if tuple(block_ids) != self._block_ids:
             self._block_ids = tuple(block_ids)
             pages = torch.tensor(self._block_ids)
-            if self._stream is not None:  # else the host would wait for what the device has before it
+            if self._stream is not None:  # otherwise the host would wait for the device's earlier work
                 pages = pages.pin_memory()
             self._pages = pages.to(self._pages.device, non_blocking=True)
         return self._pages, self._pages

@@ -1,8 +1,8 @@
-"""Speculation by a small model: it writes on greedily, and the large one checks all it wrote in one step.
+"""Speculation with a small model: it drafts greedily, and the large one verifies the draft in one step.
 
-It keeps a paged cache of its own, with full blocks shared by their names as in the large one's, and forgets whoever it
-has not been asked about for longest. It must not know steps, scheduling or what becomes of its guesses: the tokens of a
-sequence tell it which came true.
+It keeps its own paged cache, sharing full blocks by key like the large model's, and forgets the sequences asked about
+least recently. It knows neither steps, scheduling nor the fate of its guesses: a sequence's tokens show which were
+right.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class CausalModel(Protocol):
 
 @dataclass(slots=True)
 class _Drafted:
-    """What of one sequence is in the draft model's cache."""
+    """What the draft model's cache has of one sequence."""
 
     table: list[int]
     num_sealed: int  # blocks
-    num_read: int  # leading tokens whose KV is there
-    guesses: list[int] = field(default_factory=list)  # behind them, whose KV is there too
+    num_read: int  # leading tokens with KV
+    guesses: list[int] = field(default_factory=list)  # after them, also with KV
 
 
 class DraftModel:
@@ -45,8 +45,8 @@ class DraftModel:
     def __init__(
         self, model: CausalModel, cache: Cache, max_tokens: int, max_model_len: int, chunk_tokens: int = 0
     ) -> None:
-        """``max_tokens``: of one draft; ``max_model_len``: of what the model can read; ``chunk_tokens``: most of a
-        prompt that it reads at once, 0 for all. Blocks have as many tokens as the engine's."""
+        """``max_tokens``: per draft; ``max_model_len``: of the draft model; ``chunk_tokens``: most prompt tokens it
+        reads at once, 0 for all. Blocks have as many tokens as the engine's."""
         self.max_tokens = max_tokens
         self._max_model_len = max_model_len
         self._chunk_tokens = chunk_tokens or max_model_len
@@ -55,13 +55,13 @@ class DraftModel:
         self._cache = cache
         self._block_tokens = cache.tensor.shape[4]
         self._pool = BlockPool(cache.num_blocks, self._block_tokens, keep_events=False)
-        self._drafted: OrderedDict[DraftMemory, _Drafted] = OrderedDict()  # whoever was asked about last comes last
+        self._drafted: OrderedDict[DraftMemory, _Drafted] = OrderedDict()  # most recently asked about last
 
     def propose(self, sequence: Sequence) -> list[int]:
-        """As ``PromptLookup.propose``; none when the sequence is longer than the whole cache or the model's context, or
-        more of it is still to read than can be at once.
+        """Like ``PromptLookup.propose``; none when the sequence exceeds the whole cache or the model's context, or has
+        more unread tokens than may be read at once.
 
-        A model that fails is asked no more: guesses are optional, answers are not.
+        A model that fails is not asked again: guesses are optional, answers are not.
         """
         memory = sequence.draft_memory
         if memory is None:
@@ -87,7 +87,7 @@ class DraftModel:
             return []
 
     def _begin(self, sequence: Sequence, memory: DraftMemory) -> _Drafted:
-        """With what another one has read of the same tokens."""
+        """Start with the blocks that another sequence has for the same tokens."""
         sequence.extend_keys(self._block_tokens)
         keys = sequence.block_keys[: (sequence.num_tokens - 1) // self._block_tokens]
         count = self._pool.match(keys)
@@ -97,7 +97,7 @@ class DraftModel:
 
     @torch.inference_mode()
     def _write_on(self, drafted: _Drafted, sequence: Sequence, count: int) -> list[int]:
-        last = sequence.num_tokens - 1  # is read in any case: what follows is wanted
+        last = sequence.num_tokens - 1  # the last token is always read: its logits are needed
         known = min(drafted.num_read, last)
         known += _num_common(drafted.guesses, sequence.window(known, last).tolist())
         drafted.num_read, drafted.guesses = known, []
@@ -115,7 +115,7 @@ class DraftModel:
         return draft
 
     def _read(self, drafted: _Drafted, new: list[int]) -> int:
-        """Write the KV of these tokens behind what is there; the likeliest one after them."""
+        """Append the KV of these tokens. Returns the most likely next one."""
         first, end = drafted.num_read, drafted.num_read + len(new)
         positions = torch.arange(first, end)
         table = torch.tensor(drafted.table, dtype=torch.int32)
@@ -133,7 +133,7 @@ class DraftModel:
         return int(self._model.forward(batch, self._cache.tensor, NoHook())[0].argmax())
 
     def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
-        """Let others share the blocks that hold its tokens, and no guess."""
+        """Share the blocks that contain only the sequence's tokens, no guesses."""
         sequence.extend_keys(self._block_tokens)
         first, end = drafted.num_sealed, drafted.num_read // self._block_tokens
         keys = sequence.block_keys[:end]
@@ -141,7 +141,7 @@ class DraftModel:
         drafted.num_sealed = end
 
     def _make_room(self, drafted: _Drafted, num_tokens: int) -> bool:
-        """Blocks for so many tokens, taken from whoever was asked about longest ago."""
+        """Blocks for this many tokens, taken from the sequences asked about least recently."""
         missing = -(-num_tokens // self._block_tokens) - len(drafted.table)
         while missing > self._pool.num_available and len(self._drafted) > 1:
             _, oldest = self._drafted.popitem(last=False)
@@ -154,6 +154,6 @@ class DraftModel:
 
 
 def _num_common(guesses: list[int], tokens: list[int]) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     pairs = zip(guesses, tokens, strict=False)
     return next((place for place, (guess, token) in enumerate(pairs) if guess != token), min(len(guesses), len(tokens)))

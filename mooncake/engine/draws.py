@@ -1,6 +1,6 @@
-"""How the tokens of a step are drawn, as a sampler on the device takes it: a column for each sequence.
+"""The sampling parameters and random numbers of a step, for a sampler on the device: one column per sequence.
 
-Random numbers are made here, on the host, by seed and position. It must not know logits.
+Random numbers are made here, on the host, from seed and position. It knows nothing of logits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT = np.dtype([(name, "f8") for name in ("temperature", "top_p", "min_p")] + 
 
 
 class DrawBuilder:
-    """Keeps what is the same in one step after the other."""
+    """Caches what stays the same from one step to the next."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -24,7 +24,7 @@ class DrawBuilder:
         self._cut_rows = np.empty(0, np.int64)
 
     def build(self, sequences: list[Sequence], positions: list[int]) -> Draws | None:
-        """``positions`` are those that the tokens will have; None when all of them are the most likely."""
+        """``positions`` are those of the tokens to be drawn. None when all sequences are greedy."""
         if sequences != self._sequences:
             self._sequences = sequences
             self._kept = np.frombuffer(b"".join(sequence.draw or keep_draw(sequence) for sequence in sequences), _KEPT)

@@ -1,8 +1,8 @@
 """The engine that both roles share: sequences in, steps of ragged batches, tokens out.
 
-``Engine.step`` is the whole of it: plan, run, sample, advance, retire; ``run_ahead`` overlaps that with a device. One
-thread owns an engine; only ``load`` and ``match`` may be called from others. It must not know where KV comes
-from or goes to: that is the hook's.
+``Engine.step`` is all of it: plan, run, sample, advance, retire; ``run_ahead`` overlaps that with a device. One thread
+owns an engine; only ``load`` and ``match`` may be called from others. It does not know where KV comes from or goes to:
+that is the hook's business.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class Engine:
         draft_model: DraftModel | None = None,
     ) -> None:
         """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
-        ``draft_model`` guesses tokens where ``config.speculative_tokens`` allows it, in place of prompt lookup.
-        Raises ConfigError where the model cannot compute ``config.own_layers`` alone."""
+        ``draft_model`` replaces prompt lookup where ``config.speculative_tokens`` allows guesses. Raises ConfigError
+        if the model cannot compute ``config.own_layers`` alone."""
         if config.own_layers and not isinstance(model, RecomputingModel):
             raise ConfigError("prefill.variant is for the Llama family on CPUs")
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)
-        self.is_stalled = False  # the last step found nothing that could run before blocks are given back
+        self.is_stalled = False  # the last step found nothing that could run before blocks are released
         self._model = model
         self._gate = Gate(model.config.vocab_size, config.max_model_len, guides)
         self._sampler = Sampler(guides)
@@ -110,13 +110,13 @@ class Engine:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = self._costs.timed(drafter.propose)
         self._searches = Searches(self._fork, self._retire, self._break_off)
-        self._ahead: RunAhead | None = None  # where the model can start steps
+        self._ahead: RunAhead | None = None  # if the model can start steps
         if isinstance(model, StartingModel) and model.most_started:
             self._ahead = RunAhead(
                 model, cache, self._scheduler, self._batches, self._costs, self._take_started, self._complete
             )
         self._not_announced: deque[Admission] = deque()
-        self._outputs: list[StepOutput] = []  # made outside of a step; the next one gives them out
+        self._outputs: list[StepOutput] = []  # produced outside a step; the next one returns them
 
     # Requests
 
@@ -126,7 +126,7 @@ class Engine:
         try:
             self._roster.enter(sequence)
             self._scheduler.add(sequence)
-        except BaseException:  # an interrupt comes anywhere
+        except BaseException:  # including KeyboardInterrupt, which can come anywhere
             self._scheduler.withdraw(sequence)
             self._roster.withdraw(sequence)
             raise
@@ -134,14 +134,14 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """The request ends now, without (the rest of) its answers. Idempotent.
 
-        A reserved one is left as it is: someone may still be writing into its blocks, so it takes ``cancel_reserved``.
+        A reserved one is left alone, because someone may still be writing into its blocks: use ``cancel_reserved``.
         """
         for sequence in self._roster.answers_to(request_id):
             if sequence.state is not SequenceState.RESERVED:
                 self._end(sequence, Cancelled(f"request {request_id} was aborted"))
 
     def end_choice(self, request_id: str, choice: int) -> None:
-        """Nobody needs more of one answer of several; the others go on, and nobody is told. Idempotent."""
+        """One of several answers is no longer wanted; the others continue, and no output is produced. Idempotent."""
         for sequence in self._roster.answers_to(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
             if is_it and sequence.state in UNDER_WAY:
@@ -149,21 +149,21 @@ class Engine:
                 self._roster.close(request_id)
 
     def release(self, request_id: str) -> None:
-        """Give back what ``hold_blocks`` kept. Idempotent."""
+        """Release the blocks kept by ``hold_blocks``. Idempotent."""
         sequence = self._roster.get(request_id)
         if sequence is not None and sequence.state is SequenceState.HELD:
             self._retire(sequence)
 
     def is_open(self, request_id: str) -> bool:
-        """Whether some answer of the request is still to end."""
+        """Whether some answer of the request has not ended."""
         return self._roster.is_open(request_id)
 
     # The receiving side of a hand-off
 
     def reserve(self, sequence: Sequence) -> Reservation:
-        """Blocks for all its tokens, to be filled by someone else; what is cached here is not asked for.
+        """Blocks for all its tokens, to be filled by someone else, except those that are cached here.
 
-        Raises as ``add`` does; OutOfBlocks also when there is no room now.
+        Raises like ``add``; OutOfBlocks also when there is no room now.
         """
         self._check(sequence)
         first_block = self._scheduler.reserve(sequence)
@@ -176,7 +176,7 @@ class Engine:
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
         """The KV of all its tokens is in place, and each of its answers begins with one of ``first_tokens``; the next
-        step gives those tokens out.
+        step returns those tokens.
 
         Raises HandoffFailed when it is not reserved (any more), InvalidRequest when a token is not its next one.
         """
@@ -185,7 +185,7 @@ class Engine:
             raise HandoffFailed(f"request {request_id} is not reserved here (any more)")
         self._gate.check_first_tokens(sequence, first_tokens)
         sequence.num_computed = sequence.num_tokens
-        sequence.prompt_logprobs = None  # whoever computed the prompt has told them
+        sequence.prompt_logprobs = None  # reported by the engine that computed the prompt
         self._seal(sequence)
         self._scheduler.start_reserved(sequence)
         if sequence.is_beam:
@@ -202,12 +202,12 @@ class Engine:
             self._complete(answer)
 
     def cancel_reserved(self, request_id: str) -> None:
-        """Nobody writes into its blocks any more, and it shall not run. Idempotent."""
+        """Nobody writes into its blocks any more, and it will not run. Idempotent."""
         sequence = self._roster.get(request_id)
         if sequence is not None and sequence.state is SequenceState.RESERVED:
             self._end(sequence, Cancelled(f"the reservation of request {request_id} was cancelled"))
 
-    # Loads that failed
+    # Failed loads
 
     def rewind(self, request_id: str) -> None:
         """Its blocks could not be loaded: start over and compute everything that is not cached here. Idempotent."""
@@ -222,7 +222,7 @@ class Engine:
     def rewind_failed(self, error: KVLoadFailed) -> list[str]:
         """Rewind the sequences that an abandoned step's error names, or all that are loading. Returns their ids.
 
-        Empty when none of them was loading: then running on would fail in the same way again.
+        Empty when none of them was loading: then the next step would fail in the same way.
         """
         loading = [sequence.request_id for sequence in self._scheduler.running if sequence.is_loading]
         failed = [request_id for request_id in loading if not error.request_ids or request_id in error.request_ids]
@@ -234,15 +234,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step may give something. Reserved and held sequences are not work."""
+        """Whether a step may produce something. Reserved and held sequences are not work."""
         is_busy = self._ahead is not None and self._ahead.is_busy
         return bool(self._scheduler.running or self._scheduler.waiting or self._outputs or is_busy)
 
     def step(self, hook: StepHook = NO_HOOK) -> list[StepOutput]:
-        """Run one step; empty when nothing can run before blocks are given back. ``take_ended`` has the failures.
+        """Run one step; returns nothing when nothing can run before blocks are released. ``take_ended`` returns
+        failures.
 
-        Raises KVLoadFailed from the hook: the step is abandoned and ``rewind_failed`` is next. A step that is under way
-        already keeps the hook that it was started with.
+        Raises KVLoadFailed from the hook: the step is abandoned, and the caller must call ``rewind_failed``. A step
+        already running keeps the hook it was started with.
         """
         if self._ahead is not None and self._ahead.is_busy:
             self.is_stalled = False
@@ -261,21 +262,21 @@ class Engine:
         return self._roster.take_failures()
 
     def fail_all(self, error: MooncakeError, request_ids: Iterable[str] | None = None) -> None:
-        """End these sequences (or all that run or wait) with ``error``: their step cannot be done.
+        """End these sequences (or all that run or wait) with ``error``: their step is impossible.
 
-        Blocks that others may be reading or filling stay until ``release`` or ``abort``, as after a good end.
+        Blocks that others may be reading or filling stay until ``release`` or ``abort``, as after a normal end.
         """
         wanted = None if request_ids is None else set(request_ids)
         self._give_up_ahead()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             is_meant = wanted is None or sequence.request_id in wanted
-            if is_meant and sequence.state in UNDER_WAY:  # else it ended with another beam of its search
+            if is_meant and sequence.state in UNDER_WAY:  # otherwise it ended with another beam of its search
                 self._break_off(sequence)
                 self._tell_end(sequence, error)
-        self._roster.close_lost()  # answers that were to begin with the step
+        self._roster.close_lost()  # answers that would have started with the step
 
     def match(self, keys: list[BlockKey]) -> int:
-        """How many leading blocks need not be computed; from any thread, where it is only a hint."""
+        """How many leading blocks need not be computed; from other threads only a hint."""
         return self._scheduler.blocks.match(keys)
 
     def drop_cached(self) -> None:
@@ -284,7 +285,7 @@ class Engine:
         self.block_pool.drop_cached()
 
     def load(self) -> EngineLoad:
-        """A snapshot, from any thread; numbers may be one step apart from each other."""
+        """A snapshot, from any thread; numbers may be one step apart."""
         running, waiting, pool = list(self._scheduler.running), list(self._scheduler.waiting), self.block_pool
         return EngineLoad(
             running=len(running),
@@ -308,7 +309,7 @@ class Engine:
         )
 
     def _settle(self, plan: StepPlan) -> None:
-        """Do what a plan has decided already, whether or not its step succeeds."""
+        """Apply decisions of a plan that hold whether or not its step succeeds."""
         self.is_stalled = not (plan.entries or plan.inherited or plan.failures or plan.has_preempted or self._outputs)
         self._copy_blocks(plan.copies)
         self._not_announced += plan.admissions
@@ -345,7 +346,7 @@ class Engine:
         beams = rows_of(ends.beams, logits)
         if batch.reuse is None and not plan.inherited:
             self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
-        elif batch.reuse is not None:  # no measure of other steps
+        elif batch.reuse is not None:  # not comparable with other steps
             self._num_blended_tokens += batch.reuse.num_tokens
         finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
         failed = (entry.sequence for entry in plan.entries if entry.sequence.failure is not None)
@@ -360,8 +361,8 @@ class Engine:
                 self._give_out(self._searches.grow(search, search.take_candidates()))
 
     def _inherit(self, entries: list[StepEntry], hook: StepHook) -> None:
-        """Own layers of tokens that have another model's KV in the others. It counts whatever becomes of the step: who
-        cannot have the rest starts over."""
+        """Compute our own layers of tokens with another model's KV. This stands even if the step fails: a sequence
+        that cannot have the rest starts over."""
         assert isinstance(self._model, RecomputingModel) and self.config.own_layers is not None
         batch, _ = self._batches.build(entries)
         self._model.recompute(self.config.own_layers, batch, self.cache.tensor, hook, hidden_of(entries))
@@ -370,7 +371,7 @@ class Engine:
             entry.sequence.num_computed = entry.end
 
     def _draw(self, ends: Ends, logits: torch.Tensor) -> list[Sequence]:
-        """A token for each answer, more where guesses come true. Returns those whose last token it was, or that cannot
+        """Draw one token per answer, more where guesses are right. Returns the sequences that end with it, or cannot
         have it."""
         is_whole = ends.rows == list(range(logits.shape[0]))
         tokens = self._sampler.sample(logits if is_whole else logits[ends.rows], ends.answers) if ends.answers else []
@@ -385,7 +386,7 @@ class Engine:
     def _take_tokens(
         self, answers: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
     ) -> list[Sequence]:
-        """Returns those whose last token it was, or that cannot have it."""
+        """Returns the sequences that end with their token, or cannot have it."""
         finished: list[Sequence] = []
         for sequence, (token_id, logprob) in zip(answers, tokens, strict=True):
             if sequence.failure is not None:
@@ -398,18 +399,18 @@ class Engine:
         return finished
 
     def _take_started(self, plan: StepPlan, tokens: list[int], num_tokens: int) -> list[Sequence]:
-        """Likewise, of a step that was started and is done."""
+        """Likewise, for a step that was started and is done."""
         self._advance(plan, num_tokens)
         return self._take_tokens([entry.sequence for entry in plan.entries], zip(tokens, repeat(None)))
 
     def _give_up_ahead(self) -> None:
-        """Nothing is under way any more; what it would have given is computed again, where it is still wanted."""
+        """Discard the running step; its tokens are computed again where still wanted."""
         if self._ahead is not None:
             self._ahead.give_up()
 
     def _confirm(self, sequence: Sequence, draft: list[int], logits: torch.Tensor, has_ended: bool) -> bool:
-        """Draw on as long as what is drawn was guessed: ``logits`` [≥ k, V] are those after each guess. Returns
-        whether the sequence ends with it."""
+        """Continue drawing as long as the draws match the guesses: ``logits`` [≥ k, V] follow each guess. Returns
+        whether the sequence ends."""
         num_accepted = 0
         ends = False
         for place, guess in enumerate(draft):
@@ -428,8 +429,8 @@ class Engine:
         return ends
 
     def _answers_of(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence, and when its prompt has just been computed for several answers, the others. They hold
-        nothing yet."""
+        """The sequence, and, if its prompt has just been computed for several answers, the other answers, which have
+        no blocks yet."""
         if sequence.has_forked:
             return [sequence]
         sequence.has_forked = True
@@ -438,13 +439,13 @@ class Engine:
         return [sequence, *others]
 
     def _hand_on(self, sequence: Sequence, row: torch.Tensor) -> Sequence:
-        """Another engine goes on with the search of this prompt."""
+        """Another engine continues the beam search of this prompt."""
         token = first_candidates(sequence, row)
         self._outputs.append(grown(sequence, token.token_id, token.logprob, FinishReason.LENGTH))
         return sequence
 
     def _give_out(self, found: list[StepOutput]) -> None:
-        """All answers of a search that is over, or nothing."""
+        """Output all answers of a search that is over; otherwise nothing."""
         if found:
             self._outputs += found
             self._roster.close(found[0].request_id)
@@ -462,7 +463,7 @@ class Engine:
                 hook.admitted(sequence, admission.to_load)
 
     def _advance(self, plan: StepPlan, num_tokens: int) -> None:
-        """The step succeeded: its KV counts."""
+        """The step succeeded: its KV is valid."""
         self._num_computed_tokens += num_tokens
         block_tokens = self.config.block_tokens
         for sequence, first, count, num_draft in plan.entries:
@@ -474,7 +475,7 @@ class Engine:
                 self._scheduler.blocks.give_up(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
-        """Let others share the blocks that are full now."""
+        """Let others share the blocks that are now full."""
         sequence.extend_keys(self.config.block_tokens)
         end = max(sequence.num_sealed, sequence.num_shareable // self.config.block_tokens)
         self._scheduler.blocks.seal(sequence, end)
@@ -486,7 +487,7 @@ class Engine:
         elif sequence.state is SequenceState.FINISHED:  # with another beam of its search
             return
         else:
-            if isinstance(sequence.failure, NotFinite):  # what its blocks hold may be why
+            if isinstance(sequence.failure, NotFinite):  # the content of its blocks may be the cause
                 self._scheduler.blocks.discard(sequence)
             self._tell_end(sequence, sequence.failure)
         if sequence.hold_blocks:
@@ -495,7 +496,7 @@ class Engine:
             self._retire(sequence)
 
     def _end(self, sequence: Sequence, error: MooncakeError) -> None:
-        """It will not get its last token (or has it, when it is held: then nobody is told)."""
+        """It ends without its last token (or has it, if held: then nobody is told)."""
         if sequence.state is SequenceState.FINISHED:  # with another beam of its search
             return
         was_held = sequence.state is SequenceState.HELD
@@ -513,7 +514,7 @@ class Engine:
         self._roster.fail(sequence.root_id, error)
 
     def _break_off(self, sequence: Sequence) -> None:
-        """It ends before its time; blocks that others may be reading or filling stay."""
+        """It ends early; blocks that others may be reading or filling stay."""
         if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
             self._scheduler.finish(sequence, hold=True)
         else:

@@ -1,4 +1,4 @@
-"""What may enter an engine: a sequence, or the first tokens of one, is refused here before it could break a step."""
+"""Checks at the engine's entrance: a sequence, or its first tokens, is refused here before it could break a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Gate:
         self._guides = guides
 
     def check(self, sequence: Sequence) -> None:
-        """Also cuts its length to the context. Raises InvalidRequest, ContextTooLong."""
+        """Also limits its length to the context. Raises InvalidRequest, ContextTooLong."""
         if sequence.state is not SequenceState.WAITING:
             raise InternalError(f"sequence {sequence.request_id} is {sequence.state} already")
         if int(sequence.tokens.max()) >= self._vocab_size:
@@ -35,7 +35,7 @@ class Gate:
         sequence.limit_length(self._max_model_len)
 
     def check_first_tokens(self, sequence: Sequence, tokens: Rows[SampledToken]) -> None:
-        """Raises InvalidRequest when its answers cannot begin with them."""
+        """Raises InvalidRequest when its answers cannot begin with these tokens."""
         expected = 1 if sequence.has_forked else sequence.sampling.num_answers
         if len(tokens) != expected:
             raise InvalidRequest(f"{len(tokens)} first tokens came for {expected} answers to {sequence.root_id}")

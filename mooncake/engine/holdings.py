@@ -1,14 +1,14 @@
-"""Which sequence holds which blocks: it is given them, shares them, may write into them, and gives them back.
+"""Which sequence holds which blocks: allocation, sharing, copy on write, and release.
 
-Between the block pool, which knows numbers, and the scheduler, which knows turns. Pure. It must not know who runs next
-or who has to give way: where there is no room it says so, and nothing has changed. Copies that bytes need are noted as
-pairs (from, to), in order; numbers behind the cache's blocks are places of the swap space.
+It sits between the block pool, which knows numbers, and the scheduler, which knows whose turn it is. Pure. It does not
+decide who runs next or who is preempted: if there is no room it says so, and nothing has changed. Required copies of
+blocks are recorded as pairs (from, to), in order; numbers above the cache's blocks are places of the swap space.
 
-A block is a page for each group of layers (``page_groups``), and each group has a table of its own. Groups that see a
-window have pages for that and for what the next step can write, and move along page for page: a prompt that has begun
-mostly lacks none. It does when a page that it gives up is still held by another one; whoever was let in last shares
-his pages with nobody, so he gets on, and the others after him. In the table of such a group, what is before
-``first_held`` is no page any more.
+A block is one page per group of layers (``page_groups``), and each group has its own table. Groups with a sliding
+window have pages for the window and for what the next step can write, and advance page by page, so a prompt that has
+started usually lacks none. It does lack one when a page it gives up is still held by another sequence. The sequence
+admitted last shares its pages with nobody, so it can advance, and then the others. In the table of such a group,
+entries before ``first_held`` are not pages any more.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NO_PAGE = -1
 
 
 class Holdings:
-    """The block tables of sequences, and what is kept of those that have none for now."""
+    """The block tables of sequences, and the swapped blocks of preempted ones."""
 
     def __init__(
         self,
@@ -37,32 +37,32 @@ class Holdings:
         groups: PageGroups = UNIFORM,
         most_at_once: int = 1,
     ) -> None:
-        """``most_at_once``: tokens of one sequence in a step."""
+        """``most_at_once``: maximum tokens of one sequence in a step."""
         self.pool = pool
         self.groups = groups
         self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens), groups.num_groups)
         self.swap = SwapSpace(pool.num_blocks, num_places)
-        self.num_swapped = 0  # blocks that were kept while their sequences were preempted
-        self.num_forks = 0  # sequences that began over blocks of another one
-        self.num_shared = 0  # full blocks, which they will never copy
-        self.num_copies = 0  # of blocks, because someone else would have seen a write
+        self.num_swapped = 0  # blocks kept while their sequences were preempted
+        self.num_forks = 0  # sequences that started with blocks of another one
+        self.num_shared = 0  # full blocks, which forks never copy
+        self.num_copies = 0  # on write, of blocks that others see
         self._block_tokens = pool.block_tokens
         self._most_at_once = most_at_once
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
-        """Pages without which it cannot be computed."""
+        """The fewest pages it can be computed with."""
         return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
         has_columns = self._num_blocks(sequence) <= self.tables.ids.shape[1]
         return has_columns and self.num_needed(sequence) <= self.pool.num_blocks
 
-    # To have blocks
+    # Allocation
 
     def match(self, keys: list[BlockKey]) -> int:
-        """Length of the longest leading run of blocks behind which a sequence can go on: groups that see everything
-        have all of it, those with a window its last blocks."""
+        """Length of the longest leading run of blocks after which a sequence can continue: groups that see
+        everything need all of it, those with a window its last blocks."""
         count = len(keys)
         for group, window in enumerate(self.groups.windows):
             if not window:
@@ -72,8 +72,8 @@ class Holdings:
         return self.groups.border(count, lambda g, i: self.pool.has(page_key(keys[i], g)), self._block_tokens)
 
     def num_usable(self, sequence: Sequence, spare: int) -> int:
-        """How many leading blocks need not be computed if they are cached. The last token is, whatever is cached: into
-        a copy of its block, if there is room for one beside ``spare`` blocks."""
+        """How many leading blocks need not be computed if they are cached. The last token always is computed: if
+        everything is cached, into a copy of its block, if there is room for one beside ``spare`` blocks."""
         sequence.extend_keys(self._block_tokens)
         if sequence.is_scoring:
             return 0
@@ -84,8 +84,8 @@ class Holdings:
         return usable if has_room else usable - 1
 
     def num_ready(self, sequence: Sequence, num_cached: int, usable: int) -> int:
-        """Tokens that it need not compute once it has its blocks, of which so many are cached and ``usable`` may be
-        filled from elsewhere."""
+        """Tokens that it need not compute once it has its blocks, of which ``num_cached`` are cached and ``usable``
+        may be loaded from elsewhere."""
         if sequence.swapped is not None:
             ready = max(num_cached * self._block_tokens, sequence.swapped.num_tokens)
         else:
@@ -94,19 +94,19 @@ class Holdings:
 
     def num_cached(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
         """How many of its first ``usable`` blocks are cached; None when there is no room for the others beside
-        ``spare`` blocks. ``num_ready``: tokens that it will not compute, whatever is cached."""
+        ``spare`` blocks. ``num_ready``: tokens it will not compute, whatever is cached."""
         num_cached = self.match(sequence.block_keys[:usable])
         ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
         return num_cached if self._has_room(sequence, num_cached, ready, spare) else None
 
     def give(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
-        """Tables for all its tokens; returns as ``num_cached`` how many of its blocks are filled."""
+        """Tables for all its tokens; returns how many of its blocks are filled, like ``num_cached``."""
         num_cached = self.num_cached(sequence, usable, spare, num_ready)
         if num_cached is None:
             return None
         ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
         tables, spans = [], self._spans(sequence, num_cached, ready)
-        for group, span in enumerate(spans):  # all that is cached first: what is allocated is evicted somewhere
+        for group, span in enumerate(spans):  # take all cached ones first: allocating evicts
             keys = self._keys(sequence, group, span, num_cached)
             tables.append([_NO_PAGE] * span.start + self.pool.take_prefix(keys, len(keys)))
         for table, span in zip(tables, spans, strict=True):
@@ -115,7 +115,7 @@ class Holdings:
         return num_cached
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """``child``, whose tokens but the last ``parent`` has computed, gets the blocks of those tokens too."""
+        """``child`` gets the blocks of all its tokens but the last; ``parent`` has computed them."""
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
         tables = [table[: -(-child.num_computed // self._block_tokens)] for table in parent.tables]
         num_full = child.num_computed // self._block_tokens
@@ -133,17 +133,17 @@ class Holdings:
         pairs = zip(sequence.tables, sequence.first_held, strict=True)
         return [page for table, first in pairs for page in table[first:]]
 
-    # To write into them
+    # Writing
 
     def needs_copy(self, sequence: Sequence, position: int) -> bool:
-        """Whether someone else would see a write there."""
+        """Whether a write there would be visible to others."""
         index = position // self._block_tokens
         return any(self.pool.needs_copy(page) for table in sequence.tables for page in table[index : index + 1])
 
     def make_writable(self, sequence: Sequence, position: int, copies: Copies) -> bool:
-        """See to it that ``position`` can be written: a block is there, and nobody else would see the write.
+        """Make sure that ``position`` can be written: a block exists, and nobody else would see the write.
 
-        False when that takes more pages than there are.
+        False when there are too few pages for that.
         """
         index = position // self._block_tokens
         needs_copy = self.pool.needs_copy
@@ -175,7 +175,7 @@ class Holdings:
         sequence.num_sealed = end
 
     def give_up(self, sequence: Sequence) -> None:
-        """Give pages back that no token to come will see, and have as many behind them while the prompt needs some."""
+        """Release pages that no later token sees, and allocate as many new ones while the prompt needs some."""
         for group in self._windowed:
             table, first = sequence.tables[group], sequence.first_held[group]
             last_seen_from = min(sequence.num_computed - 1, sequence.kept_from)
@@ -188,16 +188,16 @@ class Holdings:
         self._foresee(sequence)
 
     def covered(self, sequence: Sequence, end: int) -> int:
-        """Of its tokens before ``end``, those for which it has pages, or is given some that are left."""
+        """How many of its tokens before ``end`` have pages, allocating available ones."""
         for group in self._windowed:
             self._extend(sequence, group, -(-end // self._block_tokens))
             end = min(end, len(sequence.tables[group]) * self._block_tokens)
         return end
 
-    # To have them no longer
+    # Release
 
     def roll_back(self, sequence: Sequence) -> None:
-        """Take blocks back that only wrong guesses needed."""
+        """Release blocks that only wrong guesses needed."""
         needed = -(-sequence.num_computed // self._block_tokens)
         for table in sequence.tables:
             if needed < len(table):
@@ -212,7 +212,7 @@ class Holdings:
             sequence.row = -1
 
     def take_back(self, sequence: Sequence) -> None:
-        """All that it holds but what is swapped out. Idempotent."""
+        """Release everything it holds except what is swapped out. Idempotent."""
         self.take_row(sequence)
         tables, firsts = sequence.tables, sequence.first_held
         sequence.tables, sequence.first_held, sequence.block_table = [], [], []
@@ -220,15 +220,15 @@ class Holdings:
             self.pool.release(table[first:])
 
     def discard(self, sequence: Sequence) -> None:
-        """Nobody finds its blocks any more."""
+        """Remove its blocks from the prefix cache."""
         for group in range(self.groups.num_groups):
             for key in sequence.block_keys[: sequence.num_sealed]:
                 self.pool.discard(page_key(key, group) if group else key)
 
-    # To have them later
+    # Swapping
 
     def swap_out(self, victim: Sequence, copies: Copies) -> None:
-        """Keep what it has computed, if there is room and copying is cheaper than computing it again."""
+        """Keep what it has computed, if there is room and copying is cheaper than recomputing."""
         end = -(-victim.num_computed // self._block_tokens)
         filled = [range(first, end) for first in victim.first_held]
         num_pages = sum(map(len, filled))
@@ -240,7 +240,7 @@ class Holdings:
             copies += zip(pages, places, strict=True)
 
     def swap_in(self, sequence: Sequence, copies: Copies) -> None:
-        """Back into its new blocks, but for those that were found in the cache."""
+        """Copy back into its new blocks, except those found in the cache."""
         if sequence.swapped is not None:
             places = iter(sequence.swapped.places)
             for table, first, span in zip(sequence.tables, sequence.first_held, sequence.swapped.spans, strict=True):
@@ -255,15 +255,15 @@ class Holdings:
             self.swap.give_back(sequence.swapped.places)
             sequence.swapped = None
 
-    # Parts of these
+    # Helpers
 
     def _num_blocks(self, sequence: Sequence) -> int:
-        """Of all its tokens."""
+        """For all its tokens."""
         return -(-sequence.num_tokens // self._block_tokens)
 
     def _spans(self, sequence: Sequence, num_cached: int, num_ready: int) -> list[range]:
-        """The blocks of which each group has pages to begin with, when ``num_ready`` tokens need not be computed. Those
-        that are cached may be somebody else's, and come on top."""
+        """The blocks of which each group initially needs pages, when ``num_ready`` tokens need not be computed.
+        Cached ones may be shared, and are added."""
         num_blocks, spans = self._num_blocks(sequence), []
         for group in range(self.groups.num_groups):
             first = self.groups.first_page(group, num_ready, self._block_tokens)
@@ -273,14 +273,14 @@ class Holdings:
         return spans
 
     def _extend(self, sequence: Sequence, group: int, num_blocks: int) -> None:
-        """Have pages for so many blocks, if there are enough."""
+        """Allocate pages up to this many blocks, if there are enough."""
         table = sequence.tables[group]
         for page in self.pool.allocate(min(max(num_blocks - len(table), 0), self.pool.num_available)):
             table.append(page)
             self.tables.put(sequence.row, len(table) - 1, page, group)
 
     def _keys(self, sequence: Sequence, group: int, span: range, num_cached: int) -> list[BlockKey]:
-        """Of its cached pages in the span."""
+        """Keys of its cached pages in the span."""
         keys = sequence.block_keys[span.start : min(num_cached, span.stop)]
         return [page_key(key, group) for key in keys] if group else keys
 
@@ -291,7 +291,7 @@ class Holdings:
             found = len(range(span.start, min(num_cached, span.stop)))
             left -= len(span) - found
             cached += found
-        if left < cached:  # those that nobody holds are part of what is available
+        if left < cached:  # those in no block table count as available
             left -= sum(self.pool.num_idle(self._keys(sequence, g, span, num_cached)) for g, span in enumerate(spans))
         return left >= 0
 
@@ -303,7 +303,7 @@ class Holdings:
         self._foresee(sequence)
 
     def _foresee(self, sequence: Sequence) -> None:
-        """When ``give_up`` is due."""
+        """Compute when ``give_up`` is due."""
         sequence.gives_up_at = min(
             (
                 (sequence.first_held[group] + 1) * self._block_tokens + self.groups.windows[group]

@@ -1,4 +1,4 @@
-"""One engine with everything that a node needs around it: model, paged cache, thread, measured steps, events.
+"""One engine with everything that a node needs around it: model, paged cache, thread, step times, events.
 
 Both compute roles build on it; what differs between them (where KV comes from and goes to) stays in their own packages.
 It knows nothing of gRPC calls, hand-offs or the pool.
@@ -23,6 +23,7 @@ from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
@@ -45,12 +46,12 @@ MAX_SAMPLES = 256  # measured steps kept between two heartbeats
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """How large a node's paged cache is, and so how long a sequence may get."""
+    """The size of a node's paged cache, and the sequence length that follows from it."""
 
     layout: KVLayout  # of a page
-    num_blocks: int  # pages
+    num_blocks: int  # number of pages
     max_model_len: int  # tokens
-    groups: PageGroups = UNIFORM  # whose pages make up a block
+    groups: PageGroups = UNIFORM  # a block is one page of each
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +59,8 @@ class CachePlan:
 
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CachePlan:
-    """Raises ConfigError when not even two blocks fit into ``kv_gb``, or more is asked for than the model reads."""
+    """Raises ConfigError when fewer than two blocks fit into ``kv_gb``, or the configured context exceeds the
+    model's."""
     groups = config.page_groups(checkpoint.config)
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
@@ -74,7 +76,7 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
 
 
 class StepSamples:
-    """Measured steps since the last report: the raw material of the conductor's cost model. Thread-safe."""
+    """Measured steps since the last report: the input of the conductor's cost model. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +85,7 @@ class StepSamples:
         self._transfer: deque[pb.TransferSample] = deque(maxlen=MAX_SAMPLES)
 
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
-        """A step counts when it is of one kind: one prefill chunk alone, or decodes alone."""
+        """A step counts if it is of one kind: a single prefill chunk, or decodes only."""
         chunks = plan.entries
         if plan.inherited or any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
             return
@@ -109,12 +111,12 @@ class StepSamples:
 
 
 class NodeHook:
-    """The hook of a role, with steps timed and block events published around it."""
+    """A role's hook, with step times and block events published around it."""
 
     def __init__(self, inner: StepHook, samples: StepSamples, publish: Callable[[], None]) -> None:
         self.admitted = inner.admitted
         self.before_layer = inner.before_layer
-        self.num_layers = 0  # that steps have come to
+        self.num_layers = 0  # layers reached by steps, in total
         self._inner = inner
         self._samples = samples
         self._publish = publish
@@ -158,7 +160,7 @@ class EngineHost:
         self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
         self._checkpoint = checkpoint
         self.variant = self._read_variant()
-        self.counters: Counter[str] = Counter()  # that roles keep, for heartbeats
+        self.counters: Counter[str] = Counter()  # kept by roles, for heartbeats
         self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
@@ -170,9 +172,9 @@ class EngineHost:
         self.thread: EngineThread
 
     async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
-        """Load the model, lay the cache or its mirror over ``buffer`` (or own memory), measure a few steps, be ready.
+        """Load the model, place the cache or its mirror in ``buffer`` (or its own memory), and measure a few steps.
 
-        Raises ModelError for weights that cannot be loaded, ConfigError for a device that is not there.
+        Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
         """
         self._loop = asyncio.get_running_loop()
         self._failure = self._loop.create_future()
@@ -180,47 +182,58 @@ class EngineHost:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
-        plan = self.plan
-        num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
-        size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
-        backend = await asyncio.to_thread(self._backend, size, buffer)
-        drafter = None
-        if self._section.draft_model:
-            drafter = await asyncio.to_thread(
-                draft_on,
-                self.device,
-                self._section.draft_model,
-                self.config.model.dtype,
-                size,
-                self._checkpoint.config.vocab_size,
-                self._section.speculative_tokens,
-                self._section.chunk_tokens,
-            )
+        backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
+        drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self._close_backend = backend.close
-        config = EngineConfig(
-            block_tokens=self.config.block.tokens,
-            chunk_tokens=self._section.chunk_tokens,
-            tbt_limit_ms=self._section.tbt_limit_ms,
-            speculative_tokens=self._section.speculative_tokens,
-            max_sequences=self._section.max_sequences,
-            max_model_len=self.plan.max_model_len,
-            own_layers=self.variant.layers if self.variant else None,
-            groups=self.plan.groups,
-        )
-        self.engine = Engine(backend.model, backend.cache, config, self._guides, drafter)
+        self.engine = Engine(backend.model, backend.cache, self._engine_config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         node_hook = NodeHook(hook, self.samples, self._publish_events)
         self.thread = EngineThread(self.engine, node_hook)
         if timeout_s := self.config.node.step_timeout_s:
             self._watch = asyncio.create_task(self._watch_steps(node_hook, timeout_s), name="watch steps")
+        self._log_ready(time.monotonic() - started_s)
+
+    @property
+    def _cache_size(self) -> CacheSize:
+        plan, section = self.plan, self._section
+        num_places = int(section.swap_gb * 1e9) // plan.layout.block_bytes
+        return CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, section.max_sequences)
+
+    @property
+    def _engine_config(self) -> EngineConfig:
+        section = self._section
+        return EngineConfig(
+            block_tokens=self.config.block.tokens,
+            chunk_tokens=section.chunk_tokens,
+            tbt_limit_ms=section.tbt_limit_ms,
+            speculative_tokens=section.speculative_tokens,
+            max_sequences=section.max_sequences,
+            max_model_len=self.plan.max_model_len,
+            own_layers=self.variant.layers if self.variant else None,
+            groups=self.plan.groups,
+        )
+
+    def _drafter(self) -> DraftModel:
+        section = self._section
+        return draft_on(
+            self.device,
+            section.draft_model,
+            self.config.model.dtype,
+            self._cache_size,
+            self._checkpoint.config.vocab_size,
+            section.speculative_tokens,
+            section.chunk_tokens,
+        )
+
+    def _log_ready(self, seconds: float) -> None:
         log.info(
             "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
             self.device,
-            time.monotonic() - started_s,
+            seconds,
             self._precision.weights,
             self.plan.num_blocks,
             self.config.block.tokens,
@@ -230,7 +243,7 @@ class EngineHost:
         )
 
     async def stop(self) -> None:
-        """Also of one that has not, or not quite, started."""
+        """Also after ``start`` failed or was not called."""
         if self._watch is not None:
             self._watch.cancel()
         if hasattr(self, "thread"):
@@ -238,14 +251,14 @@ class EngineHost:
         await asyncio.to_thread(self._close_backend)
 
     async def wait_broken(self) -> MooncakeError:
-        """Return the error once the engine cannot go on, or a process that computes for it has died: then this node
-        cannot either."""
+        """Return the error once the engine is broken, or a process that computes for it has died: then this node is
+        too."""
         ends: list[asyncio.Future[MooncakeError]] = [asyncio.wrap_future(self.thread.broken), self._failure]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()
 
     async def prepare(self, sampling: SamplingParams) -> None:
-        """Do outside of the engine's thread what would hold its steps up. Raises InvalidRequest."""
+        """Do outside the engine's thread what would delay its steps. Raises InvalidRequest."""
         if sampling.guide is not None:
             await asyncio.to_thread(self._guides.compile, sampling.guide)
 
@@ -256,7 +269,7 @@ class EngineHost:
         return chunk_seed(self.fingerprint, salt)
 
     def encode(self, text: str) -> TokenIds:
-        """Loads the tokenizer; for the start of a node."""
+        """Loads the tokenizer; for use while a node starts."""
         return self._checkpoint.load_tokenizer().encode(text)
 
     @property
@@ -264,7 +277,7 @@ class EngineHost:
         return self._checkpoint.config.hidden_size
 
     def layout_with(self, keep_hidden: tuple[int, ...]) -> KVLayout:
-        """Of the blocks of a node like this one that keeps those layers' inputs. Raises ConfigError."""
+        """The block layout of a node like this one that keeps those layers' inputs. Raises ConfigError."""
         return self._checkpoint.kv_layout(self.config.block.tokens, self._precision.kv_dtype, keep_hidden)
 
     def sequence(
@@ -284,9 +297,9 @@ class EngineHost:
         adapter_start: int = 0,
         is_chunk: bool = False,
     ) -> Sequence:
-        """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on; ``is_chunk``:
-        its blocks are named as a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when it can never run here.
-        """
+        """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on;
+        ``is_chunk``: its blocks get the names of a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when
+        it can never run here."""
         return Sequence(
             request_id,
             tokens,
@@ -304,7 +317,7 @@ class EngineHost:
         )
 
     def load(self) -> pb.Load:
-        """A snapshot for a heartbeat; numbers may be one step apart from each other."""
+        """A snapshot for a heartbeat; numbers may be one step apart."""
         load = self.engine.load()
         return pb.Load(
             running=load.running,
@@ -348,8 +361,8 @@ class EngineHost:
         )
 
     async def _watch_steps(self, hook: NodeHook, timeout_s: float) -> None:
-        """Give the engine up when a layer of a step takes longer than any step may. Time in which this process itself
-        stood still does not count."""
+        """Declare the engine broken when a layer of a step takes longer than any step may. Time in which this
+        process itself was stopped does not count."""
         every_s, looks, before = min(timeout_s / 4, 1.0), 0, (-1, -1)
         while looks * every_s < timeout_s:
             await asyncio.sleep(every_s)
@@ -360,7 +373,7 @@ class EngineHost:
         self.thread.give_up(why)
 
     def _tell_failure(self, error: MooncakeError) -> None:
-        """From any thread."""
+        """Called on any thread."""
 
         def tell() -> None:
             if not self._failure.done():
@@ -379,14 +392,14 @@ class EngineHost:
         return profile
 
     def _publish_events(self) -> None:
-        """On the engine's thread, to the event log on the event loop."""
+        """From the engine's thread to the event log on the event loop."""
         if events := self.engine.block_pool.take_events():
             self._loop.call_soon_threadsafe(self.events.append, events)
 
     def _warm_up(self) -> None:
-        """Run a few real steps: the first samples of the cost model, and the libraries' one-time work out of the way.
+        """Run a few real steps: they give the cost model its first samples, and get the libraries' one-time work done.
 
-        Under a chain seed that no request has, so that nothing can hit what it leaves in the cache, and dropped after.
+        Under a chain seed that no request has, so that nothing can hit what it leaves in the cache; dropped afterwards.
         """
         block_tokens = self.config.block.tokens
         longest = min(self.plan.max_model_len, self.plan.num_blocks * block_tokens) - 8

@@ -1,6 +1,6 @@
-"""Tokens whose KV another model has computed, but for some layers: those are computed here, from its hidden states.
+"""Tokens with another model's KV, except in some layers: those are computed here, from that model's hidden states.
 
-Pure bookkeeping: it must not know keys, the pool or how the states came here.
+Pure bookkeeping: it knows neither keys, the pool nor how the states got here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStates:
-    """Of a sequence's tokens from ``first`` on: ``blocks`` [N, block_tokens, hidden], there when a step needs them."""
+    """Hidden states of a sequence's tokens from ``first`` on: ``blocks`` [N, block_tokens, hidden], valid when a
+    step needs them."""
 
     first: int
     blocks: torch.Tensor
@@ -30,7 +31,7 @@ class HiddenStates:
 
 
 def hidden_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
-    """Of a step's inherited tokens, in the order of its batch; None where they begin with embeddings."""
+    """Those of a step's inherited tokens, in the order of its batch; None if their layers begin with the embeddings."""
     parts = [
         entry.sequence.hidden.window(entry.first, entry.end) for entry in entries if entry.sequence.hidden is not None
     ]

@@ -1,9 +1,9 @@
 """The memory of a paged cache: one tensor ``[blocks, layers, K|V, kv_heads, block_tokens, head_dim]`` over one buffer.
 
-The last axis has 4 more elements in a cache of int8 codes, which are the bytes of the row's scale.
+With int8 codes the last axis has 4 more elements, the bytes of the row's scale.
 
-The buffer may be a registered segment that other processes write into. Blocks of preempted sequences may be kept in
-places apart. It must not know which block is whose.
+The buffer may be a registered segment that other processes write into. Blocks of preempted sequences are kept in
+separate places. It does not know which block is whose.
 
 Nodes move blocks through a ``Mirror``: host memory that stands for the cache. On a CPU that is the cache itself; on a
 GPU (``device_cache``) bytes are copied between the two.
@@ -24,29 +24,29 @@ from mooncake.types import KVLayout
 
 
 class Arrival(Protocol):
-    """A copy of blocks, made or on its way."""
+    """A copy of blocks, finished or in progress."""
 
     def wait(self) -> None:
         """Block until the bytes are there."""
 
     def order(self) -> None:
-        """Have what this thread starts on the device from now on come after the copy; the thread itself goes on."""
+        """Order what this thread starts on the device from now on after the copy; the thread itself does not wait."""
 
 
 class Mirror(Protocol):
     """A cache's blocks as other nodes see them: ``memory`` is ``[num_blocks, block_bytes]`` uint8 in host memory.
 
-    The two methods bring its blocks and the cache's into line, all layers or one. They may be called from any thread.
+    The two methods synchronise its blocks with the cache's, in all layers or one. They may be called from any thread.
     """
 
     memory: npt.NDArray[np.uint8]
 
     def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
-        """What this thread has computed so far of these blocks, to ``memory``."""
+        """Copy what this thread has computed so far of these blocks to ``memory``."""
         ...
 
     def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
-        """What ``memory`` holds of these blocks, to the cache. Nobody else touches them there meanwhile."""
+        """Copy these blocks from ``memory`` to the cache. Nobody else may touch them there meanwhile."""
         ...
 
 
@@ -63,15 +63,16 @@ HERE: Arrival = _Here()
 
 
 class KVCache:
-    """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes, so
-    it is its own ``Mirror``."""
+    """``tensor`` for the model and ``memory`` (``[num_blocks, block_bytes]`` uint8) for transfers: the same bytes,
+    so it is its own ``Mirror``."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, buffer: memoryview | None = None, num_places: int = 0
     ) -> None:
-        """Lays the cache over ``buffer``, or over zeroed memory of its own. Raises ConfigError when it does not fit.
+        """Places the cache in ``buffer``, or in zeroed memory of its own. Raises ConfigError when it does not fit.
 
-        ``num_places`` more blocks lie apart, in ordinary memory: ``copy_block`` knows them by the numbers that follow.
+        ``num_places`` more blocks are in separate, ordinary memory: ``copy_block`` knows them by the numbers that
+        follow.
         """
         self.layout = layout
         self.num_blocks = num_blocks
@@ -103,8 +104,8 @@ class KVCache:
 
 
 def _own_memory(num_bytes: int) -> memoryview:
-    """Zeroed, aligned to pages, and taken from the system only as it is touched. Raises ConfigError."""
-    try:  # private: most systems have no large pages for memory that is shared
+    """Zeroed, page-aligned, and committed only when touched. Raises ConfigError."""
+    try:  # private: most systems have no huge pages for shared memory
         area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
         raise ConfigError(f"the system does not give {num_bytes / 1e9:.1f} GB: lower kv_gb or swap_gb") from None

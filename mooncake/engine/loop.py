@@ -1,7 +1,7 @@
-"""The thread that owns an engine: it runs what others ask of it, steps while there is work, and hands the tokens out.
+"""The thread that owns an engine: it runs calls from other threads, steps while there is work, and delivers tokens.
 
-No error ends it silently: a load that failed is computed instead, any other failure of a step ends the sequences that
-run or wait, and each of them is told. When that fails too the engine is broken: the thread ends, and says so.
+No error ends it silently: a failed load is computed instead; any other failure of a step ends the running and waiting
+sequences with that error. If that fails too the engine is broken: the thread ends, and reports it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class EngineThread:
 
     def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
         self.engine = engine
-        self.broken: Future[MooncakeError] = Future()  # why nobody can use the engine any more, once that is so
-        self.is_idle = True  # it waits to be asked for something
-        self.num_done = 0  # steps, and calls
+        self.broken: Future[MooncakeError] = Future()  # resolves with the reason once the engine is unusable
+        self.is_idle = True  # waiting for calls
+        self.num_done = 0  # steps and calls
         self._ending = "the engine is stopping"
         self._hook = hook
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
-        self._gate = threading.Lock()  # between asking and stopping
+        self._gate = threading.Lock()  # between posting calls and stopping
         self._is_stopping = self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -77,11 +77,11 @@ class EngineThread:
         self.call(add).add_done_callback(refused)
 
     def listen(self, request_id: str, on_output: OnOutput) -> None:
-        """Have the tokens of a sequence that was not added here (a reserved one), before it starts."""
+        """Receive the tokens of a sequence that was not added here (a reserved one); call it before it starts."""
         self._listeners[request_id] = on_output
 
     def drop(self, request_id: str) -> Future[None]:
-        """Nobody listens to the request any more: whatever is left of it ends."""
+        """Nobody listens to the request any more: end what is left of it."""
 
         def drop(engine: Engine) -> None:
             self._listeners.pop(request_id, None)
@@ -90,7 +90,7 @@ class EngineThread:
         return self.call(drop)
 
     def give_up(self, why: str) -> None:
-        """The step under way will not end: the engine is broken, and whoever waits for it is told so."""
+        """The current step will not end: declare the engine broken, and tell everyone who waits for it."""
         with self._gate:
             self._is_stopping = self._is_given_up = True
         self._break(why)
@@ -102,7 +102,7 @@ class EngineThread:
         self._tell_all()
 
     def stop(self) -> None:
-        """Return once the thread has ended, or was given up; every sequence still here ends with NodeUnavailable.
+        """Return once the thread has ended or was given up; every sequence still here ends with NodeUnavailable.
         Idempotent."""
         with self._gate:
             self._is_stopping = True
@@ -116,7 +116,7 @@ class EngineThread:
             self._serve_calls(wait=False)
             self.engine.fail_all(NodeUnavailable(self._ending))
             self._publish([])
-        except BaseException as error:  # of the engine's own books: nothing that it says can be trusted
+        except BaseException as error:  # the engine's own state is broken: its results cannot be trusted
             log.critical("the engine is broken", exc_info=True)
             with self._gate:
                 self._is_stopping = True
@@ -142,7 +142,7 @@ class EngineThread:
                 call, _ = self._calls.get_nowait()
 
     def _step(self) -> bool:
-        """False when there is nothing to do until someone asks for something."""
+        """Returns False when there is nothing to do until the next call."""
         if not self.engine.has_work:
             self._publish([])
             self._drop_stale_listeners()
@@ -177,7 +177,7 @@ class EngineThread:
                 self._listeners.pop(output.request_id, None)
 
     def _drop_stale_listeners(self) -> None:
-        """Of sequences that someone listened for and that never started."""
+        """Listeners of sequences that never started."""
         for request_id in list(self._listeners):
             if not self.engine.is_open(request_id):
                 self._listeners.pop(request_id, None)

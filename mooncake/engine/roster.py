@@ -1,6 +1,6 @@
-"""Who is in an engine: its sequences by id, how many answers of each request are still to end, and who ended badly.
+"""The sequences in an engine: by id, with the number of answers each request still expects, and those that failed.
 
-It keeps account and decides nothing. It must not know about blocks, steps or tokens.
+It keeps accounts and decides nothing. It knows nothing of blocks, steps or tokens.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from mooncake.errors import MooncakeError
 
 
 class Roster:
-    """A request enters with one answer to end; forks of it join as answers or beams."""
+    """A request enters with one expected answer; its forks join as answers or beams."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, Sequence] = {}
-        self._open: Counter[str] = Counter()  # by request: its answers that have neither ended nor failed
+        self._open: Counter[str] = Counter()  # by request: answers that have neither ended nor failed
         self._failures: list[tuple[str, MooncakeError]] = []
 
     def __contains__(self, request_id: str) -> bool:
@@ -33,12 +33,12 @@ class Roster:
         return [sequence for sequence in self._sequences.values() if sequence.root_id == root_id]
 
     def enter(self, sequence: Sequence) -> None:
-        """A new request."""
+        """Add a new request."""
         self.join(sequence)
         self.expect(sequence.root_id, 1)
 
     def join(self, fork: Sequence) -> None:
-        """Another sequence of a request that is here, or was: its answer is counted by ``expect``, if it is one."""
+        """Add another sequence of a request that is, or was, here. If it is an answer, ``expect`` counts it."""
         self._sequences[fork.request_id] = fork
 
     def leave(self, sequence: Sequence) -> None:
@@ -48,7 +48,7 @@ class Roster:
         self._open[root_id] += num_answers
 
     def is_open(self, root_id: str) -> bool:
-        """Whether some answer of the request is still to end."""
+        """Whether some answer of the request has not ended."""
         return root_id in self._open
 
     def close(self, root_id: str) -> None:
@@ -58,17 +58,17 @@ class Roster:
             del self._open[root_id]
 
     def fail(self, root_id: str, error: MooncakeError) -> None:
-        """One answer of the request has ended, without its last token."""
+        """One answer of the request has ended without its last token."""
         self.close(root_id)
         self._failures.append((root_id, error))
 
     def withdraw(self, sequence: Sequence) -> None:
-        """As if it had never entered, however far it came."""
+        """As if it had never entered, however far it got."""
         self._sequences.pop(sequence.request_id, None)
         self._open.pop(sequence.root_id, None)
 
     def close_lost(self) -> None:
-        """Answers of requests that have no sequence here any more will not end."""
+        """End answers of requests that have no sequence here any more."""
         here = {sequence.root_id for sequence in self._sequences.values()}
         for root_id in self._open.keys() - here:
             del self._open[root_id]

@@ -1,14 +1,14 @@
-"""Steps of decodes, each started before the one before it is collected: the device computes while the host prepares.
+"""Starts each step of decodes before the previous one is collected: the device computes while the host prepares.
 
 Positions, slots and block tables of a decode step are known before its tokens are, and the device has those itself. So
-while a model that can start steps computes step n, step n + 1 is planned and started; then n is collected. Sequences
-that certainly end with n are left out of n + 1. One that turns out to have ended has a token of it computed in vain.
+while step n is computed, step n + 1 is planned and started; then n is collected. Sequences certain to end with n are
+left out of n + 1; for one that ends unexpectedly, one token is computed in vain.
 
-A step under way holds every block that it touches: a sequence that leaves meanwhile, however it does, leaves it a
-reference to its blocks, and what the step drew for it is ignored. So sequences may come and go between two steps, and
-blocks be given to anybody, without waiting for the device.
+A running step holds a reference to every block that it touches: a sequence that leaves meanwhile, for whatever reason,
+leaves its blocks to the step, and the token drawn for it is ignored. So sequences may come and go between two steps,
+and blocks be given to anybody, without waiting for the device.
 
-It must not know how steps are computed, or what becomes of tokens.
+It knows neither how steps are computed nor what happens to tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
 
-ON_HOST = -1  # a token that the batch has itself
+ON_HOST = -1  # the batch has the token itself
 
 
 @dataclass(slots=True)
@@ -33,16 +33,16 @@ class _UnderWay:
     entries: list[StepEntry]
     hook: StepHook
     step: StartedStep
-    started_s: float  # monotonic; or when the step before ended, if that was later
+    started_s: float  # monotonic; when the previous step ended, if that was later
     kept: list[list[int]] = field(default_factory=list)  # blocks of sequences that have left
 
     def plan(self) -> StepPlan:
-        """For those that have not left."""
+        """The plan without sequences that have left."""
         return StepPlan([entry for entry in self.entries if entry.sequence.state is SequenceState.RUNNING])
 
 
 class RunAhead:
-    """At most one step is under way between two calls."""
+    """At most one step is running between two calls."""
 
     def __init__(
         self,
@@ -54,9 +54,9 @@ class RunAhead:
         take: Callable[[StepPlan, list[int], int], list[Sequence]],
         complete: Callable[[Sequence], None],
     ) -> None:
-        """``take`` is told a step's plan, its tokens and how many were computed, and returns whose last token it was;
-        ``complete`` has such a sequence leave."""
-        self.num_steps = 0  # started before the one before was collected
+        """``take`` gets a step's plan, its tokens and how many were computed, and returns the sequences that end
+        with theirs; ``complete`` removes such a sequence."""
+        self.num_steps = 0  # steps started before the previous one was collected
         self._model = model
         self._cache = cache
         self._scheduler = scheduler
@@ -69,11 +69,11 @@ class RunAhead:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is under way: then ``go_on`` is next, whatever else there is to do."""
+        """Whether a step is running: then ``go_on`` must be called next, whatever else there is to do."""
         return self._under_way is not None
 
     def takes(self, plan: StepPlan, hook: StepHook) -> bool:
-        """Whether a step can be started. Its hook must have begun it."""
+        """Whether the plan can be started. The hook must have begun it."""
         return (
             len(plan.entries) <= self._model.most_started
             and not hook.wants_layers
@@ -86,9 +86,9 @@ class RunAhead:
         self.go_on()
 
     def go_on(self) -> None:
-        """Start the step after the one under way, if it is known already, and collect that one.
+        """Start the step after the running one, if it is known already, and collect the running one.
 
-        When that fails nothing is under way any more, and sequences whose tokens were not taken are as they were.
+        On failure nothing is running any more, and sequences whose tokens were not taken are unchanged.
         """
         current, self._under_way = self._under_way, None
         assert current is not None
@@ -103,7 +103,7 @@ class RunAhead:
             raise
 
     def leave(self, sequence: Sequence) -> None:
-        """Its blocks are about to be given back: the step under way keeps them, if it may touch them."""
+        """Its blocks are about to be released: the running step keeps them, if it may touch them."""
         step = self._under_way
         if step is not None and sequence.block_table and any(entry.sequence is sequence for entry in step.entries):
             held = self._scheduler.blocks.held(sequence)
@@ -111,7 +111,7 @@ class RunAhead:
             step.kept.append(held)
 
     def give_up(self) -> None:
-        """Wait for what is under way. Nobody wants its tokens any more."""
+        """Wait for the running step and discard its tokens."""
         if self._under_way is not None:
             self._give_up(self._under_way)
             self._under_way = None
@@ -136,8 +136,8 @@ class RunAhead:
         return self._start(entries, newest, current.hook)
 
     def _next_entries(self, current: _UnderWay) -> tuple[list[StepEntry], list[int]]:
-        """The decodes of the step after ``current``, and the row of that one which draws the token of each. None when
-        it may hold anything else."""
+        """The decodes of the step after ``current``, and the row of ``current`` that draws each one's token. None
+        when that step may contain anything else."""
         rows = {id(entry.sequence): row for row, entry in enumerate(current.entries)}
         entries: list[StepEntry] = []
         newest: list[int] = []
@@ -145,7 +145,7 @@ class RunAhead:
         for sequence in running:
             row = rows.get(id(sequence), ON_HOST)
             if row != ON_HOST:
-                if sequence.num_left > 1:  # else it certainly ends with the token that is drawn now
+                if sequence.num_left > 1:  # otherwise it certainly ends with the token being drawn
                     entries.append(StepEntry(sequence, sequence.num_tokens, 1))
                     newest.append(row)
             elif sequence.is_decoding and not sequence.is_parked and _is_drawn_on_device(sequence):
@@ -183,7 +183,7 @@ class RunAhead:
                 following.hook.begin_step(following.plan())
 
     def _give_up(self, step: _UnderWay) -> None:
-        with suppress(Exception):  # why it failed is known already, or nobody asks
+        with suppress(Exception):  # the failure is already known, or nobody asks
             step.step.tokens()
         self._give_back(step)
 
@@ -193,7 +193,7 @@ class RunAhead:
 
 
 def _is_drawn_on_device(sequence: Sequence) -> bool:
-    """Whether only its newest token is to compute, and the next one follows from logits and a random number alone."""
+    """Whether only its newest token is to be computed, and the next one depends only on logits and a random number."""
     return (
         sequence.num_computed + 1 == sequence.num_tokens
         and not sequence.is_loading

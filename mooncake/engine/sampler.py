@@ -1,12 +1,11 @@
 """From logits to tokens: bias, penalties, temperature, truncation, and one draw by (seed, position).
 
-A row's token depends on that row, its sequence and nothing else. The steps are those of vLLM: bias, repetition then
-frequency and presence penalties; what is forbidden by the guide, ``allowed_token_ids``, ``min_tokens`` and
-``bad_words``; temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits. No step sorts the
-vocabulary.
+A row's token depends only on that row and its sequence. The steps are those of vLLM: bias, repetition then frequency
+and presence penalties; tokens forbidden by the guide, ``allowed_token_ids``, ``min_tokens`` and ``bad_words``;
+temperature, min-p, top-k, top-p. Log-probabilities are those of the raw logits. No step sorts the vocabulary.
 
-Truncation keeps every token at or above a threshold, so that ties are all kept. The draw inverts the cumulative
-distribution in the order of token ids, in float64.
+Truncation keeps every token at or above a threshold, so ties are all kept. The draw inverts the cumulative distribution
+in the order of token ids, in float64.
 """
 
 from __future__ import annotations
@@ -30,28 +29,27 @@ from mooncake.types import SamplingParams, TokenLogprob
 
 Row = npt.NDArray[np.float32]  # [V]
 
-RUN = 256  # tokens; a draw looks at the sums of runs first
-# How many of the most likely tokens top-p looks at first; eight times as many each time that they do not suffice.
+RUN = 256  # tokens; a draw searches the sums of such runs first
+# How many of the most likely tokens top-p looks at first; eight times as many whenever they do not suffice.
 FIRST_CANDIDATES = 256
 
 _IS_PLAIN, _NUM_TOKENS = attrgetter("is_plain"), attrgetter("num_tokens")
 
 
 class Sampler:
-    """Without state of its own: what it needs to remember of a sequence stays with the sequence."""
+    """Stateless: what it remembers of a sequence is kept in the sequence."""
 
     def __init__(self, guides: Guides | None = None, kernels: Kernels | None = None) -> None:
-        """``guides`` knows the vocabulary of answers that have to follow a guide. ``kernels`` choose the way to
-        compute, not the result."""
+        """``guides`` knows the vocabulary for guided answers. ``kernels`` affect the speed, not the result."""
         self._guides = guides
         kernels = kernels or choose_kernels()
         self._library = kernels if isinstance(kernels, CpuKernels) else None
 
     def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of each sequence, from ``logits`` [R, V] float32, which stay as they are.
+        """The next token of each sequence, from ``logits`` [R, V] float32, which are not modified.
 
-        One whose guide fails, or whose logits are not finite, gets its ``failure`` instead: the token that is drawn for
-        it means nothing.
+        A sequence whose guide fails, or whose logits are not finite, gets its ``failure`` set; its token is
+        meaningless.
         """
         is_plain = all(map(_IS_PLAIN, sequences))
         edited = {} if is_plain else self._edits(logits, sequences)
@@ -83,7 +81,7 @@ class Sampler:
     def score(
         self, logits: torch.Tensor, rows: Rows[int], token_ids: Rows[int], num_tops: Rows[int]
     ) -> list[TokenLogprob]:
-        """``token_logprob`` after each of these rows of ``logits`` [R, V] float32; NaN where a row is not finite."""
+        """``token_logprob`` for each of these rows of ``logits`` [R, V] float32; NaN where a row is not finite."""
         if self._library is None:
             given = zip(rows, token_ids, num_tops, strict=True)
             return [token_logprob(logits[row].numpy(), token_id, num_top) for row, token_id, num_top in given]
@@ -94,7 +92,7 @@ class Sampler:
         ]
 
     def _edits(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> dict[int, Row]:
-        """The rows to which a request adds something, by their places."""
+        """Rows that a request modifies, by index."""
         return {
             place: self._edited(logits[place].numpy(), sequence)
             for place, sequence in enumerate(sequences)
@@ -102,7 +100,7 @@ class Sampler:
         }
 
     def _edited(self, raw: Row, sequence: Sequence) -> Row:
-        """With what the request adds to the model's opinion; ``raw`` itself when that is nothing at this place."""
+        """The row with the request's modifications; ``raw`` itself if there are none at this position."""
         sampling = sequence.sampling
         logits = edit_logits(raw, sequence) if sampling.logit_bias or sampling.needs_history else raw
         if sampling.guide is not None:
@@ -114,7 +112,7 @@ class Sampler:
         return _without(logits, _ends_of_bad_words(sequence)) if sampling.bad_words else logits
 
     def _guided(self, logits: Row, sequence: Sequence) -> Row:
-        """Only what the guide allows after the answer so far."""
+        """Mask what the guide does not allow after the answer so far."""
         assert sequence.sampling.guide is not None
         if self._guides is None:
             raise InternalError("this engine does not know the vocabulary that a guide needs")
@@ -124,21 +122,21 @@ class Sampler:
                 memory.guide_state = self._guides.state(sequence.sampling.guide)
             memory.guide_state.follow(sequence.tokens[sequence.num_prompt :])
             allowed = memory.guide_state.allowed()
-        except InvalidRequest as error:  # the other sequences of the step have nothing to do with it
+        except InvalidRequest as error:  # must not affect the other sequences of the step
             sequence.failure = error
             return logits
         return np.where(allowed, logits, np.float32(-np.inf))
 
 
 def _most_likely(logits: Row) -> int:
-    """The first of the largest, -1 when that is not finite. Two passes that numpy vectorises are faster than its
-    argmax, and 6 times torch's."""
+    """The first maximum, -1 when it is not finite. Two passes that numpy vectorises are faster than its argmax, and
+    6 times as fast as torch's."""
     best = logits.max()
     return int((logits == best).argmax()) if np.isfinite(best) else -1
 
 
 def keep_draw(sequence: Sequence) -> bytes:
-    """How its tokens are chosen, as the library takes it: the same at each of its steps."""
+    """How its tokens are chosen, in the library's form: the same at each step."""
     sampling = sequence.sampling
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
     sequence.draw = DRAW.pack(temperature, sampling.top_p, sampling.min_p, max(0, sampling.top_k), sampling.seed)
@@ -146,8 +144,8 @@ def keep_draw(sequence: Sequence) -> bytes:
 
 
 def _chosen(rows: list[Row], sequences: Rows[Sequence]) -> list[int]:
-    """The definition of what the library does faster. A draw takes one uniform number, by the seed and the position
-    that the token will have."""
+    """The reference for what the library does faster. A draw takes one uniform number, by the seed and the token's
+    position."""
     seeds = np.array([sequence.sampling.seed for sequence in sequences], np.uint64)
     draws = uniforms(seeds, np.array([sequence.num_tokens for sequence in sequences], np.uint64))
     return [
@@ -169,9 +167,9 @@ def _drawn(row: Row, sampling: SamplingParams, draw: float) -> int:
 
 
 def _passes(weights: npt.NDArray[np.float64], target: float) -> tuple[int, float]:
-    """The first place where the cumulative weight is above ``target``, and what of ``target`` is left there.
+    """The first place where the cumulative weight exceeds ``target``, and the part of ``target`` left there.
 
-    Rounding can put the target beyond the end; then it is the last place that has any weight.
+    Rounding can put the target beyond the end; then it is the last place with any weight.
     """
     cumulative = np.cumsum(weights)
     place = int(np.searchsorted(cumulative, target, side="right"))
@@ -180,7 +178,7 @@ def _passes(weights: npt.NDArray[np.float64], target: float) -> tuple[int, float
     return place, target - (float(cumulative[place - 1]) if place else 0.0)
 
 
-# Edits: what the request adds to the model's opinion
+# Edits: the request's modifications of the logits
 
 
 def edit_logits(raw: Row, sequence: Sequence) -> Row:
@@ -194,7 +192,7 @@ def edit_logits(raw: Row, sequence: Sequence) -> Row:
     return logits
 
 
-# What forbids every token that is left forbids none: an answer that cannot go on in any way would be an error of ours.
+# Constraints that would forbid every remaining token forbid none: an answer that cannot continue would be our error.
 
 
 def _only(logits: Row, token_ids: npt.NDArray[np.int64]) -> Row:
@@ -212,7 +210,7 @@ def _without(logits: Row, token_ids: list[int]) -> Row:
 
 
 def _ends_of_bad_words(sequence: Sequence) -> list[int]:
-    """The last tokens of those whose others the answer ends with."""
+    """The last tokens of those bad words whose other tokens the answer ends with."""
     bad_words = sequence.sampling.bad_words
     longest = max(map(len, bad_words)) - 1
     answer = sequence.tokens[max(sequence.num_prompt, sequence.num_tokens - longest) :].tolist()
@@ -247,7 +245,7 @@ def _allowed(sequence: Sequence) -> npt.NDArray[np.int64]:
 
 
 class _History:
-    """Which tokens came before (prompt and answer), and how often each came in the answer."""
+    """Which tokens came before (prompt and answer), and the count of each in the answer."""
 
     def __init__(self, vocab_size: int) -> None:
         self.seen = np.zeros(vocab_size, np.bool_)
@@ -301,9 +299,9 @@ def distribution(logits: Row, sampling: SamplingParams) -> tuple[npt.NDArray[np.
 
 
 def _top_p_threshold(logits: Row, threshold: float, best: float, sampling: SamplingParams) -> float:
-    """The logit of the last token of the smallest set whose share reaches ``top_p``, most likely first.
+    """The logit of the last token of the smallest set whose probability reaches ``top_p``, most likely first.
 
-    Almost always a few hundred tokens hold that share, so only they are sorted.
+    A few hundred tokens almost always suffice, so only they are sorted.
     """
     survivors = logits if threshold == -np.inf else logits[logits >= threshold]
     wanted = sampling.top_p * _weights(survivors, best, sampling.temperature).sum()
@@ -330,7 +328,7 @@ def _weights(logits: Row, best: float, temperature: float) -> npt.NDArray[np.flo
 
 
 def token_logprob(raw: Row, token_id: int, num_top: int) -> TokenLogprob:
-    """Of ``token_id`` and of the ``num_top`` most likely tokens, from the raw logits; equals go by their ids. NaN and
+    """For ``token_id`` and the ``num_top`` most likely tokens, from the raw logits; ties are ordered by id. NaN and
     none when the largest is not finite."""
     best = float(raw.max())
     if not math.isfinite(best):

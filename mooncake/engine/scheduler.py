@@ -1,9 +1,9 @@
-"""What the next step computes: decodes first, then chunks of prompts, within the blocks that there are.
+"""What the next step computes: decodes first, then chunks of prompts, within the available blocks.
 
-Pure: it moves sequences and block numbers and returns a plan. It must not know about torch, clocks, tokens' meaning or
-the hook. Lower priorities come first, then earlier arrivals. When blocks run out, the sequence whose turn comes last
-gives its own back and computes them again later; the first one always gets on, so there is no livelock. A long prompt
-leaves half of a step's budget to prompts behind it, if they can use it.
+Pure: it moves sequences and block numbers and returns a plan. It knows nothing of torch, clocks, the tokens' meaning or
+the hook. Lower priorities come first, then earlier arrivals. When blocks run out, the sequence last in order is
+preempted: it releases its blocks and is recomputed later. The first one always advances, so there is no livelock. A
+long prompt leaves half of a step's budget to prompts after it, if they can use it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey
 
-MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves room for
-HEADROOM = 100  # one block in so many stays free at admission while others run, so that they can grow
+MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves budget for
+HEADROOM = 100  # one block in this many stays free at admission while others run, so that they can grow
 
 
 class StepEntry(NamedTuple):
     """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
 
-    The last ``num_draft`` of them are guesses, which may turn out wrong. (There is one a sequence and step: the loops
-    over them take it apart as the tuple that it is.)
+    The last ``num_draft`` of them are guesses, which may be wrong. (A tuple, because there is one per sequence and
+    step, and loops unpack it.)
     """
 
     sequence: Sequence
@@ -44,7 +44,7 @@ class StepEntry(NamedTuple):
 
     @property
     def scored(self) -> range:
-        """Places of the prompt whose logits are wanted too: they tell how likely the next token of the prompt was."""
+        """Prompt positions whose logits are wanted too, to score the prompt's next token."""
         if not self.sequence.is_scoring:
             return range(0)
         return range(self.first, min(self.end, self.sequence.num_prompt - 1))
@@ -61,8 +61,8 @@ class Admission:
 @dataclass(slots=True)
 class StepPlan:
     """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else, in
-    order; numbers behind the cache's blocks are places of the swap space. The tokens of ``inherited`` are computed in
-    some layers alone, before the others."""
+    order; numbers above the cache's blocks are places of the swap space. The tokens of ``inherited`` are computed
+    only in some layers, before the others."""
 
     entries: list[StepEntry] = field(default_factory=list)
     inherited: list[StepEntry] = field(default_factory=list)
@@ -85,15 +85,15 @@ class Scheduler:
         num_places: int = 0,
         groups: PageGroups = UNIFORM,
     ) -> None:
-        """``chunk_tokens``: most prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of preempted
-        sequences that can be kept."""
+        """``chunk_tokens``: maximum prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of
+        preempted sequences that can be kept."""
         self.pool = pool
         self._budget = chunk_tokens or max_model_len
         self.blocks = Holdings(pool, max_sequences, max_model_len, num_places, groups, self._budget)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # whose turn comes first, first; the queue as well
-        self.propose: Callable[[Sequence], list[int]] | None = None  # guesses what follows
-        self.drafts = False  # whether to ask it
+        self.running: list[Sequence] = []  # in order of turn, like the queue
+        self.propose: Callable[[Sequence], list[int]] | None = None  # returns guesses of what follows
+        self.drafts = False  # whether to call it
         self.num_preemptions = 0
         self._block_tokens = pool.block_tokens
         self._num_groups = groups.num_groups
@@ -102,7 +102,7 @@ class Scheduler:
         self._splits_prompts = chunk_tokens > 0
         self._arrivals = 0
 
-    # Coming and going
+    # Arrival and departure
 
     def add(self, sequence: Sequence) -> None:
         """Raises Overloaded when too many wait already, OutOfBlocks when it can never fit."""
@@ -113,14 +113,14 @@ class Scheduler:
         self._wait(sequence)
 
     def withdraw(self, sequence: Sequence) -> None:
-        """As if it had never been added, however far ``add`` came."""
+        """As if it had never been added, however far ``add`` got."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def reserve(self, sequence: Sequence) -> int:
         """Give it blocks for all its tokens, without running it. Returns how many leading ones are filled already.
 
-        Raises OutOfBlocks when there is no room now; it has to make way for sequences that wait for their blocks back.
+        Raises OutOfBlocks when there is no room now; preempted sequences waiting for blocks go first.
         """
         self._check_fits_at_all(sequence)
         if not self.blocks.tables.has_room:
@@ -142,9 +142,10 @@ class Scheduler:
         self._run(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """``child``, whose tokens but the last the running ``parent`` has computed, shares the blocks of those tokens.
+        """``child`` shares the blocks of all its tokens but the last, which the running ``parent`` has computed.
 
-        When too many run, or the parent was put back, it waits for its turn, and finds then what of it is cached.
+        If too many sequences run, or the parent was preempted, the child waits for its turn, and then uses what is
+        cached.
         """
         child.arrival = parent.arrival
         if not self.blocks.tables.has_room or parent.state is not SequenceState.RUNNING:
@@ -178,9 +179,9 @@ class Scheduler:
     # The step
 
     def plan(self, budget_beside: Callable[[int], int] | None = None) -> StepPlan:
-        """Moves sequences between the queues and hands out blocks, but computes nothing: a plan may be abandoned.
+        """Moves sequences between the queues and allocates blocks, but computes nothing: a plan may be abandoned.
 
-        ``budget_beside`` says how many prompt tokens may be computed beside so many decodes.
+        ``budget_beside`` returns how many prompt tokens may be computed beside this many decodes.
         """
         plan = StepPlan()
         self._plan_decodes(plan)
@@ -205,14 +206,15 @@ class Scheduler:
                 plan.entries.append(StepEntry(sequence, place, 1 + num_draft, num_draft))
 
     def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
-        """Put guesses behind its tokens, as many as there is room for without taking any from others; how many."""
+        """Append guesses to its tokens, as many as there is room for without taking any from others. Returns how
+        many."""
         if self.propose is None or sequence.sampling.beam_search is not None or sequence.num_left < 2:
             return 0
         draft = self.propose(sequence)[: sequence.num_left - 1]
         if not draft:
             return 0
         held = len(sequence.block_table) * self._block_tokens
-        free = self.pool.num_available - len(self.running) * self._num_groups  # each of which may need one
+        free = self.pool.num_available - len(self.running) * self._num_groups  # each running sequence may need one
         room = held + max(free, 0) // self._num_groups * self._block_tokens - sequence.num_tokens
         draft = draft[: max(room, 0)]
         sequence.write_draft(draft)
@@ -221,7 +223,7 @@ class Scheduler:
         return len(draft)
 
     def make_room(self, entries: list[StepEntry]) -> bool:
-        """See to it that these tokens can be written, unless someone would have to give a block back or copy one."""
+        """Make sure that these tokens can be written. False if that would take a preemption or a copy."""
         new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.num_writable]
         if len(new) * self._num_groups > self.pool.num_available:
             return False
@@ -232,9 +234,9 @@ class Scheduler:
         return True
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
-        """The next part of running prompts, each in its turn. Returns the rest of the budget (tokens).
+        """The next chunk of running prompts, in order of turn. Returns the rest of the budget (tokens).
 
-        Each leaves up to half of what it finds to those behind it: they are often short.
+        Each leaves up to half of what it finds to those after it, which are often short.
         """
         if len(plan.entries) == len(self.running):  # all are past their prompts
             return budget
@@ -250,7 +252,7 @@ class Scheduler:
         return budget
 
     def _use_up(self, plan: StepPlan, first_chunk: int, budget: int) -> None:
-        """What nobody behind could use goes to the prompts that left it."""
+        """Budget left over by later prompts goes back to the prompts that left it."""
         if not self._splits_prompts:
             return
         for index in range(first_chunk, len(plan.entries)):
@@ -264,10 +266,10 @@ class Scheduler:
                 budget -= more
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """Plan as much of the sequence as the budget and the grid allow; returns how many tokens.
+        """Plan as much of the sequence as the budget and the grid allow. Returns how many tokens.
 
-        A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that the same
-        prompt is cut at the same places whatever else runs. Only a budget below one block makes it end elsewhere.
+        A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that a prompt
+        is always cut at the same places, whatever else runs. Only a budget below one block makes it end elsewhere.
         """
         first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
         if first in sequence.inherits:
@@ -279,18 +281,18 @@ class Scheduler:
                 return 0
             count = aligned if aligned > 0 else count
         count = self.blocks.covered(sequence, first + count) - first
-        if count <= 0:  # pages of its windows are lacking: who was let in after it goes on, and leaves some
+        if count <= 0:  # it lacks pages of its windows; sequences admitted later advance, and free some
             return 0
         entries.append(StepEntry(sequence, first, count))
         return count
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
-        """Let in whom there is room for. Returns the rest of the budget."""
+        """Admit sequences there is room for. Returns the rest of the budget."""
         while self.blocks.tables.has_room and budget > 0:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
                 break
-            if not self.blocks.can_ever_hold(sequence):  # it grew, was preempted, and fits no more
+            if not self.blocks.can_ever_hold(sequence):  # it grew, was preempted, and no longer fits
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
                 continue
@@ -298,14 +300,14 @@ class Scheduler:
             if admission is None:
                 break
             planned = self._plan_chunk(sequence, budget, plan)
-            if planned == 0:  # not within what is left of this step
+            if planned == 0:  # exceeds the rest of this step's budget
                 self._take_blocks_back(sequence)
                 break
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
             self.blocks.swap_in(sequence, plan.copies)
-            if sequence.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is somebody's, too
+            if sequence.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
                 self._make_writable(sequence, sequence.num_computed, plan)
             plan.admissions.append(admission)
             budget -= planned
@@ -313,7 +315,7 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        """Whether the next plan may let somebody in, or tell that he never fits."""
+        """Whether the next plan may admit a sequence, or report that it never fits."""
         sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
         if sequence is None or not self.blocks.tables.has_room:
             return False
@@ -349,7 +351,7 @@ class Scheduler:
         sequence.num_computed = sequence.num_sealed = 0
         sequence.is_loading = False
 
-    # Who gives way
+    # Preemption
 
     @property
     def _headroom(self) -> int:
@@ -357,7 +359,7 @@ class Scheduler:
         return -(-self.pool.num_blocks // HEADROOM) if self.running else 0
 
     def _make_writable(self, sequence: Sequence, position: int, plan: StepPlan) -> bool:
-        """As ``Holdings.make_writable``, with others giving way. False when the sequence itself had to."""
+        """Like ``Holdings.make_writable``, preempting others. False when the sequence itself was preempted."""
         while not self.blocks.make_writable(sequence, position, plan.copies):
             victim = self._victim(sequence)
             self._preempt(victim, plan)
@@ -366,12 +368,12 @@ class Scheduler:
         return True
 
     def _victim(self, asking: Sequence) -> Sequence:
-        """Whose turn comes last, of those whose blocks nobody else writes or reads; the one who asks if need be."""
+        """The last in order whose blocks nobody else reads or writes; ``asking`` itself if there is no other."""
         movable = (s for s in reversed(self.running) if not (s.is_loading or s.hold_blocks))
         return next(movable, asking)
 
     def _make_parked_give_way(self, plan: StepPlan) -> None:
-        """Beams that wait for one of their own to be computed must not hold the blocks that it needs."""
+        """Beams that wait for another beam of theirs must not hold the blocks that it needs."""
         parked = next((sequence for sequence in reversed(self.running) if sequence.is_parked), None)
         if parked is not None:
             self._preempt(parked, plan)
@@ -384,7 +386,7 @@ class Scheduler:
         self.put_back(victim)
         plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
 
-    # Small things
+    # Helpers
 
     def _arrive(self, sequence: Sequence) -> None:
         self._arrivals += 1
@@ -409,7 +411,7 @@ class Scheduler:
 
 
 def _turn(sequence: Sequence) -> tuple[int, int]:
-    """Who comes first: lower priorities, then earlier arrivals."""
+    """The order of turns: lower priorities, then earlier arrivals."""
     return sequence.priority, sequence.arrival
 
 

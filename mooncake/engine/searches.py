@@ -1,7 +1,7 @@
-"""Beam searches under way in an engine: whose sequences compute which beams, and when a search can take its next step.
+"""The beam searches in an engine: which sequence computes which beam, and when a search can take its next step.
 
-What goes on and what is finished is decided by ``beams``; blocks are shared and given back by the engine, through the
-two functions that it passes. It must not know about steps, logits' origin or who waits for the answers.
+``beams`` decides what continues and what is finished; the engine shares and releases blocks, through the two functions
+that it passes. It knows neither steps, where logits come from nor who waits for the answers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Row = torch.Tensor  # logits [V] float32
 
 @dataclass(slots=True)
 class Search:
-    """The running beams of one request, the sequence of each, and what may follow those that are computed already."""
+    """The running beams of one request, the sequence of each, and the logits of those already computed."""
 
     beams: Beams
     sequences: list[Sequence]
-    prompt_logprobs: list[TokenLogprob] | None  # to be told with the first token
+    prompt_logprobs: list[TokenLogprob] | None  # reported with the first token
     rows: dict[str, Row] = field(default_factory=dict)  # by sequence
     num_branches: int = 0
 
@@ -37,7 +37,7 @@ class Search:
 
 
 class Searches:
-    """By request. One that ends gives its answers out and is forgotten."""
+    """By request. A search that ends outputs its answers and is forgotten."""
 
     def __init__(
         self,
@@ -45,20 +45,21 @@ class Searches:
         retire: Callable[[Sequence], None],
         break_off: Callable[[Sequence], None],
     ) -> None:
-        """``fork`` has sequences go on over the blocks of another one; ``retire`` takes a sequence's blocks back, and
-        so does ``break_off``, but for blocks that somebody else may still be filling."""
+        """``fork`` starts sequences from the blocks of another one; ``retire`` releases a sequence's blocks, and so
+        does ``break_off``, except for blocks that somebody else may still be filling."""
         self._fork = fork
         self._retire = retire
         self._break_off = break_off
         self._searches: dict[str, Search] = {}
 
     def begin(self, sequence: Sequence, candidates: list[Candidate]) -> list[StepOutput]:
-        """A search whose prompt was computed elsewhere, with the candidates that ``first_candidates`` gave there."""
+        """A search whose prompt was computed elsewhere, with the candidates that ``first_candidates`` returned
+        there."""
         return self.grow(self._search_of(sequence), candidates)
 
     def park(self, reached: list[tuple[Sequence, Row]]) -> list[Search]:
-        """These beams are computed to their ends, and what may follow is known. Returns the searches of which that is
-        now so for every beam; they may get there in different steps."""
+        """These beams are computed, and their logits known. Returns the searches that now have those of every beam;
+        beams of one search may get there in different steps."""
         searches: dict[str, Search] = {}
         for sequence, row in reached:
             search = searches[sequence.root_id] = self._search_of(sequence)
@@ -67,9 +68,9 @@ class Searches:
         return [search for search in searches.values() if len(search.rows) == len(search.sequences)]
 
     def grow(self, search: Search, candidates: list[Candidate]) -> list[StepOutput]:
-        """One token further: beams that continue the same one share its blocks, those that nobody continues end.
+        """Advance by one token: beams that continue the same one share its blocks; beams without continuation end.
 
-        Returns all that the search found, once it is over.
+        Returns everything the search found, once it is over.
         """
         going_on = search.beams.advance(candidates)
         if not going_on:
@@ -78,7 +79,7 @@ class Searches:
         continued: set[int] = set()
         for candidate in going_on:
             parent = old[candidate.beam]
-            if candidate.beam in continued:  # forks come before the parent itself goes on
+            if candidate.beam in continued:  # fork before the parent itself continues
                 search.num_branches += 1
                 search.sequences.append(parent.branch(search.num_branches, candidate.token_id))
             else:
@@ -97,7 +98,7 @@ class Searches:
         return []
 
     def drop(self, root_id: str) -> None:
-        """The request's search, if it has one, goes no further. Idempotent."""
+        """End the request's search, if it has one. Idempotent."""
         search = self._searches.pop(root_id, None)
         for sequence in search.sequences if search else ():
             if sequence.state in UNDER_WAY:
@@ -113,7 +114,7 @@ class Searches:
         return search
 
     def _end(self, search: Search) -> list[StepOutput]:
-        """All that it found comes out at once, best first."""
+        """Everything it found is output at once, best first."""
         first, scores = search.sequences[0], search.prompt_logprobs
         outputs: list[StepOutput] = []
         for choice, answer in enumerate(search.beams.finished):
@@ -127,7 +128,7 @@ class Searches:
 
 
 def rows_of(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[tuple[Sequence, Row]]:
-    """The row of each in ``logits`` [R, V]. One that has no best token there gets its ``failure`` instead, as from the
+    """Each beam's row of ``logits`` [R, V]. A beam without a best token there gets its ``failure`` set, as by the
     sampler."""
     rows: list[tuple[Sequence, Row]] = []
     for sequence, row in beams:
@@ -139,7 +140,7 @@ def rows_of(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[tup
 
 
 def first_candidates(sequence: Sequence, row: Row) -> SampledToken:
-    """What the engine that goes on with the search gets instead of a token: its first candidates, as log-probabilities
+    """What the engine that continues the search gets instead of a token: its first candidates, as log-probabilities
     of the best one."""
     count = num_candidates(sequence.sampling.n, len(sequence.stop_ids))
     best = best_candidates([row], [0.0], count)
@@ -148,5 +149,5 @@ def first_candidates(sequence: Sequence, row: Row) -> SampledToken:
 
 
 def handed_candidates(token: SampledToken) -> list[Candidate]:
-    """What ``first_candidates`` put into a token in another engine; empty when it did not."""
+    """What ``first_candidates`` put into a token in another engine; empty for ordinary tokens."""
     return [Candidate(0, token_id, score) for token_id, score in (token.logprob.top if token.logprob else ())]

@@ -1,7 +1,6 @@
-"""One request inside an engine: its tokens, its blocks, where it stands, and when it ends.
+"""One request inside an engine: its tokens, its blocks, its state, and when it ends.
 
-It must not know about torch, other sequences or the block pool: the scheduler gives it blocks, the engine appends
-tokens.
+It knows nothing of torch, other sequences or the block pool: the scheduler gives it blocks, the engine appends tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class SequenceState(StrEnum):
     WAITING = "waiting"  # has no blocks
     RESERVED = "reserved"  # has blocks that another engine is filling
     RUNNING = "running"  # has blocks and is part of the next steps
-    HELD = "held"  # is complete; its blocks are kept until ``release``
+    HELD = "held"  # complete; its blocks are kept until ``release``
     FINISHED = "finished"  # has no blocks and never will
 
 
@@ -51,45 +50,45 @@ ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to compute.
-    Layers that see a window keep of it what the next tokens see.
+    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to be computed.
+    Layers with a sliding window keep only what the next tokens see.
 
-    It is given the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len`` bounds
-    prompt plus answer (tokens); ``num_to_sample`` ends the sequence's stay in this engine after so many new tokens.
+    It is created with the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len``
+    limits prompt plus answer (tokens); ``num_to_sample`` ends the sequence in this engine after that many new tokens.
     Raises InvalidRequest, ContextTooLong.
     """
 
-    # What is asked for
+    # The request
 
     request_id: str
     given_tokens: InitVar[TokenIds]
     num_prompt: int
     sampling: SamplingParams
-    chain: Chain  # of its blocks' names
+    chain: Chain  # names its blocks
     _: KW_ONLY
     eos_ids: InitVar[tuple[int, ...]]
     max_model_len: InitVar[int]
     num_to_sample: InitVar[int | None] = None
     external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
-    inheritable_blocks: int = 0  # leading ones of which another model's KV can be, where there is none of this one
+    inheritable_blocks: int = 0  # leading ones available as another model's KV, where ours is missing
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
-    kept_from: int = NEVER  # what this token sees in a window is kept too
-    adapter: int = -1  # a place in the model's list of them; -1: none. It acts from token ``chain.start`` on
-    is_first_leg: bool = field(init=False)  # another engine goes on with it
+    kept_from: int = NEVER  # the window this token sees is kept too
+    adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on
+    is_first_leg: bool = field(init=False)  # another engine continues it
     edits_logits: bool = field(init=False)
-    is_plain: bool = field(init=False)  # whether the model's most likely token is all that it asks for
+    is_plain: bool = field(init=False)  # greedy, without anything else that a sampler does
     stop_ids: frozenset[int] = field(init=False)
 
     # Its tokens, prompt and answer
 
     num_tokens: int = field(init=False)
     last_token: int = field(init=False)
-    prompt_logprobs: list[TokenLogprob] | None = field(init=False)  # of its tokens but the first
+    prompt_logprobs: list[TokenLogprob] | None = field(init=False)  # of all tokens but the first
     _buffer: TokenIds = field(init=False)
-    _full_length: int = field(init=False)  # tokens, at which it ends in this engine
+    _full_length: int = field(init=False)  # tokens at which it ends in this engine
 
-    # Where it stands
+    # Its state
 
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # order of arrival in this engine
@@ -100,29 +99,29 @@ class Sequence:
     # Its blocks
 
     block_table: list[int] = field(default_factory=list, init=False)  # pages of the first group of layers
-    tables: list[list[int]] = field(default_factory=list, init=False)  # of every group, the first's among them
-    first_held: list[int] = field(default_factory=list, init=False)  # in each; what is before was given up
-    gives_up_at: int = field(default=NEVER, init=False)  # computed tokens at which a page is outside of its window
+    tables: list[list[int]] = field(default_factory=list, init=False)  # of every group, including the first
+    first_held: list[int] = field(default_factory=list, init=False)  # per group; earlier pages were given up
+    gives_up_at: int = field(default=NEVER, init=False)  # computed tokens at which a page leaves its window
     block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
     num_sealed: int = field(default=0, init=False)  # blocks
-    blend: Blend | None = field(default=None, init=False)  # KV of chunks of its prompt that is put together
-    num_exact: int | None = field(default=None, init=False)  # leading tokens whose KV was not put together; None: all
-    inherits: range = field(default=range(0), init=False)  # tokens that are computed in some layers alone
-    hidden: HiddenStates | None = field(default=None, init=False)  # which these layers begin with; None: embeddings
-    num_writable: int = field(default=0, init=False)  # tokens, of which the next needs no look whose its block is
-    is_loading: bool = field(default=False, init=False)  # blocks of the table are still on their way from elsewhere
+    blend: Blend | None = field(default=None, init=False)  # KV blended from chunks of its prompt
+    num_exact: int | None = field(default=None, init=False)  # leading tokens with KV of their own; None: all
+    inherits: range = field(default=range(0), init=False)  # tokens computed in some layers only
+    hidden: HiddenStates | None = field(default=None, init=False)  # the input of those layers; None: embeddings
+    num_writable: int = field(default=0, init=False)  # tokens; up to the block's end no check is needed
+    is_loading: bool = field(default=False, init=False)  # blocks of the table are still being loaded
     row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
-    swapped: Swapped | None = field(default=None, init=False)  # where its blocks wait while it has none
+    swapped: Swapped | None = field(default=None, init=False)  # where its blocks are while it is preempted
 
     # Its family: the answers to one prompt, or the beams of one search
 
-    root_id: str = field(init=False)  # of the request that asked for them
+    root_id: str = field(init=False)  # of the request
     choice: int = field(default=0, init=False)  # which of the answers this is
     is_beam: bool = field(init=False)
-    has_forked: bool = field(init=False)  # the others run on their own
-    is_parked: bool = field(default=False, init=False)  # computed to its end, and waits for its search's other beams
+    has_forked: bool = field(init=False)  # the other answers run on their own
+    is_parked: bool = field(default=False, init=False)  # computed, and waiting for its search's other beams
 
-    # What others keep here of it: the sampler, and who guesses tokens
+    # State kept here by others: the sampler, and the proposers of guesses
 
     draw: bytes = field(default=b"", init=False)
     sampler_memory: object = field(default=None, init=False)
@@ -177,12 +176,12 @@ class Sequence:
 
     @property
     def is_scoring(self) -> bool:
-        """Whether log-probabilities of its prompt are still to compute, for which every token has to be."""
+        """Whether log-probabilities of its prompt are still to be computed, for which every token must be."""
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
     def num_shareable(self) -> int:
-        """Leading computed tokens whose KV is what these tokens make, so that others may find it by their names."""
+        """Leading computed tokens with exact KV, which others may find by key."""
         return self.num_computed if self.num_exact is None else min(self.num_computed, self.num_exact)
 
     @property
@@ -192,12 +191,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether only its newest token is still to compute."""
+        """Whether only its newest token is still to be computed."""
         return self.num_computed == self.num_tokens - 1
 
     @property
     def must_go_on(self) -> bool:
-        """Whether ``min_tokens`` forbids the next token to end the answer."""
+        """Whether ``min_tokens`` forbids ending the answer with the next token."""
         return self.num_tokens - self.num_prompt < self.sampling.min_tokens
 
     def limit_length(self, max_model_len: int) -> None:
@@ -207,13 +206,13 @@ class Sequence:
         self._full_length = min(self._full_length, max_model_len)
 
     def move(self, state: SequenceState) -> None:
-        """Raises InternalError for a move that the table does not allow; nothing changes then."""
+        """Raises InternalError for a move that is not in the table; nothing changes then."""
         if state not in ALLOWED[self.state]:
             raise InternalError(f"sequence {self.request_id} cannot go from {self.state} to {state}")
         self.state = state
 
     def write_draft(self, draft: list[int]) -> None:
-        """Guesses behind its tokens, of which they are no part."""
+        """Write guesses after its tokens, without making them part of these."""
         end = self.num_tokens + len(draft)
         if end > len(self._buffer):
             self._grow_to(2 * end + 64)
@@ -224,7 +223,7 @@ class Sequence:
         self.failure = NotFinite("the model's logits are not finite")
 
     def window(self, first: int, end: int) -> TokenIds:
-        """Tokens ``first ≤ i < end``, guesses behind them included. A view."""
+        """Tokens ``first ≤ i < end``, including guesses after them. A view."""
         return self._buffer[first:end]
 
     def _grow_to(self, size: int) -> None:
@@ -233,7 +232,7 @@ class Sequence:
         self._buffer = grown
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Add a generated token; why the sequence ends with it, if it does."""
+        """Add a generated token. Returns why the sequence ends with it, if it does."""
         place = self.num_tokens
         if place == len(self._buffer):
             self._grow_to(2 * place + 64)
@@ -267,12 +266,12 @@ class Sequence:
             adapter=self.adapter,
         )
         child.root_id, child.num_exact, child.failure = self.root_id, self.num_exact, self.failure
-        child.prompt_logprobs = None  # those of the first answer are enough
+        child.prompt_logprobs = None  # the first answer's are enough
         return child
 
     @property
     def max_new_tokens(self) -> int:
-        """How long its answer can get here (tokens)."""
+        """The longest answer possible here (tokens)."""
         return self._full_length - self.num_prompt
 
     def extend_keys(self, block_tokens: int) -> None:

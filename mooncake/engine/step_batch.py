@@ -1,6 +1,6 @@
-"""A step's plan as the arrays that the model reads, built in buffers that are used again and again.
+"""A step's plan as the arrays that the model reads, built in reused buffers.
 
-It must not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
+It does not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from mooncake.page_groups import UNIFORM, PageGroups
 
 
 class _Decodes:
-    """The batch of so many decodes, over memory that is written anew for each step. (Filling ctypes' arrays takes half
+    """The batch of a number of decodes, in memory that is rewritten for each step. (Filling ctypes arrays takes half
     as long as filling numpy's.)"""
 
     def __init__(self, count: int, num_groups: int, places: torch.Tensor | None) -> None:
-        self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots a group
+        self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots per group
         self.lengths = (ctypes.c_int32 * count)()
         self._places = places
         self._columns = torch.frombuffer(self.numbers, dtype=torch.int64).view(-1, count)
         self._starts, self._rows = torch.arange(count + 1, dtype=torch.int32), torch.arange(count)
-        self.tables: tuple[int, list[int]] = (-1, [])  # how often tables had changed when these rows of it were taken
+        self.tables: tuple[int, list[int]] = (-1, [])  # the tables' change count, and the rows, when they were copied
         self.batch: ForwardBatch
 
     def take(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
-        """Another set of sequences, or other blocks: [G, B, M]."""
+        """Switch to another set of sequences, or other blocks: [G, B, M]."""
         slots = self._columns[2:]
         self.batch = ForwardBatch(
             tokens=self._columns[0],
@@ -48,7 +48,7 @@ class _Decodes:
 
 
 class BatchBuilder:
-    """The batch it gives out is valid until the next one is built."""
+    """A batch is valid until the next one is built."""
 
     def __init__(self, tables: BlockTables, block_tokens: int, max_tokens: int, groups: PageGroups = UNIFORM) -> None:
         """``max_tokens`` is the usual size of a step, not a limit."""
@@ -61,17 +61,17 @@ class BatchBuilder:
         self._decodes_of: dict[int, _Decodes] = {}  # by number of sequences
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
-        """The batch, and the entries that reach the end of their tokens: those have a row of logits each, in order, and
-        one more for each guess behind their tokens. Behind all these come the rows of scored prompts."""
+        """The batch, and the entries that reach the end of their tokens. Those have one row of logits each, in
+        order, plus one for each of their guesses. After all of these come the rows of scored prompts."""
         if decodes := self._decodes(entries):
             return decodes, entries
         return self._chunks(entries)
 
     def _decodes(self, entries: list[StepEntry]) -> ForwardBatch | None:
-        """The newest token of each, as in most steps; None when there are others.
+        """The newest token of each, the usual case; None when there are other entries.
 
-        A model's weights have just gone through the caches, so that whatever is done for the first time takes long: an
-        operation on arrays 30 to 90 microseconds. So there is one loop for all, and what has not changed is kept.
+        The model's weights have just evicted everything from the CPU's caches, so the first use of anything is slow:
+        one array operation takes 30 to 90 microseconds. So there is a single loop, and what has not changed is kept.
         """
         size = self._block_tokens
         newest: list[int] = []
@@ -157,7 +157,7 @@ class BatchBuilder:
 
 
 def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
-    """Of each sequence [B]."""
+    """Each sequence's [B]."""
     adapters = [entry.sequence.adapter for entry in entries]
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
 
@@ -165,7 +165,7 @@ def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
 def _acting(
     entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> torch.Tensor | None:
-    """Of each token [T]: that of its sequence, where it has begun to act."""
+    """Each token's [T]: its sequence's adapter, from where it acts."""
     of_sequences = _adapters(entries)
     if of_sequences is None:
         return None
@@ -178,7 +178,7 @@ def _acting(
 def _logit_rows(
     starts: npt.NDArray[np.int32], complete: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The last token of each complete entry, with the guesses behind it."""
+    """The last token of each complete entry, and the guesses after it."""
     last = starts[complete + 1].astype(np.int64) - 1
     if not num_draft.any():
         return last

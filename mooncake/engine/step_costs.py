@@ -1,7 +1,7 @@
-"""What an engine learns from the time of each step: how much of a prompt fits beside decodes, whether guesses pay, and
-whether computing a preempted sequence again is cheaper than copying it.
+"""What an engine learns from step times: how much of a prompt fits beside decodes, whether guesses pay, and whether
+recomputing a preempted sequence is cheaper than copying it.
 
-It hands measurements to those who decide. It must not know how a step is done.
+It passes measurements to the deciders. It does not know how a step is run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepCosts:
 
     @property
     def budget(self) -> Callable[[int], int] | None:
-        """Prompt tokens that may be computed beside so many decodes; None where no limit is set."""
+        """Prompt tokens that may be computed beside this many decodes; None without a limit."""
         return self.curve.budget if self.curve else None
 
     @property
@@ -36,7 +36,7 @@ class StepCosts:
         return self._payoff is not None and self._payoff.is_open
 
     def timed(self, propose: Callable[[Sequence], list[int]]) -> Callable[[Sequence], list[int]]:
-        """The same, with its time charged to the next step that has drafts."""
+        """The same function, with its time charged to the next step that has drafts."""
 
         def timed(sequence: Sequence) -> list[int]:
             started_s = time.perf_counter()
@@ -47,10 +47,10 @@ class StepCosts:
         return timed
 
     def note(self, entries: list[StepEntry], num_tokens: int, elapsed_ms: float) -> None:
-        """A step of so many tokens is done, and took so long once it was planned. Its tokens count, and so does what
-        came true of its guesses."""
+        """A step of this many tokens is done, and took this long after planning. Its tokens and its accepted guesses
+        count."""
         num_chunk_tokens, num_decodes, has_drafts = 0, len(entries), False
-        if num_tokens > len(entries):  # else a token each, as in most steps
+        if num_tokens > len(entries):  # otherwise one token each, as in most steps
             num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)
             num_decodes = sum(entry.num_tokens == 1 for entry in entries)
             has_drafts = any(entry.num_draft for entry in entries)

@@ -1,18 +1,18 @@
-"""How long steps take here, and so how many prompt tokens fit into one beside decodes without making their users wait.
+"""How long steps take here, and so how many prompt tokens fit beside decodes without delaying their users.
 
-Pure: measured steps in, a budget out. It must not know sequences or clocks.
+Pure: measured steps in, a budget out. It knows neither sequences nor clocks.
 """
 
 from __future__ import annotations
 
-DECAY = 0.8  # of what was measured before, at each new measurement
+DECAY = 0.8  # of earlier measurements, at each new one
 
 
 class StepCurve:
-    """A step's time: that of its decodes alone, by how many they are, and so much for each prompt token beside them."""
+    """A step's time: that of its decodes, by their number, plus a cost per prompt token."""
 
     def __init__(self, limit_ms: float, block_tokens: int, most_tokens: int) -> None:
-        """``limit_ms`` is the longest that a step should take while others wait for their next token."""
+        """``limit_ms`` is the longest a step should take while others wait for their next token."""
         self._limit_ms = limit_ms
         self._block_tokens = block_tokens
         self._most_tokens = most_tokens
@@ -28,7 +28,7 @@ class StepCurve:
         self._token_ms = _mixed(self._token_ms or None, token_ms)
 
     def budget(self, num_decodes: int) -> int:
-        """Prompt tokens of the next step: whole blocks, at least one, all that is allowed when nobody waits."""
+        """Prompt tokens of the next step: whole blocks, at least one; the maximum when nobody waits."""
         if num_decodes == 0 or not self._token_ms:
             return self._most_tokens if num_decodes == 0 else min(self._most_tokens, self._block_tokens)
         left_ms = self._limit_ms - self._alone_ms(num_decodes)
@@ -36,7 +36,7 @@ class StepCurve:
         return min(max(blocks, 1) * self._block_tokens, self._most_tokens)
 
     def _alone_ms(self, num_decodes: int) -> float:
-        """Of the nearest number that was measured."""
+        """That of the nearest measured number."""
         if not num_decodes or not self._decode_ms:
             return 0.0
         nearest = min(self._decode_ms, key=lambda count: abs(count - num_decodes))

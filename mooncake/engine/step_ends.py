@@ -1,6 +1,6 @@
-"""What follows a step: which rows of its logits are whose, and tokens that are told.
+"""What follows a step: which rows of its logits belong to whom, and the outputs.
 
-It must not know how tokens are drawn, or what becomes of sequences that end.
+It knows neither how tokens are drawn, nor what happens to sequences that end.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
 class Ends(NamedTuple):
-    """The entries that reach the end of their tokens, by what follows. Each has a row of logits, and behind it one for
-    each of its guesses."""
+    """The entries that reach the end of their tokens, by what follows. Each has one row of logits, followed by one
+    per guess."""
 
-    answers: list[Sequence]  # a token of each is drawn
-    rows: list[int]  # from these
-    families: list[list[Sequence]]  # the answers to one prompt, of which all but the first begin here
-    drafts: list[tuple[Sequence, list[int], int]]  # with guesses and the row that the first of them is held against
+    answers: list[Sequence]  # a token is drawn for each
+    rows: list[int]  # from these rows
+    families: list[list[Sequence]]  # the answers to one prompt; all but the first start here
+    drafts: list[tuple[Sequence, list[int], int]]  # guesses, and the row that the first is checked against
     beams: list[tuple[Sequence, int]]
     num_rows: int
 
 
 def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequence]]) -> Ends:
-    """All answers to a prompt, of which ``answers_of`` makes the others, draw from its last row."""
+    """All answers to a prompt draw from its last row; ``answers_of`` creates the others."""
     answers: list[Sequence] = []
     rows: list[int] = []
     families: list[list[Sequence]] = []
@@ -49,7 +49,7 @@ def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequen
             answers += families[-1]
             rows += [row] * len(families[-1])
         row += 1
-        if num_draft:  # read here, before tokens are written over them
+        if num_draft:  # copied before tokens are written over them
             draft = sequence.window(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
             drafts.append((sequence, draft, row))
             row += num_draft
@@ -59,7 +59,7 @@ def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequen
 def grown(
     sequence: Sequence, token_id: int, logprob: TokenLogprob | None, why_last: FinishReason | None = None
 ) -> StepOutput:
-    """Append a token, and tell of it; ``why_last`` when it is the last one here whatever it is."""
+    """Append a token, and return its output; ``why_last``: it is the last one here whatever it is."""
     token = SampledToken(sequence.num_tokens - sequence.num_prompt, token_id, logprob)
     scores, reason = sequence.prompt_logprobs, sequence.append(token_id) or why_last
     if scores is None:
@@ -69,9 +69,9 @@ def grown(
 
 
 def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
-    """How likely each token of a prompt was after those before it: the last rows of ``logits`` [R, V] are those of the
-    scored places, in order. A prompt with a row that is not finite gets its ``failure``."""
-    found: list[Sequence] = []  # whose each one is
+    """The log-probability of each prompt token given those before it: the last rows of ``logits`` [R, V] are those
+    of the scored positions, in order. A prompt with a non-finite row gets its ``failure`` set."""
+    found: list[Sequence] = []  # the sequence of each
     rows: list[int] = []
     token_ids: list[int] = []
     num_tops: list[int] = []
@@ -81,7 +81,7 @@ def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampl
         if not scored:
             continue
         assert scores is not None and num_top is not None
-        first = max(scored.start, len(scores))  # those before it were told before a preemption
+        first = max(scored.start, len(scores))  # earlier ones were reported before a preemption
         count = scored.stop - first
         found += [entry.sequence] * count
         rows += range(first_row + first - scored.start, first_row + len(scored))

@@ -1,23 +1,23 @@
-"""Where blocks of preempted sequences wait, and whether to keep them at all: copied out and back, or computed again.
+"""Where blocks of preempted sequences are kept, and whether to keep them at all: copied out and back, or recomputed.
 
-Pure bookkeeping: places are numbers behind those of the cache's blocks, so that a copy between two numbers is all that
-the memory has to know. It learns what copies and computing cost here; it must not know clocks or sequences.
+Pure bookkeeping: places are numbers above those of the cache's blocks, so that a copy between two numbers is all the
+memory needs to support. It learns what copies and computing cost here; it knows neither clocks nor sequences.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECAY = 0.9  # of what was measured before, at each new measurement
+DECAY = 0.9  # of earlier measurements, at each new one
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where a sequence's pages wait."""
+    """Where a sequence's pages are kept."""
 
     places: list[int]
-    spans: list[range]  # the blocks that they are of, for each group of layers
-    num_tokens: int  # whose KV they hold
+    spans: list[range]  # per group of layers, which blocks they belong to
+    num_tokens: int  # that they hold the KV of
 
 
 class SwapSpace:
@@ -26,15 +26,15 @@ class SwapSpace:
     def __init__(self, first: int, num_places: int) -> None:
         self.num_places = num_places
         self._free = list(range(first + num_places - 1, first - 1, -1))
-        self._copy_ms = 0.0  # a block, one way; 0 until measured
-        self._compute_ms = 0.0  # a token of a prompt, likewise
+        self._copy_ms = 0.0  # per block, one way; 0 until measured
+        self._compute_ms = 0.0  # per prompt token, likewise
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def take(self, num_blocks: int, num_tokens: int) -> list[int]:
-        """Places for the blocks of so many computed tokens; none when there is no room, or when it does not pay."""
+        """Places for the blocks of this many computed tokens; none when there is no room, or it does not pay."""
         if num_blocks > len(self._free) or not self._pays(num_blocks, num_tokens):
             return []
         return [self._free.pop() for _ in range(num_blocks)]
@@ -46,11 +46,11 @@ class SwapSpace:
         self._copy_ms = _blend(self._copy_ms, elapsed_ms / num_blocks)
 
     def note_prompt(self, num_tokens: int, elapsed_ms: float) -> None:
-        """A step that computed so many tokens, most of them of prompts."""
+        """A step that computed this many tokens, mostly of prompts."""
         self._compute_ms = _blend(self._compute_ms, elapsed_ms / num_tokens)
 
     def _pays(self, num_blocks: int, num_tokens: int) -> bool:
-        """Out and back against computing. What was never measured is tried: that is how it gets measured."""
+        """Copying out and back against recomputing. What has not been measured is tried, to be measured."""
         if not (self._copy_ms and self._compute_ms):
             return True
         return 2 * num_blocks * self._copy_ms < num_tokens * self._compute_ms

@@ -1,7 +1,7 @@
 """The one batch form: a ragged list of (sequence, first token, number of tokens).
 
-``B`` sequences, ``T`` tokens in all, ``M`` the longest block table, ``R`` rows whose logits are wanted. A prefill chunk
-has many tokens in the batch, a decode step has one, a speculative check has a few. The model knows no other form.
+``B`` sequences, ``T`` tokens in total, ``M`` the longest block table, ``R`` rows whose logits are wanted. A prefill
+chunk has many tokens in the batch, a decode step one, a speculative check a few. The model knows no other form.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """Tokens of a step whose KV lies in the cache already, as it was with nothing before their chunk."""
+    """Tokens of a step whose KV is already in the cache, computed with nothing before their chunk."""
 
-    sources: torch.Tensor  # int64 [T]: the slot it lies in; -1: none
-    shifts: torch.Tensor  # int64 [T]: by how many positions the token stands behind the one it was computed at
-    share: float  # of these tokens, computed anew in all layers (``blend``)
-    ranks: torch.Tensor | None = None  # float32 [T]: those with the highest are; None: those whose KV deviates most
+    sources: torch.Tensor  # int64 [T]: the slot with its KV; -1: none
+    shifts: torch.Tensor  # int64 [T]: the token's position minus the one its KV was computed for
+    share: float  # fraction of these tokens to recompute in all layers (``blend``)
+    ranks: torch.Tensor | None = None  # float32 [T]: the highest are recomputed; None: those whose KV deviates most
 
     @property
     def num_tokens(self) -> int:
@@ -32,7 +32,7 @@ class Reuse:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Where a step's KV lies when layers are parted into several groups (``page_groups``), ``G`` of them."""
+    """Where a step's KV is when layers are in several groups (``page_groups``), ``G`` of them."""
 
     places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and row of the group's pages
     block_tables: torch.Tensor  # int32 [G, B, M], contiguous
@@ -48,10 +48,10 @@ class ForwardBatch:
     positions: torch.Tensor  # int64 [T]: absolute position of each token in its sequence
     query_starts: torch.Tensor  # int32 [B+1]: tokens of sequence b are query_starts[b] ≤ t < query_starts[b+1]
     context_lens: torch.Tensor  # int32 [B]: KV tokens of each sequence once this step's own are written
-    block_tables: torch.Tensor  # int32 [B, M]: block ids, padded with any; likewise before the windows of all queries
+    block_tables: torch.Tensor  # int32 [B, M]: block ids; arbitrary as padding and before all queries' windows
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
-    adapters: torch.Tensor | None = None  # int32 [T]: place of the adapter that acts on each, -1: none; None: on none
+    adapters: torch.Tensor | None = None  # int32 [T]: index of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
     pages: Pages | None = None  # None: all layers are one group, and the cache's layer l is row l of a page
 
@@ -71,19 +71,19 @@ class ForwardBatch:
         )
 
     def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Of the cache's ``layer``: its row of a page, block tables and slots."""
+        """For the cache's ``layer``: its row of a page, block tables and slots."""
         if self.pages is None:
             return layer, self.block_tables, self.slots
         group, row = self.pages.places[layer].tolist()
         return row, self.pages.block_tables[group], self.pages.slots[group]
 
     def part(self, begin: int, end: int) -> ForwardBatch:
-        """Its tokens ``begin`` ≤ t < ``end`` alone, at least one, without ``reuse``. Computed behind those before them,
-        they get what they would have got in one batch; logits keep their order among those that are left."""
+        """Only its tokens ``begin`` ≤ t < ``end``, at least one, without ``reuse``. Computed after those before
+        them, they get the same results as in one batch; the remaining logits keep their order."""
         if begin == 0 and end == self.tokens.shape[0]:
             return self
         first = int(torch.searchsorted(self.query_starts, begin, right=True)) - 1
-        last = int(torch.searchsorted(self.query_starts, end))  # the first sequence of which it has nothing
+        last = int(torch.searchsorted(self.query_starts, end))  # the first sequence without any of them
         missing = (self.query_starts[first + 1 : last + 1] - end).clamp(min=0)
         rows = self.logit_rows
         return ForwardBatch(
@@ -103,9 +103,9 @@ class ForwardBatch:
         return self.context_lens.shape[0]
 
     def narrowed(self, rows: torch.Tensor) -> ForwardBatch:
-        """Of these tokens alone (int64, one at least): a run of adjacent ones is a sequence over its owner's blocks.
+        """Only these tokens (int64, at least one): a run of adjacent ones is a sequence over its owner's blocks.
 
-        What is in the cache stays there. Logits can be wanted of no other rows.
+        What is in the cache stays there. Logits can only be wanted of these rows.
         """
         starts = self.query_starts.long()
         owners = torch.repeat_interleave(torch.arange(self.num_sequences, device=rows.device), starts.diff())[rows]
@@ -136,13 +136,13 @@ class LayerHook(Protocol):
 
     @property
     def wants_layers(self) -> bool:
-        """Whether it has anything to do between the layers of this step; else they may run without telling it."""
+        """Whether it has anything to do between this step's layers; otherwise they may run without calling it."""
         ...
 
     def before_layer(self, layer: int) -> None:
         """Called before layer ``layer`` touches the cache. Blocks until reused KV of that layer is there.
 
-        Raises KVLoadFailed when it will not come; the step is abandoned and nothing of it counts.
+        Raises KVLoadFailed when it will not come; the step is then abandoned and nothing of it counts.
         """
 
     def after_layer(self, layer: int) -> None:
@@ -150,7 +150,7 @@ class LayerHook(Protocol):
 
 
 class Attention(Protocol):
-    """What computes attention in place of the kernel, for a rank that has a part of the context only."""
+    """Computes attention instead of the kernel, on a rank that has only part of the context."""
 
     def __call__(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """``[T, Hq, D]`` of the step's queries ``[T, Hq, D]``, whose keys and values are written; ``sinks`` [Hq]."""
@@ -159,11 +159,11 @@ class Attention(Protocol):
 
 @runtime_checkable
 class PieceHook(LayerHook, Protocol):
-    """One that wants to hear of a layer before the whole step's part of it is computed, where steps go in pieces."""
+    """A hook that is also called before the whole step's part of a layer is computed, when steps run in pieces."""
 
     def after_piece(self, layer: int, num_tokens: int) -> None:
-        """Called once the KV of layer ``layer`` of the step's first ``num_tokens`` tokens is in the cache, but for all
-        of them: ``after_layer`` tells that."""
+        """Called once the KV of layer ``layer`` of the step's first ``num_tokens`` tokens is in the cache, except
+        for all of them: then ``after_layer`` is called."""
 
 
 class NoHook:
@@ -179,7 +179,7 @@ class NoHook:
 
 
 class OnlyWaiting:
-    """A hook for passes whose KV nobody is told of: what they reuse they still wait for."""
+    """A hook for passes whose KV is not streamed: it still waits for what they reuse."""
 
     def __init__(self, hook: LayerHook) -> None:
         self.wants_layers = hook.wants_layers

@@ -1,12 +1,12 @@
-"""Blending: KV of text chunks computed alone, put together to that of a prompt (CacheBlend, arXiv 2405.16444).
+"""Blending: assembling a prompt's KV from text chunks computed alone (CacheBlend, arXiv 2405.16444).
 
-Keys are turned to their new positions, for RoPE is a rotation. What they lack is what attention to the chunks before
-would have added, and that matters for few tokens. Layer 0 is computed for all of them; those whose fresh values of
-layer 1 differ most from the stored ones stay in the batch for the layers behind, fewer and fewer of them. A token that
-has left costs a copy a layer, its query is never computed. Tokens without stored KV stay to the end.
+Keys are rotated to their new positions, which RoPE allows. What they lack is the effect of attention to the chunks
+before them, and that matters for few tokens. Layer 0 is computed for all tokens; those whose fresh values of layer 1
+differ most from the stored ones stay in the batch for the later layers, fewer and fewer of them. A token that has left
+costs one copy per layer, and its query is never computed. Tokens without stored KV stay to the end.
 
-What remains of a batch is a batch like any other: runs of adjacent tokens, each a sequence of its own over the same
-block table. It must not know requests, or where stored KV comes from.
+What remains is an ordinary batch: runs of adjacent tokens, each a sequence over the same block table. It knows neither
+requests nor where stored KV comes from.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from mooncake.kernels.reference import from_page_rows
 from mooncake.model.batch import ForwardBatch, Reuse
 from mooncake.model.page_rows import page_rows, row_numbers
 
-FIRST_CHOICE = 1  # the layer at which tokens leave first: keys and values of layer 0 depend on nothing before them
-LAST_CHOICE = 10  # the layer from which on as few are left as were asked for
-FIRST_SURPLUS = 2.0  # so many times that stay at first
+FIRST_CHOICE = 1  # the first layer at which tokens leave: keys and values of layer 0 depend on nothing before them
+LAST_CHOICE = 10  # from this layer on only the configured share is left
+FIRST_SURPLUS = 2.0  # multiple of the share that stays at first
 
 
 def share_at(layer: int, share: float) -> float:
-    """Of the reused tokens, computed on behind the keys and values of ``layer``: more at first, for one layer's
-    deviation does not tell the next one's exactly."""
+    """Fraction of the reused tokens computed after the keys and values of ``layer``: more at first, because one
+    layer's deviation predicts the next one's only roughly."""
     if layer < FIRST_CHOICE:
         return 1.0
     progress = min(1.0, (layer - FIRST_CHOICE) / (LAST_CHOICE - FIRST_CHOICE))
@@ -33,7 +33,7 @@ def share_at(layer: int, share: float) -> float:
 
 
 class Blending:
-    """One batch with reused tokens on its way through the layers. ``batch`` is what of it is still computed."""
+    """One batch with reused tokens on its way through the layers. ``batch`` is the part still computed."""
 
     def __init__(self, batch: ForwardBatch, kernels: Kernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """``kernels`` are the model's, ``cos`` and ``sin`` [P, D / 2] its ``turns``."""
@@ -47,14 +47,14 @@ class Blending:
         reused = self._owners[batch.reuse.sources >= 0]
         self._num_reused = torch.bincount(reused, minlength=batch.num_sequences).tolist()
         nothing = torch.empty(0, dtype=torch.int64)
-        self._left = (nothing, nothing, nothing)  # sources, slots and shifts of rows that are computed no more
+        self._left = (nothing, nothing, nothing)  # sources, slots and shifts of tokens no longer computed
 
     def fill(self, cache_layer: torch.Tensor) -> None:
-        """Write this layer's KV of the tokens that are computed no more."""
+        """Write this layer's KV of tokens that are no longer computed."""
         copy_turned(self._kernels, cache_layer, *self._left, self._cos, self._sin)
 
     def narrow(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
-        """Let tokens leave, now that the fresh KV of ``layer`` is written: its rows that stay; None: all."""
+        """Let tokens leave, once the fresh KV of ``layer`` has been written. Returns the rows that stay; None: all."""
         rows = self._staying(layer, cache_layer)
         if rows is None:
             return None
@@ -75,7 +75,7 @@ class Blending:
 
     def _staying(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
         reuse, share = self._reuse, share_at(layer, self._reuse.share)
-        wanted = [max(round(count * share), 1) for count in self._num_reused]  # so that no batch gets empty
+        wanted = [max(round(count * share), 1) for count in self._num_reused]  # so that no batch becomes empty
         candidates = reuse.sources >= 0
         there = torch.bincount(self._owners[candidates], minlength=len(wanted)).tolist()
         if all(count <= most for count, most in zip(there, wanted, strict=True)):
@@ -90,9 +90,9 @@ class Blending:
 
 
 def turns(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a model's tables [P, D / 2] the rotation alone: stored keys have what stretches them already, the attention
-    factor of YaRN and LongRoPE."""
-    stretch = cos[:1]  # nothing turns at position 0
+    """The rotation alone of a model's tables [P, D / 2]: stored keys already include the attention factor of YaRN
+    and LongRoPE."""
+    stretch = cos[:1]  # position 0 has no rotation
     return (cos, sin) if bool((stretch == 1.0).all()) else (cos / stretch, sin / stretch)
 
 
@@ -114,8 +114,8 @@ def copy_turned(
     cos: torch.Tensor,
     sin: torch.Tensor,
 ) -> None:
-    """Copy keys and values from slot to slot (int64 [T] each), the keys turned by ``shifts`` positions: the step that
-    computed ones go through, but that these come turned already, and without queries."""
+    """Copy keys and values from slot to slot (int64 [T] each), with keys rotated by ``shifts`` positions: the same
+    step as for computed ones, except that these are already rotated and have no queries."""
     if len(slots):
         stored = read_slots(cache_layer, sources)
         kernels.rope_write_kv(stored.flatten(1), cos, sin, shifts, cache_layer, slots)

@@ -1,7 +1,7 @@
 """A forward pass in one call of the CPU library: what ``llama.py`` does step by step, with the same functions.
 
-Python's part of a step is then a few microseconds, plus two calls a layer where a hook wants to know about layers.
-It must not know about requests or scheduling.
+Python's share of a step is then a few microseconds, plus two calls per layer if a hook wants to know about layers. It
+knows nothing of requests or scheduling.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _AttendCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _POINTER, _LONG, _POI
 
 
 class _Layer(ctypes.Structure):
-    """Mirrors ``DecoderLayer`` of decoder.h, as the next three their namesakes."""
+    """Mirrors ``DecoderLayer`` of decoder.h; the next three mirror their namesakes."""
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
@@ -56,7 +56,7 @@ class _Decoder(ctypes.Structure):
 
 
 class _LayerAdapter(ctypes.Structure):
-    """Two pointers for each product; mirrors ``LayerAdapter`` of adapters.h."""
+    """Two pointers per product; mirrors ``LayerAdapter`` of adapters.h."""
 
     _fields_: ClassVar = [(f"{product}_{half}", _POINTER) for product in PRODUCTS for half in ("down", "up")]
 
@@ -89,7 +89,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
 
 
 class CpuDecoder:
-    """Llama, Mistral, Qwen2 and Qwen3 over packed weights, once ``takes`` has said yes."""
+    """Llama, Mistral, Qwen2 and Qwen3 over packed weights, if ``takes`` says so."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class CpuDecoder:
         adapters: Sequence[Sequence[LayerAdapter]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        """``places`` are those of ``layers`` in the model, all or a stage's. ``tables`` are cosines and sines of all
-        positions. Raises ModelError when a weight is missing."""
+        """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are cosines and sines
+        of all positions. Raises ModelError when a weight is missing."""
         check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
@@ -251,27 +251,27 @@ class CpuDecoder:
 
 
 class _Results:
-    """Memory for logits, used again as soon as nobody holds the last ones: the system clears new pages, and for 32
-    sequences that took four times as long as writing the logits."""
+    """Memory for logits, reused once nobody references the previous ones: the system zeroes new pages, which for 32
+    sequences took four times as long as writing the logits."""
 
     def __init__(self) -> None:
         self._area = mmap.mmap(-1, mmap.PAGESIZE)
         self._lock = threading.Lock()
 
     def take(self, rows: int, columns: int) -> torch.Tensor:
-        """Float32, not initialised. Its storage, and so every view of it, holds a reference to the area."""
+        """Float32, uninitialised. Its storage, and so every view of it, references the area."""
         if not rows:
             return torch.empty((0, columns))
         with self._lock:
-            is_held = sys.getrefcount(self._area) > 2  # our own, and the argument's
+            is_held = sys.getrefcount(self._area) > 2  # our own reference, and the argument's
             if is_held or len(self._area) < 4 * rows * columns:
                 self._area = mmap.mmap(-1, 4 * rows * columns)
             return torch.frombuffer(self._area, dtype=torch.float32, count=rows * columns).view(rows, columns)
 
 
 class _Told:
-    """A hook as the library calls it. What it raises stops the pass and is kept. For one that wants no layers the pass
-    need not come back to Python at all."""
+    """A hook as the library calls it. An exception stops the pass and is kept. For a hook that wants no layers the
+    pass never returns to Python."""
 
     def __init__(self, hook: LayerHook) -> None:
         self.error: BaseException | None = None
@@ -299,7 +299,7 @@ class _Told:
         def call(*arguments: int) -> int:
             try:
                 method(*arguments)
-            except BaseException as error:  # C++ cannot pass it on; ``forward`` does
+            except BaseException as error:  # C++ cannot propagate it; ``forward`` does
                 self.error = error
                 return STOPPED_BY_HOOK
             return 0

@@ -1,10 +1,10 @@
-"""From logits to tokens where the logits are: what ``mooncake.engine.sampler`` defines, in torch operations on a GPU.
+"""From logits to tokens on the GPU: what ``mooncake.engine.sampler`` defines, in torch operations.
 
 Nothing here waits for the device, and no logits cross the bus. Edits (bias, penalties, guides) and log-probabilities
-need the host and are not made here. Sums are float64, as in the definition, but added up in another order: the two
-agree unless a draw or a share falls within the rounding of float64 of a border.
+need the host and are not supported here. Sums are float64, as in the definition, but in another order: the two agree
+unless a draw or a share is within float64 rounding of a border.
 
-The most likely token is one reduction, a draw some passes over the row; only rows with a ``top_k`` or a ``top_p`` are
+Greedy sampling is one reduction, a draw a few passes over the row; only rows with a ``top_k`` or a ``top_p`` are
 sorted.
 """
 
@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-RUN = 256  # tokens; a draw looks at the sums of runs first
-ROWS_AT_ONCE = 32  # that bounds the memory: some 30 bytes a row and token of the vocabulary
+RUN = 256  # tokens; a draw searches the sums of such runs first
+ROWS_AT_ONCE = 32  # limits memory: some 30 bytes per row and token of the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
     """How a step's tokens are drawn, on the host. ``R`` rows of logits."""
 
-    values: npt.NDArray[np.float64]  # [5, R]: temperature (0: the most likely), top_k (0: all), top_p, min_p, uniform
-    cut_rows: npt.NDArray[np.int64]  # those with a top_k or a top_p
+    values: npt.NDArray[np.float64]  # [5, R]: temperature (0: greedy), top_k (0: all), top_p, min_p, uniform
+    cut_rows: npt.NDArray[np.int64]  # rows with a top_k or a top_p
 
 
 def choose(
@@ -33,8 +33,7 @@ def choose(
 ) -> torch.Tensor:
     """The next token after each row of ``logits`` ``[R, V]`` float32: int64 ``[R]``, -1 where they are not finite.
 
-    ``values`` and ``cut_rows`` are those of ``Draws``, on the device; without them the most likely token, the first of
-    equals.
+    ``values`` and ``cut_rows`` are those of ``Draws``, on the device; without them greedy, with the first of equals.
     """
     best, tokens = logits.max(-1)
     if values is not None:
@@ -49,14 +48,14 @@ def choose(
 
 
 def _min_p_thresholds(best: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The least logit that is kept, float32 ``[R]``; log(0) is no threshold."""
+    """The least logit that is kept, float32 ``[R]``; log(0) means no threshold."""
     return (best + values[0] * torch.log(values[3])).float()
 
 
 def _cut_thresholds(
     logits: torch.Tensor, best: torch.Tensor, values: torch.Tensor, thresholds: torch.Tensor
 ) -> torch.Tensor:
-    """With top_k and then top_p, of the smallest set whose share of what is left reaches it, most likely first."""
+    """With top_k and then top_p: the smallest set whose share of the rest reaches it, most likely first."""
     vocab = logits.shape[1]
     top_k, top_p = values[1].long(), values[2]
     ranked = torch.sort(logits, dim=-1, descending=True).values
@@ -86,9 +85,10 @@ def _drawn(logits: torch.Tensor, best: torch.Tensor, values: torch.Tensor, thres
 
 
 def _passes(weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first place of each row where the cumulative weight is above ``target``, and what of it is left there.
+    """The first place of each row where the cumulative weight exceeds ``target``, and the part of ``target`` left
+    there.
 
-    Rounding can put the target beyond the end; then it is the last place that has any weight.
+    Rounding can put the target beyond the end; then it is the last place with any weight.
     """
     cumulative = weights.cumsum(-1)
     places = torch.arange(weights.shape[1], device=weights.device)
@@ -98,7 +98,7 @@ def _passes(weights: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _weights(logits: torch.Tensor, best: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-    """Float64. A temperature of 0, whose rows nobody reads, counts as 1."""
+    """Float64. Rows with a temperature of 0 are not used, and computed as with 1."""
     temperatures = torch.where(temperatures > 0, temperatures, 1.0)
     return logits.double().sub_(best[:, None]).div_(temperatures[:, None]).exp_()
 

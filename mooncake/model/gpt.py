@@ -31,7 +31,7 @@ class _Layer:
 
 
 class _Gpt(Decoder):
-    """A layer of this line: attention, then the MLP, each behind its norm; in parallel where the model says so."""
+    """A layer of this line: attention, then the MLP, each after its norm; in parallel if the model says so."""
 
     _layers: list[_Layer]
 
@@ -86,7 +86,7 @@ class Gpt2(_Gpt):
 
 
 class GptJ(_Gpt):
-    """GPT-J (Wang and Komatsuzaki 2021): attention and MLP behind one norm, and only a part of each head rotates."""
+    """GPT-J (Wang and Komatsuzaki 2021): attention and MLP share one norm, and only part of each head rotates."""
 
     def _build(self) -> None:
         self._finish("transformer.wte", "transformer.ln_f", head="lm_head", has_head_bias=True)
@@ -112,7 +112,7 @@ class GptJ(_Gpt):
 
 
 class Opt(_Gpt):
-    """OPT (Zhang et al. 2022): learned positions behind two unused rows."""
+    """OPT (Zhang et al. 2022): learned positions, offset by two unused rows."""
 
     def _build(self) -> None:
         top = "model.decoder."
@@ -136,7 +136,7 @@ class Opt(_Gpt):
 
 
 class GptNeoX(_Gpt):
-    """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only a part of each head rotates."""
+    """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only part of each head rotates."""
 
     def _build(self) -> None:
         top = "gpt_neox."
@@ -159,7 +159,8 @@ class GptNeoX(_Gpt):
         )
 
     def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
-        """Rows from ``[head][q, k, v][D]`` to ``[q, k, v][head][D]``, queries and keys in ``rotary_order``."""
+        """Reorders rows from ``[head][q, k, v][D]`` to ``[q, k, v][head][D]``, with queries and keys in
+        ``rotary_order``."""
         config = self.config
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
         order = rotary_order(config.head_dim, config.rotary_dim)
@@ -193,7 +194,7 @@ class Falcon(_Gpt):
         )
 
     def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
-        """Rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
+        """Reorders rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
         config = self.config
         group = config.num_heads // config.num_kv_heads
         rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)

@@ -1,7 +1,7 @@
-"""The Llama family over a paged KV cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3, told apart by configuration alone.
+"""The Llama family over a paged KV cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3, distinguished by configuration alone.
 
-The forward pass computes one ragged batch, writes its keys and values into the cache it is given, and returns logits.
-It must not know about requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
+The forward pass computes one ragged batch, writes its keys and values into the given cache, and returns logits. It
+knows nothing of requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
 """
 
 from __future__ import annotations
@@ -48,13 +48,12 @@ class CausalLM:
         layers: range | None = None,
         keep_hidden: Sequence[int] = (),
     ) -> None:
-        """``is_fused``: in one call of the library, where there is one that can; the results are the same.
+        """``is_fused``: in one call of the library, where possible; the results are the same.
 
-        ``reduce`` completes what attention and the MLP of each layer give, where this is one shard of a model.
-        ``adapters`` are those that batches may name by their places, layer by layer. ``layers`` are those of this stage
-        of a model (None: all); no other's weights are read. Of the layers ``keep_hidden`` the cache keeps the inputs,
-        behind the KV of all layers.
-        Raises ModelError when a weight is missing or the configuration is not supported.
+        ``reduce`` completes the output of attention and MLP in each layer, if this is one shard of a model.
+        ``adapters`` are those that batches may refer to by index, layer by layer. ``layers`` are those of this stage of
+        a model (None: all); no other weights are read. The cache keeps the inputs of the layers ``keep_hidden``, after
+        the KV of all layers. Raises ModelError when a weight is missing or the configuration is not supported.
         """
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
@@ -66,7 +65,7 @@ class CausalLM:
         self._reduce = reduce or _as_it_is
         self._places = places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
-        # One at a time: what a layer is fused from and into is given back before the next one is read.
+        # One at a time: a layer's unfused weights are freed before the next layer is read.
         read = (layer_weights(weights, index, config) for index in places)
         self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
         self._last_owner = config.kv_owners[-1]
@@ -80,7 +79,7 @@ class CausalLM:
         self._adapters = AdapterLayers(adapters, kernels, dtype)
         self._turns = turns(self._cos, self._sin)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
-        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residuals
+        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
         self._embedding, self._head = embedding_and_head(
             weights, config, places, lambda source: kernels.linear(source, None, coding)
         )
@@ -97,12 +96,12 @@ class CausalLM:
     ) -> torch.Tensor:
         """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
 
-        ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Keys and values of all of the batch's tokens are in it
-        afterwards. What the hook raises passes through, and the cache then holds a part of the step. ``attention`` is
-        for who computes that otherwise.
+        ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Afterwards it contains keys and values of all of the
+        batch's tokens. Exceptions of the hook propagate, and the cache then contains part of the step. ``attention``
+        replaces the kernel.
 
-        Between stages goes the residual stream, float32 ``[T, hidden]``: a stage with layers before it is given it as
-        ``entering``, and one with layers behind it writes it to ``leaving`` and returns no logits, ``[0, V]``.
+        Between stages the residual stream is passed on, float32 ``[T, hidden]``: a stage with layers before it gets it
+        as ``entering``, and one with layers after it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
         self._kept.check(cache, self.config.hidden_size)
         if self._fused is None:
@@ -118,11 +117,11 @@ class CausalLM:
     def recompute(
         self, layers: range, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, hidden: torch.Tensor | None
     ) -> None:
-        """Only the keys and values of adjacent ``layers``, from what the first of them takes as its input: ``hidden``,
-        float32 [T, hidden], which may be another model's; None: the tokens' embeddings, for layer 0.
+        """Only the keys and values of adjacent ``layers``, from the input of the first of them: ``hidden``, float32 [T,
+        hidden], which may be another model's; None: the tokens' embeddings, for layer 0.
 
         Attention sees what the cache has of these layers before each token. The batch has no logit rows, and the hook
-        is only asked to wait.
+        is only used to wait.
         """
         assert not len(batch.logit_rows) and (hidden is not None or layers[0] == 0)
         self._kept.check(cache, self.config.hidden_size)
@@ -142,14 +141,14 @@ class CausalLM:
         leaving: torch.Tensor | None = None,
         attention: Attention | None = None,
     ) -> torch.Tensor:
-        """As ``forward``, of some of the layers that are here."""
+        """As ``forward``, for some of the layers that are here."""
         eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
         normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
         cache_layers = cache.unbind(1)
         last, adapt, is_narrowed = layers.stop - 1, self._adapters.add, False
         last_kv = min(last, self._last_owner)
-        # With an attention of its own this rank may be needed by others there.
+        # With ``attention`` other ranks may need this one to take part.
         wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
         rows = rows_by_adapter(batch.adapters)
         blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
@@ -164,14 +163,14 @@ class CausalLM:
                 return torch.empty((0, self.config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
-                block_tables = batch.block_tables  # whoever blends has one group of layers
+                block_tables = batch.block_tables  # blending requires a single group of layers
                 rows = rows_by_adapter(batch.adapters)
             if attention is None:
                 mixed = self._attend(index, query, batch, cache_layer, block_tables)
             else:
                 mixed = attention(index, query).flatten(1)
             if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
-                # All KV is there: from here on nobody asks for rows without logits.
+                # All KV is written: from here on rows without logits are not needed.
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
                 rows = [] if batch.adapters is None else rows_by_adapter(batch.adapters[wanted])
                 batch = batch if index == last else batch.narrowed(wanted)
@@ -202,8 +201,8 @@ class CausalLM:
         hook: LayerHook,
         blending: Blending | None,
     ) -> torch.Tensor:
-        """Put the step's keys and values into the cache, where the layer has its own; returns the queries,
-        ``[T, Hq, D]``."""
+        """Write the step's keys and values into the cache, if the layer has its own; returns the queries, ``[T, Hq,
+        D]``."""
         owns_kv, kv_layer = self.config.owns_kv(index), self._kv_layers[index]
         if owns_kv:
             hook.before_layer(kv_layer)

@@ -1,9 +1,9 @@
-"""Low-rank adapters of the Llama family: from PEFT's tensors to products that are added to those of the model.
+"""Low-rank adapters of the Llama family: from PEFT's tensors to products that are added to the model's.
 
     y = W x + s · B (A x),  A [r, inputs], B [outputs, r], s the adapter's scale (Hu et al. 2021)
 
-What the model fuses is fused here: A of query, key and value stand above each other, and B is block-diagonal. A step
-may hold tokens of several adapters and of none. It must not know about requests, only places of adapters.
+What the model fuses is fused here too: A of query, key and value are stacked, and B is block-diagonal. A step may
+contain tokens of several adapters and of none. It knows nothing of requests, only indices of adapters.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class LayerAdapter:
 
 
 def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
-    """Layer by layer. Raises ModelError for tensors that do not fit the model or adapt something else in it, and for an
-    invocation that no prompt can have."""
+    """By layer. Raises ModelError for tensors that do not fit the model or adapt something else in it, and for an
+    impossible invocation."""
     if max(adapter.invocation, default=0) >= config.vocab_size:
         raise ModelError(f"the adapter {adapter.name} is invoked by tokens that the model does not have")
     try:
@@ -70,7 +70,7 @@ def _layer(
         raise ModelError(f"the adapter {adapter.name} adapts keys or values of a layer that has none of its own")
 
     def product(inputs: int, **outputs: int) -> Pair | None:
-        """Of the projections ``outputs``, with so many outputs each."""
+        """The product of the projections ``outputs``, with this many outputs each."""
         downs, ups = [], []
         for projection, count in outputs.items():
             pair = halves.get(projection)
@@ -107,7 +107,7 @@ class AdapterLayers:
     """The adapters of a model as kernels compute them, for a forward pass product by product."""
 
     def __init__(self, adapters: Sequence[Sequence[LayerAdapter]], kernels: Kernels, dtype: torch.dtype) -> None:
-        """``dtype`` is that of activations, where kernels run elsewhere than on CPUs."""
+        """``dtype`` is that of activations, for kernels that do not run on CPUs."""
         wanted = torch.float32 if isinstance(kernels, CpuKernels) else dtype
 
         def linears(pair: Pair | None) -> tuple[Linear, Linear] | None:
@@ -118,7 +118,7 @@ class AdapterLayers:
         ]
 
     def add(self, layer: int, product: str, hidden: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Add to ``output`` [T, outputs], in place, what each row's adapter makes of ``hidden`` [T, inputs]."""
+        """Add to ``output`` [T, outputs], in place, the product of each row's adapter and ``hidden`` [T, inputs]."""
         for place, indices in rows:
             pair = self._pairs[place][layer][product]
             if pair is not None:
@@ -128,7 +128,7 @@ class AdapterLayers:
 
 
 def rows_by_adapter(adapters: torch.Tensor | None) -> Rows:
-    """``adapters`` [T]: the place of each row's adapter, -1 for none; None: no row has one."""
+    """``adapters`` [T]: index of each row's adapter, -1 for none; None: no row has one."""
     if adapters is None:
         return []
     return [(place, (adapters == place).nonzero().flatten()) for place in _places(adapters)]

@@ -1,11 +1,11 @@
-"""How a pipeline of stages cuts a step: into pieces that take equally long, as many as are predicted to end it first.
+"""How a pipeline of stages splits a step: into pieces of equal duration, as many as are predicted to finish first.
 
-A token at position t of its sequence costs c1 + c2 (2 t + 1), so the tokens s ≤ t < e of one cost
-c1 (e - s) + c2 (e² - s²), and a piece costs c0 beside. Later pieces attend to more, so pieces of equal cost get shorter
-along a prompt (Mooncake, FAST'25, section 3.3; TeraPipe, arXiv 2102.07988). Each stage's coefficients are fitted to
-what its pieces took; before there are any, they are guessed from floating-point operations.
+A token at position t of its sequence costs c1 + c2 (2 t + 1), so the tokens s ≤ t < e of one cost c1 (e - s) + c2 (e² -
+s²), plus c0 per piece. Later pieces attend to more, so pieces of equal cost get shorter along a prompt (Mooncake,
+FAST'25, section 3.3; TeraPipe, arXiv 2102.07988). Each stage's coefficients are fitted to the times of its pieces;
+before there are any, they are estimated from floating-point operations.
 
-Pure: spans and measurements in, cuts and predictions out. It must not know processes, tensors or clocks.
+Pure: spans and measurements in, cuts and predictions out. It knows neither processes, tensors nor clocks.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import numpy.typing as npt
 
 from mooncake.model_config import ModelConfig
 
-LEAST_TOKENS = 32  # of a piece: with fewer, reading the weights is most of its time
+LEAST_TOKENS = 32  # of a piece: with fewer, reading the weights dominates
 PIECE_COUNTS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32)
 _WINDOW = 192  # pieces that a fit remembers
-_PRIOR_WEIGHT = 0.5  # of the guess, in pieces
-_GUESSED_FLOP_PER_MS = 4e7  # of a thread
+_PRIOR_WEIGHT = 0.5  # of the estimate, in pieces
+_GUESSED_FLOP_PER_MS = 4e7  # per thread
 _GUESSED_BYTES_PER_MS = 2e7
 
 
@@ -43,7 +43,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PieceCost:
-    """Milliseconds of one stage: a piece, a token, and a unit of e² - s²."""
+    """Milliseconds of one stage: per piece, per token, and per unit of e² - s²."""
 
     piece_ms: float
     token_ms: float
@@ -59,7 +59,7 @@ Cutter = Callable[[Sequence[Span], Sequence[PieceCost]], list[int]]
 
 
 def fastest(spans: Sequence[Span], costs: Sequence[PieceCost]) -> list[int]:
-    """Pieces of equal cost, as many as end first by these costs."""
+    """Pieces of equal cost; their number is the one that finishes first by these costs."""
     tokens = sum(span.count for span in spans)
     if tokens < 2 * LEAST_TOKENS or not _has_prompt(spans):
         return [0, tokens]
@@ -68,13 +68,13 @@ def fastest(spans: Sequence[Span], costs: Sequence[PieceCost]) -> list[int]:
 
 
 def _has_prompt(spans: Sequence[Span]) -> bool:
-    """Else it is a step of decodes, or a piece of one: reading the weights takes most of its time, so cutting it would
-    make it longer, and what it takes says nothing of prompts."""
+    """Otherwise the step, or piece, has only decodes: reading the weights dominates, so splitting would make it
+    longer, and its time says nothing about prompts."""
     return any(span.count >= LEAST_TOKENS for span in spans)
 
 
 def equal_cost(spans: Sequence[Span], costs: Sequence[PieceCost], count: int) -> list[int]:
-    """So many pieces, or fewer where there are not tokens enough. What a piece costs beside its tokens is no matter."""
+    """This many pieces, or fewer if there are too few tokens. The cost per piece does not matter."""
     token_ms, square_ms = sum(cost.token_ms for cost in costs), sum(cost.square_ms for cost in costs)
     whole = [token_ms * span.count + square_ms * span.squares for span in spans]
     before, starts = [0.0, *accumulate(whole)], [0, *accumulate(span.count for span in spans)]
@@ -101,7 +101,7 @@ def _tokens_worth(cost_ms: float, span: Span, token_ms: float, square_ms: float)
 
 
 def cut_spans(spans: Sequence[Span], cuts: Sequence[int]) -> list[list[Span]]:
-    """What each piece has of each sequence."""
+    """Each piece's part of each sequence."""
     starts = [0, *accumulate(span.count for span in spans)]
     pieces = []
     for begin, end in pairwise(cuts):
@@ -121,8 +121,8 @@ def predicted_ms(spans: Sequence[Span], cuts: Sequence[int], costs: Sequence[Pie
 
 
 def timetable(times_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """When each stage begins and ends each piece, ``[stages, pieces, 2]``: it takes them in order, one at a time, as
-    soon as the stage before has left them. The last end is the makespan."""
+    """When each stage starts and ends each piece, ``[stages, pieces, 2]``: it takes them in order, one at a time, as
+    soon as the previous stage has passed them on. The last end is the makespan."""
     table = np.zeros((*times_ms.shape, 2))
     for stage, row in enumerate(times_ms):
         free = 0.0
@@ -134,8 +134,8 @@ def timetable(times_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def guessed_cost(config: ModelConfig, num_layers: int, threads: int) -> PieceCost:
-    """Of a stage with so many layers, by its floating-point operations, and by reading its weights once a piece. The
-    rates are rough; what counts until there are measurements is how much attention there is beside products."""
+    """For a stage with this many layers, from its floating-point operations, and from reading its weights once per
+    piece. The rates are rough; until there are measurements, the ratio of attention to products is what counts."""
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     products = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
     rate = _GUESSED_FLOP_PER_MS * threads
@@ -144,10 +144,10 @@ def guessed_cost(config: ModelConfig, num_layers: int, threads: int) -> PieceCos
 
 
 class CostFit:
-    """One stage's costs, from a guess and the last pieces that it computed.
+    """One stage's costs, from an estimate and the last pieces that it computed.
 
-    Least squares of relative errors, with the guess, brought to the measured scale, as a piece among many: so what the
-    measurements do not tell (attention, where all prompts are short) stays in proportion.
+    Least squares of relative errors, with the estimate, brought to the measured scale, as one more piece: so
+    coefficients that the measurements do not determine (attention, if all prompts are short) stay in proportion.
     """
 
     def __init__(self, guess: PieceCost) -> None:
@@ -156,7 +156,7 @@ class CostFit:
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)  # tokens, squares, milliseconds
 
     def note(self, pieces: Sequence[Sequence[Span]], times_ms: Sequence[float]) -> None:
-        """Pieces of decodes count for nothing."""
+        """Pieces of decodes are ignored."""
         of_prompts = [
             (float(sum(span.count for span in piece)), float(sum(span.squares for span in piece)), time)
             for piece, time in zip(pieces, times_ms, strict=True)
@@ -176,7 +176,7 @@ class CostFit:
         system, wanted = np.vstack([rows, prior]), np.append(np.ones(len(times)), np.full(3, weight))
         kept = np.ones(3, bool)
         found = np.zeros(3)
-        while kept.any():  # a negative cost is none, and the others are fitted without it
+        while kept.any():  # a negative cost is dropped, and the others are fitted without it
             found[:] = 0
             found[kept] = np.linalg.lstsq(system[:, kept], wanted, rcond=None)[0]
             if (found >= 0).all():

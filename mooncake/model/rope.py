@@ -19,8 +19,8 @@ Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, float32 [P, D /
 def rope_tables(
     head_dim: int, num_positions: int, theta: float, scaling: Mapping[str, object] | None, rotary_dim: int = -1
 ) -> Tables:
-    """For so many positions, times the scaling's attention factor. Only the first ``rotary_dim`` elements of a head
-    rotate (-1: all), once ``rotary_order`` has moved them. Raises ModelError for an unknown scaling."""
+    """For this many positions, multiplied by the scaling's attention factor. Only the first ``rotary_dim`` elements
+    of a head rotate (-1: all), once ``rotary_order`` has moved them. Raises ModelError for an unknown scaling."""
     scaling = scaling or {}
     width = head_dim if rotary_dim < 0 else rotary_dim
     periods = theta ** (torch.arange(0, width, 2, dtype=torch.int64).float() / width)
@@ -34,17 +34,17 @@ def rope_tables(
 
 
 def no_rotation(num_positions: int, head_dim: int) -> Tables:
-    """Tables that leave every element as it is, to the bit: models with learned positions rotate nothing."""
+    """Tables that leave every element unchanged, bit for bit: models with learned positions rotate nothing."""
     half = head_dim // 2
     return torch.ones(num_positions, half), torch.zeros(num_positions, half)
 
 
 def rotary_order(head_dim: int, rotary_dim: int, in_turn: bool = False) -> torch.Tensor:
-    """int64 ``[head_dim]``: of a head whose first elements rotate in pairs (i, i + rotary_dim / 2), an order in which
-    the pairs are (i, i + head_dim / 2), as kernels have them; what stays fills the rest of both halves. ``in_turn``:
-    the pairs are (2 i, 2 i + 1).
+    """int64 ``[head_dim]``: the order in which a head whose first elements rotate in pairs (i, i + rotary_dim / 2) has
+    the pairs (i, i + head_dim / 2), as kernels expect; elements that do not rotate fill the rest of both halves.
+    ``in_turn``: the pairs are (2 i, 2 i + 1).
 
-    Queries and keys are reordered alike, so their products are what they were.
+    Queries and keys are reordered alike, so their products are unchanged.
     """
     pairs, half = rotary_dim // 2, head_dim // 2
     turning, still = torch.arange(2 * pairs), torch.arange(2 * pairs, head_dim)
@@ -53,7 +53,7 @@ def rotary_order(head_dim: int, rotary_dim: int, in_turn: bool = False) -> torch
 
 
 def _frequencies(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:
-    """``periods`` [D / 2]: tokens in which each pair turns by one radian, before they are scaled."""
+    """``periods`` [D / 2]: tokens per radian of each pair, before scaling."""
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return 1.0 / periods
@@ -83,9 +83,8 @@ def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.T
 
 
 def _yarn(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:
-    """Stretch pairs that turn less than ``beta_slow`` times over the trained length, keep those that turn more than
-    ``beta_fast`` times, and go from one to the other by the pairs' numbers between ("NTK-by-parts", Peng et al. 2023).
-    """
+    """Stretch pairs that rotate fewer than ``beta_slow`` times over the trained length, keep those that rotate more
+    than ``beta_fast`` times, and interpolate by pair index between ("NTK-by-parts", Peng et al. 2023)."""
     dim = 2 * len(periods)
     factor, trained_len = _number(scaling, "factor"), _number(scaling, "original_max_position_embeddings")
 

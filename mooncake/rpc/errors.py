@@ -9,14 +9,14 @@ from mooncake.errors import MooncakeError
 
 CODE_KEY = "mooncake-code"
 PARAM_KEY = "mooncake-param"
-PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own name: clients that retry honour it
+PUSHBACK_KEY = "grpc-retry-pushback-ms"  # gRPC's own name: retrying clients honour it
 
 
 def _leaves(cls: type[MooncakeError]) -> list[type[MooncakeError]]:
     return [cls] + [leaf for child in cls.__subclasses__() for leaf in _leaves(child)]
 
 
-# The first class that owns a code stands for it: a parent comes before the children that inherit its code.
+# The first class with a code stands for it: a parent comes before children that inherit its code.
 _BY_CODE: dict[str, type[MooncakeError]] = {}
 for _cls in _leaves(MooncakeError):
     _BY_CODE.setdefault(_cls.code, _cls)
@@ -32,7 +32,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
     grpc.StatusCode.ABORTED: errors.StaleEpoch,
     grpc.StatusCode.INTERNAL: errors.InternalError,
 }
-# Where a group shares its code with the leaf that is raised in fact, the leaf stands for it.
+# Where a group shares its code with the one leaf that is actually raised, the leaf stands for it.
 _BY_CODE.update({_cls.code: _cls for _cls in _BY_STATUS.values()})
 
 
@@ -49,7 +49,7 @@ def trailing_metadata(error: MooncakeError) -> tuple[tuple[str, str], ...]:
     return tuple(metadata)
 
 
-# What gRPC says of connections that never come about, and what it means.
+# gRPC's messages about connections that are never established, and what they mean.
 _HANDSHAKES = {
     "WRONG_VERSION_NUMBER": "it does not speak TLS",
     "certificate has expired": "its certificate has expired",
@@ -61,7 +61,7 @@ _HANDSHAKES = {
 
 
 def handshake_trouble(error: grpc.RpcError) -> str:
-    """Why the other side, which is there, cannot be spoken to; "" when that is not what happened."""
+    """Why a reachable peer cannot be talked to; "" for other errors."""
     details = error.details() if isinstance(error, (grpc.aio.AioRpcError, grpc.Call)) else None
     if not (details or "").startswith("failed to connect"):
         return ""
@@ -85,7 +85,7 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
 
 
 def parts_of_error(error: MooncakeError) -> bytes:
-    """An error for a wire that is not gRPC's: code, parameter, retry time and message, a line each."""
+    """An error in a non-gRPC wire form: code, parameter, retry time and message, one per line."""
     metadata = dict(trailing_metadata(error))
     parts = (error.code, metadata.get(PARAM_KEY, ""), metadata.get(PUSHBACK_KEY, ""), error.message)
     return "\n".join(part.replace("\n", " ") for part in parts).encode()

@@ -1,4 +1,5 @@
-"""One way to start a gRPC server and to reach one: error mapping, standard health checking, reflection, limits."""
+"""The one way to start a gRPC server and to connect to one: error mapping, standard health checking, reflection,
+limits."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
 )
-TAKEN_KEY = "mooncake-taken"  # in the initial metadata of a stream: the server has the call, and works on it
+TAKEN_KEY = "mooncake-taken"  # in a stream's initial metadata: the server has accepted the call
 KEEPALIVE_MS = 10_000
 _SERVER_OPTIONS = (
     *_OPTIONS,
-    # Servers take pings on quiet streams for abuse unless told otherwise; a request that queues is quiet.
+    # By default servers treat pings on quiet streams as abuse; a queued request is quiet.
     ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
     ("grpc.keepalive_permit_without_calls", 1),
 )
@@ -44,7 +45,7 @@ _CHANNEL_OPTIONS = (
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, told as one sentence."""
+    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, reported in one sentence."""
 
     async def intercept_service(
         self,
@@ -71,11 +72,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return handler
 
 
-Read = Callable[[Any], Any]  # makes a request of what was on the wire
+Read = Callable[[Any], Any]  # deserialises a request
 
 
 def _reader(deserializer: Read | None) -> Read:
-    """gRPC itself would tell a client's garbage as a failure of ours, in full."""
+    """gRPC itself would report a client's garbage as our failure, in full."""
 
     def read(data: bytes) -> Any:
         try:
@@ -129,7 +130,7 @@ class RpcServer:
     """A grpc.aio server with its health service. ``add`` the servicers, then ``start``."""
 
     def __init__(self, *guards: grpc.aio.ServerInterceptor) -> None:
-        """``guards`` see each call before the servicers do; what they raise is mapped as theirs is."""
+        """``guards`` see each call before the servicers; their errors are mapped in the same way."""
         self._server = grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -141,8 +142,8 @@ class RpcServer:
         self._services.append(service)
 
     async def start(self, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
-        """Listen, with ``credentials`` to TLS alone; the port chosen when ``port`` is 0. Raises ConfigError when the
-        address cannot be had."""
+        """Listen, with ``credentials`` only for TLS; the port is chosen by the system when ``port`` is 0. Raises
+        ConfigError when the address is unavailable."""
         names = (*self._services, reflection.SERVICE_NAME, health.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         address = join_address(host, port)
@@ -172,11 +173,11 @@ class RpcServer:
 
 
 class Channels:
-    """Channels by address, opened once and kept while they are in use. One owner, one event loop."""
+    """Channels by address, opened once and kept while in use. One owner, one event loop."""
 
     def __init__(self, keep_s: float = KEEP_S, tls: Tls | None = None) -> None:
-        """One without a call for ``keep_s`` disconnects, and seeks a peer that has gone no more; it is forgotten when
-        nobody has asked for it either. Raises ConfigError for files of ``tls`` that cannot be used."""
+        """A channel without a call for ``keep_s`` disconnects, and stops trying to reach a vanished peer; it is
+        forgotten once nobody asks for it either. Raises ConfigError for unusable files of ``tls``."""
         options = (*_CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(keep_s * 1e3)))
         self._channels = Recent(opener(tls, options), keep_s, may_go=_is_idle)
 
@@ -196,7 +197,7 @@ class Channels:
 
 
 def opener(tls: Tls | None, options: Sequence[tuple[str, Any]]) -> Callable[[str], grpc.aio.Channel]:
-    """What opens channels to addresses. Raises ConfigError for files of ``tls`` that cannot be used."""
+    """Returns a function that opens channels to addresses. Raises ConfigError for unusable files of ``tls``."""
     if tls is None:
         return lambda address: grpc.aio.insecure_channel(address, options=options)
     credentials, secure = tls.credentials(), (*options, *tls.options)
@@ -204,12 +205,12 @@ def opener(tls: Tls | None, options: Sequence[tuple[str, Any]]) -> Callable[[str
 
 
 def _is_idle(channel: grpc.aio.Channel) -> bool:
-    """It has no call."""
+    """Whether it has no call."""
     return channel.get_state() is grpc.ChannelConnectivity.IDLE
 
 
 class CleanUps:
-    """What ended calls leave to do. Outside of a call, which may be cancelled at any await."""
+    """Clean-up work of finished calls, run outside the call, which may be cancelled at any await."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -234,7 +235,7 @@ class CleanUps:
 
 
 def remaining_s(context: Any, most_s: float) -> float:
-    """Seconds until the caller's deadline, if it set one, and ``most_s`` at most."""
+    """Seconds until the caller's deadline, if it set one, and at most ``most_s``."""
     left = context.time_remaining()
     return most_s if left is None else max(0.0, min(left, most_s))
 
@@ -251,7 +252,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> str:
-    """What a person gave as an address, unless it is none. Raises InvalidRequest."""
+    """Returns an address typed by a person. Raises InvalidRequest for an invalid one."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise InvalidRequest(f"an address is HOST:PORT, such as 127.0.0.1:50051; got {address!r}", "address")

@@ -13,7 +13,7 @@ import pytest
 
 from conductor.cost import DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer
-from mooncake.app.calibrate_pair import PairCosts, _one_by_one, _together
+from mooncake.app.calibrate_pair import PairCosts, one_by_one, together
 from mooncake.app.extras import MissingDependency
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.validate import Compared, chosen_trace, described_cluster, markdown, parse, parts_ms, settings
@@ -36,14 +36,14 @@ def answer(sent_s: float, *times_s: float) -> Answer:
 
 
 def test_prompts_sent_together_tell_what_each_takes_and_what_it_waits_for_beside() -> None:
-    each_ms, beside_ms = _one_by_one([answer(0.0, 0.31), answer(0.0, 0.11), answer(0.0, 0.21)])
+    each_ms, beside_ms = one_by_one([answer(0.0, 0.31), answer(0.0, 0.11), answer(0.0, 0.21)])
     assert (each_ms, beside_ms) == (pytest.approx(100.0), pytest.approx(10.0))
 
 
 def test_only_steps_of_the_whole_batch_count() -> None:
     early = answer(0.0, 0.0, 0.1, 0.2, 0.25, 0.30, 0.35, 0.4)
     late = answer(0.0, 0.15, 0.2, 0.25, 0.30, 0.35, 0.45)
-    step_ms, context, tail = _together([early, late], tokens=100)
+    step_ms, context, tail = together([early, late], tokens=100)
     assert step_ms == pytest.approx(50.0)
     assert context == pytest.approx(100 + 4 + 100 + 2.5)
     assert tail == pytest.approx(1.0)

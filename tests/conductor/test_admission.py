@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from placing import Cluster
 
 from conductor.accounts import Ticket
-from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, _peak_tokens
+from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, peak_tokens
 from conductor.fairness import Band
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
@@ -181,7 +181,7 @@ def test_the_peak_is_that_of_a_simulation_token_by_token(sequences: list[tuple[i
         sum(held + step for left, held in sequences if left >= step)
         for step in range(1 + max(left for left, _ in sequences))
     )
-    assert _peak_tokens(left, held)[0] == peak
+    assert peak_tokens(left, held)[0] == peak
 
 
 class TestLengths:

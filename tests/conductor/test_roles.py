@@ -13,7 +13,7 @@ from mooncake.types import Role
 FACTS = ModelFacts("kv", Shape(block_tokens=64, block_bytes=1024, num_layers=2), eos_ids=(1,))
 
 
-async def test_a_wish_for_another_role_ends_with_the_life_that_was_asked() -> None:
+async def test_a_request_for_another_role_ends_with_the_process_that_was_asked() -> None:
     now = [0.0]
     core = Core(load_config(), FACTS, MemoryDirectory(), clock=lambda: now[0])
 
@@ -23,19 +23,19 @@ async def test_a_wish_for_another_role_ends_with_the_life_that_was_asked() -> No
 
     join("p0", Role.PREFILL, 1)
     join("p1", Role.PREFILL, 2)
-    core.set_role("p1", Role.DECODE)
-    assert core.wanted_role("p1") is Role.DECODE
-    join("p1", Role.PREFILL, 3)  # its process died and was started anew
-    assert core.wanted_role("p1") is None and core.num_switches == 0
+    core.role_requests.request("p1", Role.DECODE)
+    assert core.role_requests.of("p1") is Role.DECODE
+    join("p1", Role.PREFILL, 3)  # its process died and was restarted
+    assert core.role_requests.of("p1") is None and core.role_requests.num_switches == 0
 
-    core.set_role("p1", Role.DECODE)
+    core.role_requests.request("p1", Role.DECODE)
     now[0] = 100.0
     join("p0", Role.PREFILL, 4)
     core.tick()
-    assert core.registry.get("p1") is None and core.wanted_role("p1") is None
+    assert core.registry.get("p1") is None and core.role_requests.of("p1") is None
 
     join("p1", Role.PREFILL, 5)
-    core.set_role("p1", Role.DECODE)
+    core.role_requests.request("p1", Role.DECODE)
     join("p1", Role.DECODE, 6)
-    assert core.wanted_role("p1") is None and core.num_switches == 1
+    assert core.role_requests.of("p1") is None and core.role_requests.num_switches == 1
     await core.stop()

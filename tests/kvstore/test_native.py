@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOAD_BOTH = "from kvstore.transfer.native import load; from kvstore.board import _library; assert load() and _library()"
+LOAD_BOTH = (
+    "from kvstore.transfer.native import load; from kvstore.board import load_board; assert load() and load_board()"
+)
 
 
 @pytest.mark.parametrize(

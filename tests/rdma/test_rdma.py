@@ -84,7 +84,7 @@ def open_path(transport: RdmaTransport, address: SegmentAddress) -> RdmaPath:
 
 def break_queue_pair(pair: QueuePair) -> None:
     """To the error state, as a device does it."""
-    verbs = pair.device._verbs
+    verbs = pair.device.verbs
     attributes = verbs.qp.QPAttr()
     attributes.qp_state = verbs.enums.IBV_QPS_ERR
     pair._pair.modify(attributes, verbs.enums.IBV_QP_STATE)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from mooncake.app.cli import app
 from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
 from mooncake.app.sim.findings import Finding, Row
-from mooncake.app.sim.page import _over_time
+from mooncake.app.sim.page import over_time
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.simulate_reproduce import markdown, page
 from mooncake.app.trace_shapes import generate
@@ -190,7 +190,7 @@ def test_a_window_without_answers_shows_neither_times_nor_hits() -> None:
     trace += [replace(request, timestamp_ms=request.timestamp_ms + pause_ms) for request in trace]
     simulation = Simulation(load_preset("paper-16"), trace, Run(jitter_s=0.0))
     simulation.run()
-    windows = _over_time(simulation)
+    windows = over_time(simulation)
     assert min(windows["ttft"].y) > 0.0
     assert len(windows["ttft"].y) < len(windows["sent"].y)
 

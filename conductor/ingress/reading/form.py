@@ -1,6 +1,6 @@
-"""The form that one model writes its answers in: told by its chat template, or by who configures the cluster.
+"""How one model writes its answers: detected from its chat template, or configured.
 
-Names are vLLM's, of its flags ``--reasoning-parser`` and ``--tool-call-parser``. Pure.
+Names are those of vLLM's ``--reasoning-parser`` and ``--tool-call-parser``. Pure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TAGS = {
 
 
 class Calls(StrEnum):
-    """How tools are called."""
+    """The formats of tool calls."""
 
     HERMES = "hermes"
     GRANITE = "granite"
@@ -51,8 +51,8 @@ class Calls(StrEnum):
     DEEPSEEK = "deepseek_v3"
 
 
-_SIGNS = (  # of templates; the first that is there counts
-    ("<arg_key>", None),  # GLM's tags look like Hermes'
+_SIGNS = (  # signs in chat templates; the first match decides
+    ("<arg_key>", None),  # GLM's tags resemble Hermes'
     ("<function=", Calls.QWEN_XML),
     ("<tool_call>", Calls.HERMES),
     (GRANITE.begin, Calls.GRANITE),
@@ -92,35 +92,35 @@ class AnswerForm(Protocol):
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells tools whose calls can be read."""
+        """Whether the chat template describes tools in a format whose calls can be parsed."""
         ...
 
     @property
     def takes_calls(self) -> bool:
-        """Whether it also has words for earlier calls and their results."""
+        """Whether it also renders earlier calls and their results."""
         ...
 
     def start(self, prompt: str, opening: str) -> Start:
-        """Of the answer to the prompt of which ``prompt`` is the end, or of one that goes on from ``opening``."""
+        """Where an answer starts that follows a prompt ending in ``prompt``, or that continues from ``opening``."""
         ...
 
     def reader(self, tools: Tools | None, start: Start) -> Reader:
-        """Of one answer."""
+        """A new reader for one answer."""
         ...
 
     def markers(self, tools: Tools | None) -> frozenset[str]:
-        """What a reader has to see of an answer, also where it is a control token."""
+        """Strings that a reader needs to see even where they are control tokens."""
         ...
 
     def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        """``guide`` for what stands behind a thought, if there may be one. ``token_of`` gives the control token that a
-        marker is; None for one that is text."""
+        """``guide`` applied only after a thought, if there may be one. ``token_of`` returns the control token that a
+        marker is; None for one that is plain text."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TaggedForm:
-    """With tags around thoughts (None: there are none) and around calls."""
+    """Answers with tags around thoughts (None: no thoughts) and around calls."""
 
     tags: Tags | None = None
     calls: Calls = Calls.HERMES
@@ -169,8 +169,8 @@ class TaggedForm:
 
 
 def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> AnswerForm:
-    """By the names of ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or where these are "auto", by
-    the chat template, which may tell tools. Raises ConfigError."""
+    """From the names in ``conductor.reasoning_parser`` and ``conductor.tool_call_parser``, or, where these are
+    "auto", from the chat template; ``tells_tools``: whether it describes tools. Raises ConfigError."""
     if (thoughts == "auto" and CHANNEL in template) or thoughts == "openai_gptoss" or calls == "openai":
         if thoughts not in ("auto", "openai_gptoss") or calls not in ("auto", "openai"):
             what = "of conductor.reasoning_parser and conductor.tool_call_parser, openai_gptoss and openai go together"

@@ -1,7 +1,7 @@
-"""gpt-oss's form of answers, harmony: messages one after the other, each in a channel, with a header before its text.
+"""gpt-oss's answer format, harmony: a sequence of messages, each in a channel, with a header before its text.
 
-What is in the channel ``analysis`` is a thought, what has a function for its recipient is a call of it, and everything
-else is for the user. An answer begins in the header of its first message. Pure.
+Text in the channel ``analysis`` is a thought, a message with a function as its recipient is a call of it, and
+everything else is for the user. An answer begins in the header of its first message. Pure.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from conductor.ingress.tools import Tools
 from mooncake.types import Guide
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
-_ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # the last where an end is missing
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # the last one if an end is missing
 _MARKERS = frozenset((CHANNEL, MESSAGE, "<|constrain|>", *_ENDS))
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?(?P<name>[\w-]{1,128})(?![\w.-])")
 _THOUGHT = re.compile(rf"{re.escape(CHANNEL)}\s*analysis\b")
-_FIRST_HEADER = re.compile(rf"\s*(?:to=\S*\s*)?(?:{re.escape(CHANNEL)}.*)?", re.DOTALL)  # as far as it is there
+_FIRST_HEADER = re.compile(rf"\s*(?:to=\S*\s*)?(?:{re.escape(CHANNEL)}.*)?", re.DOTALL)  # as far as it has arrived
 _MAX_HEADER_CHARS = 512
-_BREAK = "\n\n"  # between two messages that are told as one text
+_BREAK = "\n\n"  # between two messages reported as one text
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     HEADER = auto()
     TEXT = auto()
     THOUGHT = auto()
     CALL = auto()
-    BETWEEN = auto()  # two messages
+    BETWEEN = auto()  # between two messages
 
 
 @dataclass(slots=True)
 class HarmonyReader:
-    """Reads one answer. ``answer`` reads what is for the user. With ``calls``, functions may be called. It begins
-    within the text of a message where that ``is_open``."""
+    """Reads one answer. ``answer`` reads the text for the user. With ``calls``, functions may be called. With
+    ``is_open`` the answer begins inside a message's text."""
 
     answer: Reader
     calls: bool
     is_open: bool = False
     _place: _Place = field(init=False)
     _held: str = ""
-    _is_first: bool = True  # header, which the prompt begins
-    _is_begun: bool = False  # the text of this message
-    _has_text: bool = False  # for the user
+    _is_first: bool = True  # the first header, which the prompt begins
+    _is_begun: bool = False  # this message has text
+    _has_text: bool = False  # some text for the user has been reported
     _has_thought: bool = False
     _value: JsonValue | None = None
     _said: list[Said] = field(default_factory=list)
@@ -80,7 +80,7 @@ class HarmonyReader:
         return said
 
     def _step(self, is_last: bool) -> bool:
-        """Move on as far as can be told; whether there may be more."""
+        """Consume as much as can be decided. Returns whether another step may get further."""
         match self._place:
             case _Place.HEADER:
                 return self._header(is_last)
@@ -96,7 +96,7 @@ class HarmonyReader:
             self._begin(_Place.TEXT, self._held)
             return True
         if not tag:
-            return False  # and a header without a message says nothing
+            return False  # and a header without a message is dropped
         called = _RECIPIENT.search(header) if self.calls else None
         self._begin(_Place.CALL if called else _Place.THOUGHT if _THOUGHT.search(header) else _Place.TEXT, behind)
         if called:
@@ -130,7 +130,7 @@ class HarmonyReader:
             self._has_text = self._is_begun = True
 
     def _tell_arguments(self, text: str) -> None:
-        """As far as they are one value; what stands around it is nothing."""
+        """Report arguments up to the end of the JSON value; text around it is dropped."""
         assert self._value is not None
         if self._value.is_whole:
             return
@@ -141,12 +141,12 @@ class HarmonyReader:
             self._said.append(CallPart("", "", part, self._value.is_whole))
 
     def _end_call(self) -> None:
-        """Also one whose arguments broke off: what follows is none of it."""
+        """Also ends a call whose arguments were cut short: what follows is not part of it."""
         if self._place is _Place.CALL and self._value is not None and not self._value.is_whole:
             self._said.append(CallPart("", "", "", is_end=True))
 
     def _between(self, is_last: bool) -> bool:
-        """What is not the start of a message is text of its own."""
+        """Text that is not the start of a message is a message of its own."""
         self._held = self._held.lstrip()
         if self._held.startswith(START):
             self._place, self._held = _Place.HEADER, self._held[len(START) :]
@@ -158,13 +158,13 @@ class HarmonyReader:
 
 
 def _may_be_header(text: str) -> bool:
-    """Whether an answer that begins so may begin with a header."""
+    """Whether an answer that begins with ``text`` may begin with a header."""
     return "to=".startswith(text.lstrip()) or _FIRST_HEADER.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class HarmonyForm:
-    """Of gpt-oss, whose chat template tells tools, calls and results."""
+    """The form of gpt-oss, whose chat template describes tools, calls and results."""
 
     takes_tools: bool
     takes_calls: bool
@@ -183,7 +183,7 @@ class HarmonyForm:
         return _MARKERS
 
     def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        """For what is in the channel ``final``, behind a thought or two."""
+        """The guide applied to the channel ``final``, after any number of thoughts."""
         if start is Start.BEHIND:
             return guide
         channel, message, begin, end = (spelled(tag, token_of(tag)) for tag in (CHANNEL, MESSAGE, START, _ENDS[0]))

@@ -1,9 +1,9 @@
-"""How calls that are written as JSON are read out of an answer while it is made.
+"""Parses tool calls written as JSON out of an answer while it is generated.
 
-A call is told as it is written: its name once its arguments begin, then those as they come. The forms differ in the
-tags around calls: Hermes' (``tools.py``), Granite's, Mistral's, Kimi's, DeepSeek's, and Llama 3's, whose answers may be
-calls without any.
-Where the text is cut into pieces changes nothing of what comes out. Pure; it knows no wire form of answers.
+A call is reported as it is written: its name once its arguments begin, then the arguments as they arrive. The formats
+differ in the tags around calls: those of Hermes (``tools.py``), Granite, Mistral, Kimi, DeepSeek, and Llama 3, whose
+answers may be calls without tags. The result does not depend on how the text is cut into pieces. Pure; it knows no wire
+form of answers.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.reading.steps import StepReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 _START = '{"name": "'  # of a call as its guide writes it
-# A call up to its arguments, alone or in a list. Other orders of its members are read when it is whole.
+# A call up to its arguments, alone or in a list. Other orders of its members are parsed when it is complete.
 _NAME = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _KIND = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _HEAD = rf'\s*+(?P<list>\[?)\s*+\{{\s*{_KIND}"name"\s*:\s*(?P<name>{_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-_NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from the arguments of a call to another one behind the same tag
-_MAX_HEAD_CHARS = 1024  # of either: they are tried anew with each piece of text
+_NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from a call's arguments to the next call behind the same tag
+_MAX_HEAD_CHARS = 1024  # of either pattern: they are retried with each piece of text
 _FIRST_KEY = re.compile(r'\s*+\[?\s*+(?:\{\s*+(?:"(?P<key>\w*+)(?P<end>"?))?)?')
-_KEYS = ("name", "type", "arguments", "parameters")  # that a call may begin with
+_KEYS = ("name", "type", "arguments", "parameters")  # the keys a call may begin with
 
 
 def _mistral_id() -> str:
-    """Mistral's templates take no others."""
+    """The only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
 
 
 @dataclass(frozen=True, slots=True)
 class JsonForm:
-    """What is around calls: a tag before one or several, and one behind, or none. With ``is_bare`` an answer may begin
-    with a call that has no tag. ``silent`` tags, around all calls of an answer, say nothing."""
+    """The text around calls: a tag before one or several, and a tag after or none. With ``is_bare`` an answer may
+    begin with a call that has no tag. ``silent`` tags, around all calls of an answer, are dropped."""
 
     begin: str
     end: str = ""
@@ -49,16 +50,16 @@ class JsonForm:
 
 
 HERMES = JsonForm(OPEN, CLOSE)
-GRANITE = JsonForm("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's, too; Granite writes no second tag
+GRANITE = JsonForm("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's too; Granite writes no closing tag
 LLAMA_3 = JsonForm("<|python_tag|>", is_bare=True)
-# Older models write a list of objects, newer ones each call behind a tag of its own: its name, then its arguments.
+# Older models write a list of objects, newer ones a tag before each call: its name, then its arguments.
 MISTRAL = JsonForm(
     "[TOOL_CALLS]",
     head=re.compile(rf"{_HEAD}|\s*+(?P<word>[\w.-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+(?=\{{)"),
     new_id=_mistral_id,
 )
 KIMI_ARGUMENTS, DEEPSEEK_NAME = "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"
-# A call has its id before its arguments, and its name within that: functions.NAME:0.
+# A call has its id before its arguments, with the name in it: functions.NAME:0.
 KIMI = JsonForm(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
@@ -68,7 +69,7 @@ KIMI = JsonForm(
     ),
     silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
-# V3 and R1 write a kind, a name and then a block of code, V3.1 a name and then the arguments.
+# V3 and R1 write a kind, a name and then a code block; V3.1 a name and then the arguments.
 DEEPSEEK = JsonForm(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
@@ -81,62 +82,47 @@ DEEPSEEK = JsonForm(
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     TEXT = auto()
-    HEAD = auto()  # of a call, behind its tag
+    HEAD = auto()  # of a call, after its tag
     ARGUMENTS = auto()
-    REST = auto()  # of what stands between the tags, behind a call's arguments
+    REST = auto()  # between a call's arguments and the closing tag
 
 
 @dataclass(slots=True)
-class CallReader:
-    """Reads one answer. What may be the start of a tag or of a call waits, and what turns out to be none stays text.
+class CallReader(StepReader):
+    """Reads one answer. Text that may start a tag or a call is held; if it turns out not to, it is text.
 
-    With ``is_call`` the whole answer is one call without tags, as its guide writes it. Tags may be missing behind a
-    call, and calls may follow each other behind the same tag.
+    With ``is_call`` the whole answer is one call without tags, as its guide writes it. The closing tag may be missing,
+    and several calls may follow one tag.
     """
 
     is_call: bool = False
     form: JsonForm = HERMES
     _place: _Place = field(init=False)
-    _tag: str = ""  # before the calls that are being read
-    _held: str = ""
-    _num_sought: int = 0  # characters of it in which no tag begins
-    _said: list[Said] = field(default_factory=list)
-    _is_behind_call: bool = False  # and white space there is no text
-    _depth: int = 1  # brackets around the arguments: of an object, and of a list
-    _is_further: bool = False  # a call behind this tag has been told
-    _name: str = ""  # not yet told
+    _tag: str = ""  # before the calls being read
+    _depth: int = 1  # open brackets around the arguments: an object, and maybe a list
+    _is_further: bool = False  # a call behind this tag has been reported
+    _name: str = ""  # not yet reported
     _call_id: str = ""  # likewise
     _arguments: JsonValue | None = None
 
     def __post_init__(self) -> None:
         self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.TEXT: self._text,
-            _Place.HEAD: self._head,
-            _Place.ARGUMENTS: self._value,
-            _Place.REST: self._call if self.is_call else self._rest,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.TEXT:
+                return self._text(is_last)
+            case _Place.HEAD:
+                return self._head(is_last)
+            case _Place.ARGUMENTS:
+                return self._value()
+        return self._rest(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
+        self._skip_space_behind_call()
         before, tag, behind = self._held.partition(self.form.begin)
         if tag:
             self._say(before)
@@ -149,13 +135,13 @@ class CallReader:
         return False
 
     def _head(self, is_last: bool) -> bool:
-        is_open = self._num_sought < _MAX_HEAD_CHARS  # else it has been tried on as much as it may have
+        is_open = self._num_searched < _MAX_HEAD_CHARS  # beyond that the pattern has been tried on all it may match
         head = self.form.head.match(self._held, 0, _MAX_HEAD_CHARS) if is_open else None
         begins = self._held[head.end() :][:1] if head else ""
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
             self._name, self._arguments = name, JsonValue(end=self.form.end)
-            has_id = head.groupdict().get("number")  # a name alone would be that of another call, too
+            has_id = head.groupdict().get("number")  # a name alone could belong to another call as well
             self._call_id = head["id"] if has_id else self.form.new_id()
             self._go(_Place.ARGUMENTS, self._held[head.end() :])
             return True
@@ -167,15 +153,15 @@ class CallReader:
         return self._whole(is_last)
 
     def _without_name(self, is_last: bool) -> bool:
-        """Of what was cut short before the name was there, nothing is text; all of what was to be no call."""
+        """An answer cut short before the name is dropped if it could have become a call; otherwise it is text."""
         if is_last:
             self._say("" if _START.startswith(self._held[: len(_START)]) else self._held)
             self._held = ""
         return False
 
     def _whole(self, is_last: bool) -> bool:
-        """What stands between tags and does not begin as most calls do."""
-        at, tag = self._find(*filter(None, [self.form.end]))
+        """Tagged text that does not begin like most calls: parse it as a whole."""
+        at, tag = self._find([self.form.end] if self.form.end else [])
         if not tag and not is_last:
             return False
         inside = self._held[:at]
@@ -187,7 +173,7 @@ class CallReader:
         return True
 
     def _take_forms(self, text: str) -> bool:
-        """Whether ``text`` is a call, or a list of them."""
+        """Report ``text`` if it is a call or a list of calls. Returns whether it is."""
         try:
             found = read_json(text)
             forms = found if isinstance(found, list) else [found]
@@ -198,7 +184,7 @@ class CallReader:
             return False
         return True
 
-    def _value(self, is_last: bool) -> bool:
+    def _value(self) -> bool:
         assert self._arguments is not None
         num_chars = self._arguments.take(self._held)
         part, self._held = self._held[:num_chars], self._held[num_chars:]
@@ -210,55 +196,47 @@ class CallReader:
             self._go(_Place.REST, self._held)
         return is_end
 
-    def _call(self, is_last: bool) -> bool:
-        """Behind the call that the whole answer is."""
-        self._held = ""
-        return False
-
     def _rest(self, is_last: bool) -> bool:
+        if self.is_call:  # the whole answer: what follows it is dropped
+            self._held = ""
+            return False
         if self._depth and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
             self._go(_Place.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
             self._is_further = True
             return True
         begin, end = self.form.begin, self.form.end
-        at, tag = self._find(*filter(None, [begin, end]))
+        at, tag = self._find([begin, end] if end else [begin])
         if not tag and not is_last:
             return False
-        if tag != end or not tag:  # it is missing, or cut short
+        if tag != end or not tag:  # the closing tag is missing or cut short
             self._say(self._behind_call(self._held[:at]))
         self._go(_Place.TEXT, self._held[at + len(end) :] if tag == end else self._held[at:])
         self._is_behind_call = True
         return True
 
     def _behind_call(self, text: str) -> str:
-        """What is left behind the end of a call, or of a list of them, whose arguments were before ``text``."""
+        """The part of ``text``, which follows a call's arguments, that follows the end of the call or of its list."""
         end = JsonValue(self._depth, self.form.end)
         num_chars = end.take(text) if self._depth else 0
         behind = text[num_chars:] if end.is_whole or not self._depth else ""
         return behind[: len(behind) - (overlap(behind, self.form.end) if self.form.end else 0)].lstrip()
 
-    def _find(self, *tags: str) -> tuple[int, str]:
-        """The first of the tags in what is held, and where it is; its end and "" when there is none yet."""
-        start = max(0, self._num_sought - len(max(tags, key=len, default="")))
-        found = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
-        self._num_sought = len(self._held)
-        return min(found, default=(len(self._held), ""))
-
     def _go(self, place: _Place, held: str) -> None:
-        self._place, self._held, self._num_sought = place, held, 0
+        self._place = place
+        self._hold(held)
 
     def _say(self, text: str) -> None:
         for tag in self.form.silent:
             text = text.replace(tag, "")
-        if text:
-            self._said.append(text)
+        StepReader._say(self, text)  # dataclasses with slots have no super()
 
 
 @dataclass(slots=True)
 class JsonValue:
-    """Reads a JSON value that is a member of an object, to its end: ``depth`` brackets are open before it begins.
+    """Finds the end of a JSON value inside an object; ``depth`` brackets are open before it begins.
 
-    The tag ``end`` does too, where no JSON can hold one: a string has no line breaks, so behind one it is no string.
+    The tag ``end`` also ends it, where no JSON could contain one. After a line break inside a string, which JSON does
+    not allow, even the string can be ended.
     """
 
     depth: int = 0
@@ -266,10 +244,11 @@ class JsonValue:
     is_whole: bool = False
     _is_text: bool = False
     _is_escaped: bool = False
-    _is_torn: bool = False  # the string
+    _is_torn: bool = False  # the open string contains a line break
 
     def take(self, text: str) -> int:
-        """How many characters of ``text`` belong to it. The others are to come again unless it is whole."""
+        """How many characters of ``text`` belong to the value. Unless it is complete, the caller passes the others
+        again."""
         for at, char in enumerate(text):
             may_end = char == self.end[:1] and (self._is_torn or not self._is_text)
             if may_end and self.end.startswith(text[at : at + len(self.end)]):
@@ -304,7 +283,7 @@ def _arguments(form: dict[str, object]) -> str:
 
 
 def _may_call(text: str) -> bool:
-    """Whether an answer that begins so may be a call."""
+    """Whether an answer that begins with ``text`` may be a call."""
     found = _FIRST_KEY.match(text, 0, _MAX_HEAD_CHARS)
     assert found is not None
     if (key := found["key"]) is None:
@@ -313,14 +292,14 @@ def _may_call(text: str) -> bool:
 
 
 def _name_in(head: re.Match[str]) -> str:
-    """Of a call; "" where it is none."""
+    """The call's name; "" if it is not a call."""
     literal: str | None = head["name"]
     words = head.groupdict()
     return _text_of(literal) if literal is not None else words.get("word") or words.get("alone") or ""
 
 
 def _text_of(literal: str) -> str:
-    """What a JSON string says; "" for one that is none."""
+    """The value of a JSON string; "" if it is not one."""
     try:
         return str(read_json(literal))
     except ValueError:

@@ -1,6 +1,6 @@
-"""What an answer's text turns out to be while it is made: text for the user, thoughts, and calls of tools.
+"""The parts of an answer's text, as they are recognised while it is generated: text for the user, thoughts, tool calls.
 
-A reader takes the text in pieces, however it is cut, and tells what has become clear. Pure; it knows no wire form.
+A reader takes the text in pieces, however it is cut, and reports what has been decided. Pure; it knows no wire form.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-NOT_JSON = (ValueError, RecursionError)  # the second: nested beyond any sense
+NOT_JSON = (ValueError, RecursionError)  # the second: nested too deeply
 
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """What the model says to itself before it answers, or more of that."""
+    """What the model thinks before it answers; a part, or all of it."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallPart:
-    """A call as far as it is known, or more of the arguments of the last one: that has no name."""
+    """A call as far as it is known, or, without a name, more arguments of the previous one."""
 
     call_id: str
     name: str
-    arguments: str  # the text of a JSON object; together with what follows
+    arguments: str  # JSON text of an object, or the next part of it
     is_end: bool = True  # nothing of it follows
 
 
@@ -36,15 +36,15 @@ Said = str | Thought | CallPart
 
 
 class Reader(Protocol):
-    """Of one answer. Where its text is cut into pieces changes nothing of what comes out."""
+    """Reads one answer. The result does not depend on how its text is cut into pieces."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is, as far as is known, of a thought."""
+        """Whether what comes next belongs to a thought, as far as is known."""
         ...
 
     def push(self, text: str, is_last: bool) -> list[Said]:
-        """What has become clear, in its order. ``is_last``: nothing follows."""
+        """What has been decided, in order. ``is_last``: nothing follows."""
         ...
 
 
@@ -59,7 +59,7 @@ class PlainReader:
 
 @dataclass(slots=True)
 class OnceReader:
-    """Of another reader's answer nothing behind the first call is told."""
+    """Another reader's parts up to the end of the first call."""
 
     reader: Reader
     _is_over: bool = False
@@ -81,18 +81,18 @@ class OnceReader:
 
 
 def read_json(text: str) -> Any:
-    """What ``text`` says. Escapes can spell halves of surrogate pairs, which UTF-8 has no way to say: they become
-    question marks. Raises NOT_JSON."""
+    """The value of ``text``. JSON escapes can spell lone surrogates, which UTF-8 cannot encode: they become question
+    marks. Raises NOT_JSON."""
     return json.loads(json_of(json.loads(text)))
 
 
 def json_of(value: object) -> str:
-    """What says ``value``, with question marks for such halves. Raises NOT_JSON, also for NaN and infinity."""
+    """JSON text of ``value``, with question marks for lone surrogates. Raises NOT_JSON, also for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()
 
 
 def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
-    """Whole calls; the last one may have been cut short."""
+    """Complete calls, of which the last may have been cut short."""
     calls: list[list[CallPart]] = []
     for part in parts:
         if part.name:
@@ -105,7 +105,7 @@ def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
 
 
 def merged(parts: Iterable[Said]) -> list[Said]:
-    """Parts of one kind that follow each other as one; calls stay as they are."""
+    """Join consecutive parts of the same kind; calls stay separate."""
     found: list[Said] = []
     for part in parts:
         last = found[-1] if found else None
@@ -123,7 +123,7 @@ def new_call_id() -> str:
 
 
 def overlap(text: str, *tags: str) -> int:
-    """Length of the longest end of ``text`` that one of ``tags`` begins with, and that is not all of it."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of one of ``tags``."""
     longest = max(map(len, tags)) - 1
     sizes = range(min(len(text), longest), 0, -1)
     return next((size for size in sizes if any(tag.startswith(text[-size:]) for tag in tags if len(tag) > size)), 0)

@@ -1,7 +1,7 @@
-"""How calls that are written as a list of Python's calls are read out of an answer: ``[f(x=1), g()]``.
+"""Parses tool calls written as a list of Python calls out of an answer: ``[f(x=1), g()]``.
 
-Llama 4 and small models of Llama 3.2 write them so, at the beginning of an answer and nowhere else. A call is told when
-it is whole. Where the text is cut into pieces changes nothing of what comes out. Pure.
+Llama 4 and small Llama 3.2 models write them like this, only at the beginning of an answer. A call is reported when it
+is complete. The result does not depend on how the text is cut into pieces. Pure.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import warnings
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import CallPart, Said, json_of, new_call_id
+from conductor.ingress.reading.parts import CallPart, json_of, new_call_id
+from conductor.ingress.reading.steps import StepReader
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
@@ -24,45 +25,34 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     BEFORE = auto()
     CALL = auto()
-    BETWEEN = auto()  # behind a call of the list
-    BEHIND = auto()  # the list
+    BETWEEN = auto()  # after a call of the list
+    BEHIND = auto()  # after the list
     TEXT = auto()
 
 
 @dataclass(slots=True)
-class PythonCallReader:
-    """Reads one answer. What is no list of calls is text from there on."""
+class PythonCallReader(StepReader):
+    """Reads one answer. From the first thing that is not a list of calls on, it is text."""
 
     _place: _Place = _Place.BEFORE
-    _held: str = ""
-    _lead: str = ""  # before the first call, until that is told
-    _said: list[Said] = field(default_factory=list)
+    _lead: str = ""  # text before the first call, until that is reported
     _call: _Brackets = field(default_factory=lambda: _Brackets())
-    _is_behind_call: bool = False  # and white space there is no text
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.BEFORE: self._begin,
-            _Place.CALL: self._take_call,
-            _Place.BETWEEN: self._between,
-            _Place.BEHIND: self._behind,
-            _Place.TEXT: self._text,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.BEFORE:
+                return self._begin(is_last)
+            case _Place.CALL:
+                return self._take_call(is_last)
+            case _Place.BETWEEN:
+                return self._between(is_last)
+            case _Place.BEHIND:
+                return self._behind(is_last)
+        return self._text()
 
     def _begin(self, is_last: bool) -> bool:
         if found := _LIST.match(self._held):
@@ -75,7 +65,7 @@ class PythonCallReader:
 
     def _take_call(self, is_last: bool) -> bool:
         end = self._call.end_in(self._held)
-        if not self._lead and self._held.lstrip().startswith("]"):  # behind a comma
+        if not self._lead and self._held.lstrip().startswith("]"):  # after a trailing comma
             self._place = _Place.BETWEEN
             return True
         if end is None and not is_last:
@@ -107,19 +97,16 @@ class PythonCallReader:
         self._held, self._place = self._held.removeprefix(END), _Place.TEXT
         return True
 
-    def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
-        if self._held:
-            self._said.append(self._held)
-            self._held = ""
+    def _text(self) -> bool:
+        self._skip_space_behind_call()
+        self._say(self._held)
+        self._held = ""
         return False
 
 
 @dataclass(slots=True)
 class _Brackets:
-    """Finds the end of a call: of each character it needs no more than one look."""
+    """Finds the end of a call, looking at each character once."""
 
     _depth: int = 0
     _num_seen: int = 0
@@ -127,7 +114,8 @@ class _Brackets:
     _is_escaped: bool = False
 
     def end_in(self, text: str) -> int | None:
-        """Behind the bracket that closes the first one; None while there is none. ``text`` grows at its end."""
+        """Position after the bracket that closes the first one; None if there is none yet. ``text`` grows between
+        calls."""
         for at in range(self._num_seen, len(text)):
             char = text[at]
             self._num_seen = at + 1
@@ -147,7 +135,7 @@ class _Brackets:
 
 
 def _may_begin(text: str) -> bool:
-    """Whether a list of calls may begin with ``text``, of which there is too little to know."""
+    """Whether ``text``, too short to be sure, may begin a list of calls."""
     begins = text.lstrip()
     if begins.startswith(BEGIN):
         begins = begins[len(BEGIN) :]
@@ -157,10 +145,10 @@ def _may_begin(text: str) -> bool:
 
 
 def _call_of(text: str) -> CallPart | None:
-    """None for what is no call with names and plain values."""
+    """None for anything but a call with keyword arguments and literal values."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that are none
+            warnings.simplefilter("ignore")  # about invalid escapes
             call = ast.parse(text.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
             return None
@@ -173,7 +161,7 @@ def _call_of(text: str) -> CallPart | None:
 
 
 class _Words(ast.NodeTransformer):
-    """JSON's words are taken for Python's."""
+    """Accepts JSON's literals as Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node

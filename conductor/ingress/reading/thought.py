@@ -1,8 +1,8 @@
-"""Thoughts: how they are told apart from the answer behind them, and how a guide begins only there.
+"""Thoughts: how they are separated from the answer after them, and how a guide is applied only to the answer.
 
-A thought stands between two tags at the beginning of an answer, and nowhere else: further on the same tags are text.
-Many chat templates write the first tag themselves, at the end of the prompt; some write both, so that nothing is
-thought. White space around a thought belongs to neither side. Pure.
+A thought is between two tags at the beginning of an answer, and nowhere else: later the same tags are text. Many chat
+templates write the opening tag themselves, at the end of the prompt; some write both, to turn thinking off. White space
+around a thought belongs to neither side. Pure.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from enum import Enum, auto
 from conductor.ingress.reading.parts import PlainReader, Reader, Said, Thought, overlap
 from mooncake.types import Guide
 
-_MAX_SPACE_CHARS = 64  # before a thought, and at its end as far as it is taken away
+_MAX_SPACE_CHARS = 64  # before a thought, and the most removed at its end
 
 
 class Start(Enum):
-    """Where an answer begins."""
+    """Where an answer begins, relative to its thought."""
 
-    BEFORE = auto()  # a thought, if there is one
-    WITHIN = auto()  # it
-    BEHIND = auto()  # it, or in the middle of an answer
+    BEFORE = auto()  # before it, if there is one
+    WITHIN = auto()  # inside it
+    BEHIND = auto()  # after it, or in the middle of an answer
 
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """Around a thought. With ``is_first_left_out`` an answer begins with a thought, whoever wrote the first tag."""
+    """The tags around a thought. With ``is_first_left_out`` an answer begins inside a thought, whoever wrote the
+    opening tag."""
 
     begin: str
     end: str
     is_first_left_out: bool = False
 
     def start(self, prompt: str, opening: str) -> Start:
-        """Of the answer to the prompt of which ``prompt`` is the end, or of one that goes on from ``opening``."""
+        """Where an answer starts that follows a prompt ending in ``prompt``, or that continues from ``opening``."""
         if opening:
             is_within = opening.lstrip().startswith(self.begin) and self.end not in opening
             return Start.WITHIN if is_within else Start.BEHIND
@@ -46,25 +47,25 @@ class Tags:
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     BEFORE = auto()
     THOUGHT = auto()
-    BEHIND = auto()  # and no answer yet
+    BEHIND = auto()  # after the thought, before the answer's first character
     ANSWER = auto()
 
 
 @dataclass(slots=True)
 class ThoughtReader:
-    """Tells the thought of one answer, then what ``answer`` makes of the rest. With ``is_open`` the thought has begun
-    in the prompt; a model that writes its first tag nevertheless has not thought about tags."""
+    """Reports the thought of one answer, then what ``answer`` reads from the rest. With ``is_open`` the prompt has
+    begun the thought; if the model still writes the opening tag, it is not part of it."""
 
     tags: Tags
     is_open: bool
     answer: Reader = field(default_factory=PlainReader)
     _place: _Place = _Place.BEFORE
     _held: str = ""
-    _has_told: bool = False  # something of the thought
+    _has_told: bool = False  # a part of the thought has been reported
 
     @property
     def is_thinking(self) -> bool:
@@ -114,9 +115,9 @@ class ThoughtReader:
 
 
 def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[str], int | None]) -> Guide:
-    """The guide of an answer that may think first, or has to where its thought ``is_open``.
+    """The guide of an answer that may think first, or must, if its thought ``is_open``.
 
-    ``token_of`` gives the control token that a tag is; None for one that is text.
+    ``token_of`` returns the control token that a tag is; None for one that is plain text.
     """
     begin, end = (spelled(tag, token_of(tag)) for tag in (tags.begin, tags.end))
     if token_of(tags.end) is None:
@@ -129,5 +130,5 @@ def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[
 
 
 def spelled(tag: str, token_id: int | None) -> str:
-    """In a grammar."""
+    """A tag in a grammar."""
     return json.dumps(tag) if token_id is None else f"<[{token_id}]>"

@@ -1,8 +1,9 @@
-"""How calls in Qwen3-Coder's form are read out of an answer while it is made: a function and its parameters as tags.
+"""Parses tool calls in Qwen3-Coder's format out of an answer while it is generated: a function and its parameters as
+tags.
 
-Parameters come as text. What the schema of a function does not call a string is told when it is whole, as the JSON
-that it spells; strings are told as they are written. ``<tool_call>`` around a function is often left out, and so are
-ends of tags. Where the text is cut into pieces changes nothing of what comes out. Pure.
+Parameters arrive as text. Strings are reported as they are written; a value of any other type, by the function's
+schema, is reported once it is complete, as JSON. ``<tool_call>`` around a function is often missing, and so are closing
+tags. The result does not depend on how the text is cut into pieces. Pure.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, Said, new_call_id, overlap, read_json
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.reading.steps import StepReader
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_VALUE_ENDS = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)  # the last two if the first is missing
 _HEAD = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}(?P<name>[\w.-]{{1,128}})>")
 _HEAD_BEGINS = re.compile(rf"(?:{_CALL}\s{{0,64}}+)?{_FUNCTION}[\w.-]{{0,128}}")
 _KEY = re.compile(rf"{_PARAMETER}(?P<key>[^>\n]{{1,256}})>")
@@ -34,52 +37,37 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 
 
 class _Place(Enum):
-    """Where the reader is."""
+    """The reader's state."""
 
     TEXT = auto()
     FUNCTION = auto()  # between parameters
-    VALUE = auto()  # of a parameter
-    BEHIND = auto()  # a function, and maybe before the end of the tag around it
+    VALUE = auto()  # inside a parameter
+    BEHIND = auto()  # after a function, perhaps before the closing tag around it
 
 
 @dataclass(slots=True)
-class XmlCallReader:
-    """Reads one answer. ``schemas`` are those of the functions' parameters, by the functions' names."""
+class XmlCallReader(StepReader):
+    """Reads one answer. ``schemas``: parameter schemas by function name."""
 
     schemas: Mapping[str, Mapping[str, object]]
     _place: _Place = _Place.TEXT
-    _held: str = ""
-    _num_sought: int = 0  # characters of it in which no tag begins
-    _said: list[Said] = field(default_factory=list)
-    _is_behind_call: bool = False  # and white space there is no text
     _function: str = ""
-    _is_first: bool = True  # parameter
-    _types: tuple[str, ...] = ()  # that the open parameter may have; one string is told as it comes
-    _is_begun: bool = False  # that string
+    _is_first: bool = True  # no parameter has been read yet
+    _types: tuple[str, ...] = ()  # allowed for the open parameter; a string alone is reported as it arrives
+    _is_begun: bool = False  # the open string's quote has been reported
 
-    @property
-    def is_thinking(self) -> bool:
-        return False
-
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        self._held += text
-        steps = {
-            _Place.TEXT: self._text,
-            _Place.FUNCTION: self._between,
-            _Place.VALUE: self._value,
-            _Place.BEHIND: self._behind,
-        }
-        while steps[self._place](is_last):
-            pass
-        said, self._said = self._said, []
-        return said
-
-    # Each of these moves on as far as it can tell, and says whether the next one may go on.
+    def _step(self, is_last: bool) -> bool:
+        match self._place:
+            case _Place.TEXT:
+                return self._text(is_last)
+            case _Place.FUNCTION:
+                return self._between(is_last)
+            case _Place.VALUE:
+                return self._value(is_last)
+        return self._behind(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        if self._is_behind_call:
-            self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
+        self._skip_space_behind_call()
         before, sign, behind = self._held.partition("<")
         self._say(before)
         self._held = sign + behind
@@ -95,7 +83,7 @@ class XmlCallReader:
         return True
 
     def _between(self, is_last: bool) -> bool:
-        """What is neither a parameter nor an end is nothing."""
+        """Text that is neither a parameter nor a closing tag is dropped."""
         _, sign, behind = self._held.partition("<")
         self._held = sign + behind
         if key := _KEY.match(self._held):
@@ -121,11 +109,7 @@ class XmlCallReader:
         self._is_first = False
 
     def _value(self, is_last: bool) -> bool:
-        tags = (_PARAMETER_END, _FUNCTION_END, _PARAMETER)
-        start = max(0, self._num_sought - len(_PARAMETER_END))
-        ends = [(at, tag) for tag in tags if (at := self._held.find(tag, start)) >= 0]
-        at, tag = min(ends, default=(len(self._held), ""))
-        self._num_sought = len(self._held)
+        at, tag = self._find(_VALUE_ENDS)
         if self._types == ("string",):
             self._tell_string(at, tag, is_last)
         elif tag:
@@ -136,7 +120,7 @@ class XmlCallReader:
         return bool(tag)
 
     def _tell_string(self, end: int, tag: str, is_last: bool) -> None:
-        """As far as it is known; the line breaks next to the tags are none of it."""
+        """Report the string as far as it is known; line breaks next to the tags are not part of it."""
         text = self._held[:end]
         if not self._is_begun:
             if text == "" and not tag and not is_last:
@@ -146,13 +130,10 @@ class XmlCallReader:
         if tag:
             told = text.removesuffix("\n")
         else:
-            told = text[
-                : len(text) - overlap(text, *(f"\n{tag}" for tag in (_PARAMETER_END, _FUNCTION_END, _PARAMETER)))
-            ]
-            told = told[: len(told) - overlap(told, _PARAMETER_END, _FUNCTION_END, _PARAMETER)]
+            told = text[: len(text) - overlap(text, *(f"\n{tag}" for tag in _VALUE_ENDS))]
+            told = told[: len(told) - overlap(told, *_VALUE_ENDS)]
         self._tell(json.dumps(told, ensure_ascii=False)[1:-1] + ('"' if tag else ""))
-        self._held = self._held[end:] if tag else text[len(told) :]
-        self._num_sought = 0
+        self._hold(self._held[end:] if tag else text[len(told) :])
 
     def _behind(self, is_last: bool) -> bool:
         text = self._held.lstrip()
@@ -163,19 +144,16 @@ class XmlCallReader:
         return True
 
     def _go(self, place: _Place, held: str) -> None:
-        self._place, self._held, self._num_sought = place, held, 0
+        self._place = place
+        self._hold(held)
 
     def _tell(self, arguments: str, is_end: bool = False) -> None:
         if arguments:
             self._said.append(CallPart("", "", arguments, is_end))
 
-    def _say(self, text: str) -> None:
-        if text:
-            self._said.append(text)
-
 
 def _may_begin(text: str) -> bool:
-    """Whether a call may begin with ``text``, of which there is too little to know."""
+    """Whether ``text``, too short to be sure, may begin a call."""
     if _HEAD_BEGINS.fullmatch(text):
         return True
     behind = text.removeprefix(_CALL).lstrip() if text.startswith(_CALL) else text
@@ -183,7 +161,7 @@ def _may_begin(text: str) -> bool:
 
 
 def _types_of(schema: object) -> tuple[str, ...]:
-    """What a parameter may be: nothing that is known is a string, and () anything."""
+    """Allowed JSON types: without a schema a string; () means any."""
     if not isinstance(schema, dict) or not schema:
         return ("string",)
     types = schema.get("type", [])
@@ -192,7 +170,7 @@ def _types_of(schema: object) -> tuple[str, ...]:
 
 
 def _json_of(text: str, types: tuple[str, ...]) -> str:
-    """``text`` as a JSON value of one of ``types``; a string where it spells none."""
+    """``text`` as a JSON value of one of ``types``; as a string if it is none."""
     text = text.removeprefix("\n").removesuffix("\n")
     try:
         value = read_json(_PYTHON_WORDS.get(text.strip(), text))

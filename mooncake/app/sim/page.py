@@ -97,7 +97,7 @@ def _charts(simulation: Simulation) -> list[str]:
     results, timeline = simulation.results, simulation.timeline
     done = results.fate == Fate.DONE
     minutes = [at_s / 60 for at_s in timeline.at_s]
-    windows = _over_time(simulation)
+    windows = over_time(simulation)
     return [
         lines("Time to first token", "s", "share of requests", [cdf("all", results.ttft_s[done].tolist())], log_x=True),
         lines(
@@ -128,7 +128,7 @@ def _charts(simulation: Simulation) -> list[str]:
     ]
 
 
-def _over_time(simulation: Simulation) -> dict[str, Series]:
+def over_time(simulation: Simulation) -> dict[str, Series]:
     results = simulation.results
     edges = np.linspace(0.0, max(float(results.arrival_s.max()), 1e-9), WINDOWS + 1)
     middle = (edges[1:] + edges[:-1]) / 120

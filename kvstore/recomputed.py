@@ -1,7 +1,7 @@
-"""Slots for blocks that only the SSD has and that a writer has made anew: sealed, they are in DRAM again.
+"""Slots for blocks that are only on the SSD and that a writer has recomputed: once sealed, they are in DRAM again.
 
-Until then the index does not know what such a slot is for. So the block stays readable from the SSD, and a writer that
-goes silent holds nobody up.
+Until then the index does not know what such a slot is for, so the block stays readable from the SSD, and a writer that
+goes silent blocks nobody.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from kvstore.index import StoreIndex
 from kvstore.index_types import BlockName, Grant
 
 
-class Anew:
-    """One owner. Errors of the index are its own."""
+class Recomputed:
+    """One owner. Errors are the index's own."""
 
     def __init__(self, index: StoreIndex) -> None:
         self._index = index
-        self._meant: dict[Grant, tuple[BlockName, str]] = {}  # and whose block it is
+        self._meant: dict[Grant, tuple[BlockName, str]] = {}  # and the block it is for
 
     def reserve(
         self, names: Sequence[BlockName], writer: str, length: int, ranges: int, tenant: str, now: float
     ) -> list[Grant]:
-        """Slots for the leading ones of ``names``, as far as there is room now."""
+        """Slots for the first of ``names``, as far as there is room now."""
         index = self._index
         self._meant = {grant: meant for grant, meant in self._meant.items() if index.reservation(grant) is not None}
         grants = index.reserve_ahead(len(names), writer, length, now, ranges, behind=[name.parent for name in names])
@@ -34,8 +34,8 @@ class Anew:
         return grant in self._meant
 
     def seal(self, grant: Grant, checksums: Checksums, now: float) -> BlockName | None:
-        """The block, which is readable in DRAM now, by this copy or one that came first. None: the grant is over. The
-        writer is done with the slot either way."""
+        """The block, now readable in DRAM, from this copy or an earlier one. None: the grant is over. Either way the
+        writer is done with the slot."""
         name, tenant = self._meant.pop(grant)
         reserved = self._index.reservation(grant)
         if reserved is None:
