@@ -2,7 +2,7 @@
 //
 // For every G inputs a panel holds the G weights of its first output, then of its second, and so on. G makes weights
 // cheapest to load: pairs of bfloat16 and fours of int8, as the instructions that multiply them take them (lanes or
-// tiles of 32 bits, see units.h and tiles.h); otherwise single weights. Memory is read once, in one stream per thread.
+// tiles of 32 bits, see linear.h and tiles.h); otherwise single weights. Memory is read once, in one stream per thread.
 #pragma once
 
 #include <type_traits>
