@@ -53,6 +53,18 @@ class GpuKernels:
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
         return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
 
+    def experts(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: reference.Bounds | None = None,
+    ) -> reference.Experts:
+        weights = (part.to(self.device) for part in (gate_up, down))
+        biases = (None if part is None else part.to(self.device) for part in (gate_up_bias, down_bias))
+        return reference.experts(*weights, *biases, bounds)
+
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)
 

@@ -18,6 +18,7 @@ inputs are. Nothing here knows about models.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +146,67 @@ def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = ""
         return (W8A8Linear if coding == "w8a8" else CodedLinear)(weight, bias)
     assert isinstance(weight, torch.Tensor)
     return Linear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a SwiGLU of gpt-oss's kind (OpenAI 2025): ``g · sigmoid(alpha · g) · (u + 1)``, g at most and u within
+    ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+class Experts:
+    """A layer's gated MLPs, ``gate_up`` ``[E, 2 * I, hidden]`` with gates above ups and ``down`` ``[E, hidden, I]``."""
+
+    def __init__(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._gate_up = [Linear(*given) for given in zip(gate_up, biases_of(gate_up_bias, gate_up), strict=True)]
+        self._down = [Linear(*given) for given in zip(down, biases_of(down_bias, down), strict=True)]
+        self._bounds = bounds
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Of each of the tokens ``[T, hidden]``, what its ``chosen`` experts (int64 ``[T, k]``, none twice) make of it,
+        by its ``shares`` float32 ``[T, k]``: float32 sums in the order of the experts' numbers, so that batches do not
+        change them."""
+        chosen, order = chosen.sort(-1)
+        pairs = chosen.flatten().argsort(stable=True)
+        rows = hidden[pairs // chosen.shape[1]]
+        parts = torch.empty_like(rows)
+        counts = chosen.flatten().bincount(minlength=len(self._down)).tolist()
+        by_expert = (torch.split(given, counts) for given in (rows, parts))
+        for gate_up, down, own, part in zip(self._gate_up, self._down, *by_expert, strict=True):
+            if len(own):
+                part.copy_(down(self._gated(gate_up(own))))
+        weighted = torch.empty_like(parts, dtype=torch.float32)
+        weighted[pairs] = parts.float() * shares.gather(1, order).flatten()[pairs, None]
+        mixed = torch.zeros_like(hidden, dtype=torch.float32)
+        for part in weighted.view(*chosen.shape, hidden.shape[1]).unbind(1):
+            mixed += part
+        return mixed.to(hidden.dtype)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._bounds is None:
+            return silu_mul(gate_up)
+        alpha, limit = self._bounds.alpha, self._bounds.limit
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def biases_of(biases: torch.Tensor | None, weights: torch.Tensor) -> Iterable[torch.Tensor | None]:
+    """One by one of the experts that have these ``weights``."""
+    return [None] * len(weights) if biases is None else biases
+
+
+experts = Experts
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

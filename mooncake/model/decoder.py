@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.kernels import Kernels, Linear, choose_kernels
+from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import Weights, vector, weight
 from mooncake.model.rope import Tables
@@ -120,6 +120,14 @@ class Decoder(ABC):
         """One product from several published ones, stacked."""
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.kernels.linear(torch.cat([self.weight(f"{name}.weight") for name in names]), bias)
+
+    def experts(self, prefix: str, gate: str, up: str, down: str) -> Experts:
+        """All of a layer's, which are published one by one with these names."""
+        names = [f"{prefix}.{expert}." for expert in range(self.config.num_experts)]
+        gate_up = [torch.cat([self.weight(f"{name}{part}.weight") for part in (gate, up)]) for name in names]
+        return self.kernels.experts(
+            torch.stack(gate_up), torch.stack([self.weight(f"{name}{down}.weight") for name in names])
+        )
 
     def tables(self, made: Tables) -> Tables:
         """Where the kernels run."""
