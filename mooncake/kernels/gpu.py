@@ -1,4 +1,5 @@
-"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory, cuBLAS (through torch) for products.
+"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory and for experts, cuBLAS (through torch)
+for other products.
 
 ``GpuKernels`` has the signatures of every other implementation and can be called as simply. A caller that runs many
 layers of one step plans its attention once (``plan``) and hands the plan in. Without a GPU the same code runs in
@@ -25,6 +26,7 @@ from mooncake.kernels.gpu_attention import (
     most_rows,
     run_plan,
 )
+from mooncake.kernels.gpu_experts import GroupedExperts
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
@@ -60,10 +62,14 @@ class GpuKernels:
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
         bounds: reference.Bounds | None = None,
-    ) -> reference.Experts:
-        weights = (part.to(self.device) for part in (gate_up, down))
-        biases = (None if part is None else part.to(self.device) for part in (gate_up_bias, down_bias))
-        return reference.experts(*weights, *biases, bounds)
+    ) -> GroupedExperts:
+        return GroupedExperts(
+            gate_up.to(self.device).contiguous(),
+            down.to(self.device).contiguous(),
+            None if gate_up_bias is None else gate_up_bias.to(self.device).contiguous(),
+            None if down_bias is None else down_bias.to(self.device).contiguous(),
+            bounds,
+        )
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

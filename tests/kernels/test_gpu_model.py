@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asked import Asked
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -27,6 +28,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.gpu_model import GpuModel, PlannedKernels
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model_config import Routing
 from mooncake.types import KVLayout, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -73,6 +75,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": LLAMA | {"qkv_bias": True, "num_experts": 3, "experts_per_token": 2, "shared_expert_size": 32},
     "glm4": LLAMA | {"qkv_bias": True, "rotary_dim": 8},
     "cohere2": LLAMA | {"tie_embeddings": True, "layer_windows": (24, 0), "logit_divisor": 4.0},
+    "glm4_moe": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
+    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
     "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 
@@ -135,6 +140,21 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     assert sorted(model._graphs) == [1, 2, 4] and model.most_started == 8
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_a_replayed_step_of_a_mixture_asks_the_host_nothing(family: str) -> None:
+    config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in weight_shapes(config).items()}
+    model = GpuModel(
+        lambda kernels: OTHER_FAMILIES[family](config, weights, kernels=kernels), 2, torch.float32, buckets=(2,)
+    )
+    with torch.inference_mode():
+        captured = model._capture(2, torch.zeros((5, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE))
+        with Asked() as asked:
+            captured.graph.replay()
+    assert not asked.found
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
 def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
@@ -182,26 +202,32 @@ class Counting(GpuModel):
         self.num_tables += captured.tables is not before
 
 
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
 @pytest.mark.parametrize(
-    "sampling",
+    ("family", "sampling"),
     [
-        SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True),
-        pytest.param(SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3), marks=pytest.mark.slow),
+        ("llama", GREEDY),
+        pytest.param("llama", SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3), marks=pytest.mark.slow),
+        ("qwen3_moe", GREEDY),
+        pytest.param("gpt_oss", GREEDY, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
-def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(sampling: SamplingParams) -> None:
+def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(family: str, sampling: SamplingParams) -> None:
     """The interpreter has no graphs, but all that is around them."""
-    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA | {"sliding_window": 24}))
+    shape = SHAPE | FAMILIES[family] | ({"sliding_window": 24} if family == "llama" else {})
+    config, made = ModelConfig(architecture=family, **shape), OTHER_FAMILIES.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     random = np.random.default_rng(2)
     prompts = [random.integers(0, 101, length, dtype=np.uint32) for length in (14, 3, 29)]  # two cross into a new block
 
-    def build(kernels: PlannedKernels) -> CausalLM:
-        return CausalLM(config, weights, kernels=kernels)
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return made(config, weights, kernels=kernels)
 
     model = Counting(build, max_blocks=16, dtype=torch.float32, buckets=(1, 2, 4))
-    expected = tokens_of(CausalLM(config, weights, kernels=reference), prompts, sampling)
+    expected = tokens_of(made(config, weights, kernels=reference), prompts, sampling)
     assert tokens_of(model, prompts, sampling) == expected
     assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"
