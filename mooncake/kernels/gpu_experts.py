@@ -82,8 +82,7 @@ class GroupedExperts:
         pairs, count = chosen.numel(), len(self._down)
         order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
         ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
-        block = SORTED_AT_ONCE if pairs > SORTED_AT_ONCE // 2 else SORTED_AT_ONCE // 4
-        kernels.sort_pairs[(count,)](chosen.contiguous(), order, ends, pairs, BLOCK=block, num_warps=4)
+        kernels.sort_pairs[(count,)](chosen.contiguous(), order, ends, pairs, BLOCK=SORTED_AT_ONCE, num_warps=8)
         return order, ends
 
     def _through_gate(

@@ -310,6 +310,7 @@ def expert_cases() -> Iterator[Case]:
         triton_experts.sort_pairs,
         {"chosen": "*i64", "order": "*i32", "ends": "*i32", "pairs": "i32"},
         {"BLOCK": SORTED_AT_ONCE},
+        num_warps=8,
         plain=frozenset({"pairs"}),
     )
     for shape, (count, per_token, is_bounded) in shapes.items():

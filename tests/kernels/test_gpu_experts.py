@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from mooncake.kernels import Kernels, reference
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.gpu_experts import FEW_ROWS, MANY_ROWS, MOST_ROWS, GroupedExperts, tiles_of
+from mooncake.kernels.triton_experts import sort_pairs
 from mooncake.kernels.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -72,6 +73,15 @@ def test_tiles_of_any_height_give_the_same(rows: int) -> None:
     experts = made_by(kernels, torch.bfloat16, 64, 96, None)
     expected = made_by(reference, torch.bfloat16, 64, 96, None)(*given)
     torch.testing.assert_close(experts(*given), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("pairs", [1, 16, 77])  # of which a program reads 16 at once
+def test_pairs_are_sorted_by_expert_and_then_by_number(pairs: int) -> None:
+    chosen = torch.randint(0, NUM_EXPERTS, (pairs,), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    order, ends = torch.empty_like(chosen, dtype=torch.int32), torch.empty(NUM_EXPERTS, dtype=torch.int32).to(DEVICE)
+    sort_pairs[(NUM_EXPERTS,)](chosen, order, ends, pairs, BLOCK=16)
+    assert order.tolist() == chosen.argsort(stable=True).tolist()
+    assert ends.tolist() == chosen.bincount(minlength=NUM_EXPERTS).cumsum(0).tolist()
 
 
 def test_the_host_is_not_asked_which_experts_there_are() -> None:

@@ -78,30 +78,39 @@ private:
 
     // Of each group, one of its products: `to` gets its rows, one group after the other. `put` makes the row of a place.
     template <class Put> void multiply(size_t first, size_t end, const PackedLinear* Group::*product, float* to, const Put& put) {
-        static thread_local Scratch memory;
+        const Work work = arrange(first, end, product);
         const int64_t begin = groups_[first].begin, rows = groups_[end - 1].end - begin;
+        const PackedLinear& any = *(groups_[first].*product);
+        each(work.strips, rows * any.inputs < WORK_ALONE ? 1 : threads_, [&](size_t i, int64_t strip) {
+            fill(*(groups_[first + i].*product), work.x[i], strip, groups_[first + i].begin, put);
+        });
+        each(work.items, rows * any.inputs * any.outputs < PRODUCTS_ALONE ? 1 : threads_, [&](size_t i, int64_t item) {
+            const PackedLinear& layer = *(groups_[first + i].*product);
+            const Target target{Then::STORE, to + (groups_[first + i].begin - begin) * layer.outputs, layer.outputs};
+            with_kind(layer.kind, [&](auto kind) { product_item<kind>(layer, work.x[i], target, work.cuts[i], item); });
+        });
+    }
+
+    struct Work {  // of some groups
+        std::vector<Activations> x;
+        std::vector<Cuts> cuts;
+        std::vector<int64_t> strips{0}, items{0};  // how many there are up to each group
+    };
+
+    Work arrange(size_t first, size_t end, const PackedLinear* Group::*product) const {
+        static thread_local Scratch memory;
+        Work work;
         int64_t bytes = 0;
         for (size_t g = first; g < end; g++) bytes += room_bytes(*(groups_[g].*product), groups_[g].end - groups_[g].begin);
         memory.start<char>(bytes);
-        std::vector<Activations> x;
-        std::vector<Cuts> cuts;
-        std::vector<int64_t> strips{0}, items{0};
         for (size_t g = first; g < end; g++) {
             const PackedLinear& layer = *(groups_[g].*product);
-            x.push_back(take_room(layer, groups_[g].end - groups_[g].begin, memory));
-            cuts.emplace_back(layer, x.back(), threads_);
-            strips.push_back(strips.back() + x.back().strips.count);
-            items.push_back(items.back() + cuts.back().items());
+            const Activations& x = work.x.emplace_back(take_room(layer, groups_[g].end - groups_[g].begin, memory));
+            const Cuts& cuts = work.cuts.emplace_back(layer, x, threads_);
+            work.strips.push_back(work.strips.back() + x.strips.count);
+            work.items.push_back(work.items.back() + cuts.items());
         }
-        const PackedLinear& any = *(groups_[first].*product);
-        each(strips, rows * any.inputs < WORK_ALONE ? 1 : threads_, [&](size_t i, int64_t strip) {
-            fill(*(groups_[first + i].*product), x[i], strip, groups_[first + i].begin, put);
-        });
-        each(items, rows * any.inputs * any.outputs < PRODUCTS_ALONE ? 1 : threads_, [&](size_t i, int64_t item) {
-            const PackedLinear& layer = *(groups_[first + i].*product);
-            const Target target{Then::STORE, to + (groups_[first + i].begin - begin) * layer.outputs, layer.outputs};
-            with_kind(layer.kind, [&](auto kind) { product_item<kind>(layer, x[i], target, cuts[i], item); });
-        });
+        return work;
     }
 
     // body(i, item) for every item of every i, of which starts[i + 1] - starts[i] are i's.
