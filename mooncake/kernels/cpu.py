@@ -44,7 +44,10 @@ _SIGNATURES = {
     "mc_pack": [_POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
-    "mc_experts": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT],
+    "mc_experts": [
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG),  # experts, hidden, chosen, shares, T, k
+        *(_POINTER, _INT),  # output, threads
+    ],
     "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
     "mc_score": [
         *(_POINTER, _LONG, _LONG, _LONG),  # logits, stride, count, vocab

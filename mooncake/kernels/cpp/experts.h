@@ -18,7 +18,7 @@ struct Experts {
     float alpha, limit;  // of a SwiGLU with bounds (gpt-oss); no limit: 0
 };
 
-constexpr int64_t PAIRS_AT_ONCE = 4096;  // of a token and an expert, whose intermediate results are held
+constexpr int64_t MOST_HELD = 4 << 20;   // numbers between the products, but of one expert all: a prompt goes through in parts
 constexpr int64_t WORK_ALONE = 1 << 14;  // numbers that are moved below which threads do not pay
 
 class ExpertPass {
@@ -32,9 +32,10 @@ public:
     }
 
     void run() {
+        const int64_t most = MOST_HELD / (2 * inner_ + width_);  // rows
         std::fill(out_, out_ + tokens_ * width_, 0.0f);
         for (size_t first = 0, end; first < groups_.size(); first = end) {
-            for (end = first + 1; end < groups_.size() && groups_[end].end - groups_[first].begin <= PAIRS_AT_ONCE;) end++;
+            for (end = first + 1; end < groups_.size() && groups_[end].end - groups_[first].begin <= most;) end++;
             compute(first, end);
         }
     }
