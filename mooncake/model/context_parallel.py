@@ -311,6 +311,8 @@ def main(argv: Sequence[str]) -> None:
         _serve(rank)
     except Broken as error:  # another rank is gone, and so the step
         log.warning("a context parallel rank ends: %s", error)
+    finally:
+        leave_group()
 
 
 if __name__ == "__main__":

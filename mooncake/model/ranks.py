@@ -136,7 +136,8 @@ class Group:
 
 
 def leave_group() -> None:
-    """This process's part in it. Idempotent."""
+    """This process's part in it, before the interpreter ends, which aborts now and then over the group's threads.
+    Idempotent."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -210,6 +210,8 @@ def main(argv: Sequence[str]) -> None:
         _serve(group, shard)
     except RuntimeError as error:  # the first rank is gone
         log.warning("a tensor parallel rank ends: %s", error)
+    finally:
+        leave_group()
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError
 from mooncake.hashing import Chain
+from mooncake.model.context_parallel import ContextParallelModel
 from mooncake.model.load import load_model
 from mooncake.model.tensor_parallel import TensorParallelModel, shard_config, shard_weights
 from mooncake.model.weights import load_weights
@@ -180,6 +181,18 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
         del llm
         gc.collect()
         assert rank.wait(30) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size"])
+def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None:
+    """Those that left their group to the interpreter's end aborted there, three times out of ten."""
+    for _ in range(6):
+        with LLM(str(folder), kv_gb=0.01, block_tokens=16, **{way: 2}) as llm:  # type: ignore[arg-type]
+            model = llm._backend.model
+            assert isinstance(model, TensorParallelModel | ContextParallelModel)
+            [rank] = (model._workers if isinstance(model, TensorParallelModel) else model.workers).processes
+        assert rank.returncode == 0
 
 
 @pytest.mark.parametrize(("size", "sentence"), [(5, "cannot be cut into 5 equal parts"), (3, "neither be cut into 3")])
