@@ -294,6 +294,7 @@ class Dispatcher:
                 expected=[len(answer) for answer in journey.emitted],
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
                 tells_first=not journey.is_search,
+                tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
             ),
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,

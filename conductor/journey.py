@@ -31,6 +31,7 @@ class Journey:
     ended: set[int] = field(default_factory=set)  # answers that are complete, or that nobody wants any more
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False
+    has_scores: bool = False  # the client has the log-probabilities of its prompt
     error: MooncakeError | None = None  # of the last attempt
 
     @classmethod
@@ -53,6 +54,7 @@ class Journey:
             emitted=[list(self.emitted[choice])],
             summary=self.summary,
             has_report=True,
+            has_scores=self.has_scores,
             error=self.error,
         )
 
@@ -94,6 +96,7 @@ class Journey:
             if self.lifecycle.state is RequestState.PLACED:
                 self.lifecycle.move(RequestState.STREAMING)
             self.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
+        self.has_scores |= delta.prompt_logprobs is not None
         if delta.finish_reason is not None:
             self.ended.add(delta.choice)
 
