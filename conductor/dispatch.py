@@ -46,7 +46,8 @@ from mooncake.errors import (
 )
 from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
-from mooncake.rpc.server import Channels
+from mooncake.rpc.convert import check_scores
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels
 from mooncake.types import PrefillReport, Role, TokenIds
 
 log = logging.getLogger(__name__)
@@ -217,6 +218,8 @@ class Dispatcher:
         """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything was spent."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
+        if (num_top := request.sampling.prompt_logprobs) is not None:
+            check_scores(len(request.tokens), num_top, MAX_MESSAGE_BYTES)
         now = self._clock()
         self.stats.requests += 1
         journey = _Running.begin(request, now, self._limits.retries)

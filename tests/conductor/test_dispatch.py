@@ -537,6 +537,15 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
         await cluster.generate(request)
 
 
+async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_them(start_cluster: Any) -> None:
+    """It was computed twice, and whoever had asked was told to come again."""
+    cluster = await start_cluster(1, 1)
+    with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
+        await cluster.generate(cluster.request([5] * 46_000, 8, prompt_logprobs=20))
+    assert cluster.prefill[0].calls == 0
+    await cluster.is_quiet()
+
+
 async def test_a_request_that_cannot_be_said_to_a_node_leaves_nothing_booked(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
     with pytest.raises(ValueError, match="range"):  # front doors check it
