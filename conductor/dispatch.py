@@ -266,9 +266,11 @@ class Dispatcher:
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
         chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
+        # Of a prompt that is scored every token is computed, whatever is cached.
+        is_scored = request.sampling.prompt_logprobs is not None and not journey.num_kept
         return RequestFacts(
             num_tokens=len(tokens),
-            keys=chain.keys(tokens, self._model.shape.block_tokens),
+            keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Refusing is for requests that have cost nothing yet; a retry goes on as long as it may.

@@ -581,6 +581,20 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)
 
 
+async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_cluster: Any) -> None:
+    """All of it is computed. A decode node that held it was given it for a short tail, and kept its answers waiting."""
+    cluster = await start_cluster(1, 1)
+    prompt = list(range(10, 30))
+    keys = Chain.of("kv").keys(np.array(prompt, dtype=np.uint32), 4)
+    cluster.prefill[0].events.append([BlockEvent(True, key) for key in keys[:3]])
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("p0") == 3)
+    new_tokens: list[int] = []
+    cluster.core.dispatcher.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
+    await cluster.generate(cluster.request(prompt, 3))
+    await cluster.generate(cluster.request(prompt, 3, prompt_logprobs=0))
+    assert new_tokens == [20 - 3 * 4, 20]
+
+
 async def test_an_adapter_that_begins_within_a_prompt_is_placed_by_the_models_own_blocks(start_cluster: Any) -> None:
     """And a retry, which goes on from what was told, lets it begin at the same token."""
     cluster = await start_cluster(2, 2)
