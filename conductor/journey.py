@@ -121,6 +121,6 @@ class Journey:
         """Why its one answer is complete, if it is: of failed attempts only the word that it ended was lost."""
         sampling, emitted = self.request.sampling, self.emitted[0]
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
-        if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in stop_ids:
+        if emitted and len(emitted) > sampling.min_tokens and emitted[-1] in stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None
