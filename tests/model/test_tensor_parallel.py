@@ -19,7 +19,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import InternalError, ModelError
+from mooncake.errors import InternalError, ModelError, NodeUnavailable
 from mooncake.hashing import Chain
 from mooncake.model.context_parallel import ContextParallelModel
 from mooncake.model.load import load_model
@@ -110,7 +110,7 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
         [worker] = model._workers.processes
         worker.kill()
         worker.wait()
-        with pytest.raises(InternalError, match=r"ranks \[1\] have failed"):
+        with pytest.raises(NodeUnavailable, match=r"ranks \[1\] have failed"):
             answers(engine, [[8, 9]], 8)
 
 
