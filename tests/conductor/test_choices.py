@@ -152,13 +152,14 @@ async def test_several_answers_that_went_on_alone_are_a_finished_request_once_al
 
 async def test_the_scores_of_a_prompt_are_told_once_though_its_search_begins_anew(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
-    cluster.decode[0].script.error = NodeUnavailable("out")
+    cluster.decode[0].script.hang = True
     search = cluster.request(PROMPT, 6, n=2, temperature=0.0, beam_search=BeamSearch(), prompt_logprobs=0)
     scores: list[list[int]] = []
     async for delta in cluster.core.dispatcher.generate(search):
         if delta.prompt_logprobs is not None:
+            if not scores:
+                await cluster.restart_decode(0)
             scores.append([token.token_id for token in delta.prompt_logprobs])
-            cluster.decode[0].script.error = None
     assert scores == [PROMPT[1:]]
     assert cluster.prefill[0].calls == 2
 
