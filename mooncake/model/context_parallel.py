@@ -75,7 +75,7 @@ class ContextParallelModel:
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
         """``model`` is the first rank's, of ``checkpoint``, and as ``setup`` says. Raises ModelError for one whose
-        prompts cannot be cut so, ConfigError for a second one in this process, InternalError when the others do not
+        prompts cannot be cut so, ConfigError for a second one in this process, NodeUnavailable when the others do not
         start."""
         check_can_cut(checkpoint, setup)
         if dist.is_initialized():
@@ -100,7 +100,7 @@ class ContextParallelModel:
             raise
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``. Raises InternalError when a rank has died; then, and after an interrupt, the first
+        """As ``CausalLM.forward``. Raises NodeUnavailable when a rank has died; then, and after an interrupt, the first
         rank computes later steps alone."""
         if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
             return self._model.forward(batch, cache, hook)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mooncake.errors import InternalError
+from mooncake.errors import NodeUnavailable
 from mooncake.model.batch import ForwardBatch
 
 START_S = 120  # for every rank to load its weights
@@ -56,14 +56,15 @@ class Workers:
         """Whether nobody has ended them."""
         return self._finalizer.alive
 
-    def failed(self, error: BaseException | None) -> InternalError:
-        """What to raise when speaking to them ended in ``error``: it says which ones are dead."""
+    def failed(self, error: BaseException | None) -> NodeUnavailable:
+        """What to raise when speaking to them ended in ``error``: it says which ones are dead. Another node can do what
+        was to be done here."""
         given_up_s = time.monotonic() + DEATH_S
         while not (dead := [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]):
             if time.monotonic() > given_up_s:
                 break
             time.sleep(0.01)
-        return InternalError(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
+        return NodeUnavailable(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
 
     def wait(self) -> None:
         """For those that were told to end, and not for long."""
@@ -149,7 +150,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def speaking_to(workers: Workers) -> Iterator[None]:
-    """Raises InternalError for what a ``Group`` raises."""
+    """Raises NodeUnavailable for what a ``Group`` raises."""
     try:
         yield
     except RuntimeError as error:

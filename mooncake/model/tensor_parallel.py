@@ -106,7 +106,7 @@ class TensorParallelModel:
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``; all ranks have written their heads' keys and values when it returns.
 
-        Raises InternalError when a rank has died; then, and after an interrupt, for every later step.
+        Raises NodeUnavailable when a rank has died, InternalError for every step after that or after an interrupt.
         """
         with self._in_step():
             self._group.send(_STEP, *batch_arrays(batch))

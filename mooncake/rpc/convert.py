@@ -26,6 +26,8 @@ from mooncake.types import (
     TokenLogprob,
 )
 
+SCORE_BYTES, TOP_BYTES = 26, 17  # of a scored token on the wire, and of each alternative beside it, at most
+
 
 def tokens_to_wire(tokens: TokenIds) -> bytes:
     return np.ascontiguousarray(tokens, dtype="<u4").tobytes()
@@ -139,6 +141,15 @@ def prompt_logprobs_to_wire(prompt: TokenIds, scores: Sequence[TokenLogprob]) ->
 
 def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[SampledToken, ...]:
     return tuple(sampled_from_wire(token) for token in message.tokens)
+
+
+def check_scores(num_tokens: int, num_top: int, most_bytes: int) -> None:
+    """Raises InvalidRequest when the scores of so many tokens, with ``num_top`` alternatives each, are more than one
+    message holds."""
+    most = most_bytes // (SCORE_BYTES + num_top * TOP_BYTES)
+    if num_tokens > most:
+        sentence = f"prompt_logprobs of {num_top} is for prompts of at most {most} tokens, this one has {num_tokens}"
+        raise InvalidRequest(sentence, "prompt_logprobs")
 
 
 def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:
