@@ -5,6 +5,7 @@ Pure: it has no I/O and no clock of its own. It must not know any wire form, nor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,11 @@ class Piece:
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: of all prompt tokens but the first
     said: tuple[Said, ...] = ()
-    num_thought: int = 0  # tokens of it that belong to a thought, its tags included
+    thought: tuple[bool, ...] = ()  # of each token whether it belongs to a thought, its tags included
+
+    @property
+    def num_thought(self) -> int:
+        return sum(self.thought)
 
 
 class Observer(Protocol):
@@ -111,12 +116,12 @@ class _News:
     reader: Reader
     text: list[str] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
-    num_thought: int = 0
+    thought: list[bool] = field(default_factory=list)
 
     def take_token(self, text: str) -> None:
         was_thinking = self.reader.is_thinking
         self._push(text, is_last=False)
-        self.num_thought += was_thinking or self.reader.is_thinking
+        self.thought.append(was_thinking or self.reader.is_thinking)
 
     def take_end(self, text: str) -> None:
         self._push(text, is_last=True)
@@ -173,7 +178,7 @@ class Answer:
             outcome = self._complete(FinishReason.STOP if last.stopped else reason, now)
         scores = None if outcome else delta.prompt_logprobs
         text, said = "".join(news.text), tuple(merged(news.said))
-        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, news.num_thought)
+        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, tuple(news.thought))
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self._num_tokens:
@@ -206,7 +211,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         pieces[-1].outcome,
         prompt_logprobs=pieces[0].prompt_logprobs,
         said=tuple(merged(part for piece in pieces for part in piece.said)),
-        num_thought=sum(piece.num_thought for piece in pieces),
+        thought=tuple(itertools.chain.from_iterable(piece.thought for piece in pieces)),
     )
 
 

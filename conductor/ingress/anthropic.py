@@ -99,8 +99,8 @@ class MessagesApi:
             usage=MessageUsage(num_prompt, 0, 0),
         )
         is_cut_short = body.max_tokens is not None and job.request.sampling.max_tokens < body.max_tokens
-        wants_thoughts = body.thinking is None or body.thinking.display != "omitted"
-        writer = MessageWriter(head, wants_thoughts, "model_context_window_exceeded" if is_cut_short else "max_tokens")
+        cut_reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
+        writer = MessageWriter(head, body.wants_thoughts, cut_reason)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -287,6 +287,10 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
         match block.type:
             case "text":
                 texts.append(content_text(block.text, f"{place}.text"))
+            case "thinking" | "redacted_thinking" | "tool_use" if turn.role != "assistant":
+                raise InvalidRequest(f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place)
+            case "tool_result" if turn.role != "user":
+                raise InvalidRequest(f"a tool_result is the user's: it cannot be in a turn of the {turn.role}", place)
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":

@@ -70,5 +70,5 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
         return content
     for part in content:
         if part.type != "text" or part.text is None:
-            raise InvalidRequest("only text parts are supported", where)
+            raise InvalidRequest(f"only text parts are supported, this one is {part.type[:32]!r}", where)
     return "\n".join(part.text or "" for part in content)

@@ -6,6 +6,7 @@ It owns what a response's fields mean and how its items and events are told. Wha
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -110,7 +111,8 @@ class ResponsesApi:
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
-        writer = ResponseWriter(head, api.extras(body, logprobs is not None))
+        extras = api.extras(body, logprobs is not None)
+        writer = ResponseWriter(head, extras, tells_thoughts=body.include_reasoning is not False)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -132,9 +134,10 @@ class ResponsesApi:
 class ResponseWriter:
     """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
 
-    def __init__(self, head: ResponseBody, extras: Extras) -> None:
+    def __init__(self, head: ResponseBody, extras: Extras, tells_thoughts: bool) -> None:
         self.response = head
         self._extras = extras
+        self._tells_thoughts = tells_thoughts
         self._events: list[ResponseEvent] = []  # not yet told
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -143,7 +146,7 @@ class ResponseWriter:
         self._call: list[CallPart] = []  # parts of the open one, the last item
         self._text = ""  # of the open message, or thought
         self._logprobs: list[ContentLogprob] = []  # likewise
-        self._tokens: list[SampledToken] = []  # whose text is not yet told
+        self._tokens: list[tuple[SampledToken, bool]] = []  # not yet told; whether they belong to a thought
         self._num_tokens = 0
         self._num_thought = 0  # of them
 
@@ -152,7 +155,7 @@ class ResponseWriter:
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        self._tokens += piece.tokens
+        self._tokens += zip(piece.tokens, piece.thought, strict=True)
         self._num_tokens += len(piece.tokens)
         self._num_thought += piece.num_thought
         is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
@@ -199,7 +202,9 @@ class ResponseWriter:
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _think(self, text: str) -> None:
-        self._tokens = []
+        _, self._tokens = _first_run(self._tokens, of_thought=True)
+        if not self._tells_thoughts:
+            return
         if not self._is_thought_open:
             self._close_message("completed")
             self._is_thought_open, self._text = True, ""
@@ -227,7 +232,7 @@ class ResponseWriter:
     def _say(self, text: str) -> None:
         if not self._is_message_open:
             self._open_message()
-        tokens, self._tokens = self._tokens, []
+        tokens, self._tokens = _first_run(self._tokens, of_thought=False)
         logprobs = [content_logprob(token, self._extras) for token in tokens] if self._extras.logprobs else []
         self._text += text
         self._logprobs += logprobs
@@ -279,6 +284,15 @@ class ResponseWriter:
             ),
         )
         self._tell(f"response.{status}", response=self.response)
+
+
+def _first_run(
+    tokens: Sequence[tuple[SampledToken, bool]], of_thought: bool
+) -> tuple[list[SampledToken], list[tuple[SampledToken, bool]]]:
+    """The first tokens in a row that belong to a thought, or to none, and all behind them."""
+    behind = list(itertools.dropwhile(lambda token: token[1] is not of_thought, tokens))
+    run = [token for token, _ in itertools.takewhile(lambda token: token[1] is of_thought, behind)]
+    return run, behind[len(run) :]
 
 
 def check(body: ResponsesRequest) -> None:
