@@ -288,7 +288,9 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
             case "text":
                 texts.append(content_text(block.text, f"{place}.text"))
             case "thinking" | "redacted_thinking" | "tool_use" if turn.role != "assistant":
-                raise InvalidRequest(f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place)
+                raise InvalidRequest(
+                    f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place
+                )
             case "tool_result" if turn.role != "user":
                 raise InvalidRequest(f"a tool_result is the user's: it cannot be in a turn of the {turn.role}", place)
             case "thinking":
