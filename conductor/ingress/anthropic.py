@@ -44,7 +44,7 @@ from conductor.ingress.openai import Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.reading.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
-from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere
+from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import FinishReason
 
@@ -274,7 +274,7 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
     """What calls gave comes as a part of the user's turn, and is a turn of its own in a chat."""
     if turn.role not in _ROLES:
         raise InvalidRequest(
-            f"the role {turn.role[:32]!r} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
+            f"the role {shown(turn.role)} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
         )
     if isinstance(turn.content, str):
         return [ChatMessage(turn.role, turn.content)]

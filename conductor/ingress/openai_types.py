@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
@@ -314,7 +314,7 @@ def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
             return _json_guides(schema)
         case other:
             known = "text, json_object, json_schema"
-            raise InvalidRequest(f"the response_format {other[:32]!r} is not one of {known}", "response_format")
+            raise InvalidRequest(f"the response_format {shown(other)} is not one of {known}", "response_format")
 
 
 def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
@@ -328,7 +328,7 @@ def _seed(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(63)
     if not -(1 << 63) <= seed < 1 << 64:
-        raise InvalidRequest(f"seed must be a 64-bit integer, got {seed}", "seed")
+        raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
     return seed & ((1 << 64) - 1)
 
 

@@ -65,7 +65,7 @@ from conductor.ingress.tools import (
     chat_calls,
     tools_of,
 )
-from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater
+from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
 
@@ -312,10 +312,10 @@ def check(body: ResponsesRequest) -> None:
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest("truncation is auto or disabled", "truncation")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        what = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
+        what = f"max_output_tokens must be at least 1, got {shown(body.max_output_tokens)}"
         raise InvalidRequest(what, "max_output_tokens")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
         raise InvalidRequest(what, "top_logprobs")
 
 
@@ -356,7 +356,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if wanted.type not in ("text", "json_object", "json_schema"):
         known = "text, json_object, json_schema"
-        raise InvalidRequest(f"the format {wanted.type[:32]!r} is not one of {known}", "text.format")
+        raise InvalidRequest(f"the format {shown(wanted.type)} is not one of {known}", "text.format")
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("a json_schema needs its schema", "text.format.schema")
     return ResponseFormat(wanted.type, JsonSchema(wanted.schema))
@@ -412,7 +412,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
             content = content_text(_parts(item.content or item.summary or ""), f"{where}.content")
             return ChatMessage("assistant", "", content)
     known = "message, function_call, function_call_output, reasoning"
-    raise InvalidRequest(f"an item of the type {item.type[:32]!r} is not supported; known: {known}", f"{where}.type")
+    raise InvalidRequest(f"an item of the type {shown(item.type)} is not supported; known: {known}", f"{where}.type")
 
 
 def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
