@@ -135,6 +135,9 @@ async def test_unknown_fields_are_ignored_with_a_warning(front):
 
     assert response.status_code == 200
     assert response.headers["x-mooncake-warning"] == "ignored unknown fields: wizardry"
+    close = await front.http.post("/v1/completions", json={"prompt": "x", "max_token": 1, "temprature": 0})
+    asked = "max_token (is max_tokens meant?), temprature (is temperature meant?)"
+    assert close.headers["x-mooncake-warning"] == f"ignored unknown fields: {asked}"
     many = {f"field_{number}": 1 for number in range(12)}
     for path in ("/v1/completions", "/tokenize"):
         response = await front.http.post(path, json={"prompt": "x", **many})
