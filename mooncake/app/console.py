@@ -36,7 +36,12 @@ def plain_table(*columns: str, title: str | None = None) -> Table:
     """A table with its first column to the left and figures to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", header_style="dim")
+        table.add_column(
+            column,
+            justify="left" if index == 0 else "right",
+            header_style="dim",
+            overflow="fold",  # a narrow screen hides nothing
+        )
     return table
 
 
