@@ -24,7 +24,7 @@ from conductor.ward import Ward
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
-from mooncake.errors import InvalidRequest, MooncakeError
+from mooncake.errors import InvalidRequest, MooncakeError, shown
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
 
@@ -121,7 +121,8 @@ class Core:
         """Want a node to switch; it is told with its next heartbeats. Raises InvalidRequest when it cannot."""
         node = self.registry.get(node_id)
         if node is None:
-            raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
+            known = ", ".join(sorted(each.info.node_id for each in self.registry.nodes()))
+            raise InvalidRequest(f"there is no node {shown(node_id)}; there are: {known}", "node_id")
         if node.info.role is role:
             self._unwant(node_id)
             return
