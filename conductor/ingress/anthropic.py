@@ -299,11 +299,14 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
                 pass
             case "tool_use" if block.name:
                 calls.append(ChatCall(block.id or "", block.name, block.input or {}))
+            case "tool_use":
+                raise InvalidRequest("a tool_use needs the tool's name", f"{place}.name")
             case "tool_result":
                 content = content_text(_texts(block.content or ""), f"{place}.content")
                 results.append(ChatMessage("tool", content, call_id=block.tool_use_id or ""))
             case _:
-                raise InvalidRequest("only text, thinking, tool_use and tool_result are supported", place)
+                known = "only text, thinking, tool_use and tool_result are supported"
+                raise InvalidRequest(f"{known}, this one is {shown(block.type)}", place)
     if results and not (texts or calls or thoughts):
         return results
     return [*results, ChatMessage(turn.role, "\n".join(texts), "\n".join(thoughts), tuple(calls))]

@@ -168,11 +168,12 @@ async def test_tokens_are_counted_as_they_would_be_read(front):
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             400,
             "invalid_request_error",
-            "messages[0].content[0]: only text",
+            "messages[0].content[0]: only text, thinking, tool_use and tool_result are supported, this one is 'image'",
         ),
         *(
             ({"messages": [{"role": role, "content": [block]}]}, 400, "invalid_request_error", sentence)
             for role, block, sentence in (
+                ("assistant", CALL_BLOCK | {"name": ""}, "messages[0].content[0].name: a tool_use needs"),
                 ("user", THOUGHT_BLOCK, "messages[0].content[0]: thinking is the assistant's"),
                 ("user", CALL_BLOCK, "messages[0].content[0]: tool_use is the assistant's"),
                 ("system", CALL_BLOCK, "messages[0].content[0]: tool_use is the assistant's"),
