@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mooncake.client import RequestTimings
@@ -25,6 +26,11 @@ class _Console(Console):
 
 out = _Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
 err = _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)
+
+
+def remark(sentence: str) -> None:
+    """On stderr: what a long command is about."""
+    err.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
 
 def print_json(value: object) -> None:
