@@ -62,7 +62,6 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     try:
         config = load_config(arguments.config, arguments.set)
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
-        log.info("%s starts", name)
         die_with_parent()
         pin_to(config.node.cores)
         give_way(config.node.nice)

@@ -180,6 +180,7 @@ class EngineHost:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
+        log.info("reading %s for %s", self._checkpoint.name, self.device)
         plan = self.plan
         num_places = int(self._section.swap_gb * 1e9) // plan.layout.block_bytes
         size = CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, self._section.max_sequences)
