@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -391,7 +392,10 @@ def test_ctrl_c_ends_a_command_and_its_processes_without_a_traceback(tmp_path: P
     trace = tmp_path / "made.jsonl"
     assert run("trace", "generate", str(trace), "--shape", "conversation", "--requests", "3000").returncode == 0
     command = [*MOONCAKE, "cache-lab", str(trace), "--jobs", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell's background job does not
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listens
+    ) as process:
         wait_until(lambda: len(children(process.pid)) >= 2)
         workers = children(process.pid)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them, which are just starting
