@@ -114,7 +114,8 @@ class ModelConfig:
         """Tokens of prompt plus answer where so many are ``asked`` for, or 0: all that the model reads. Raises
         ConfigError for more than those."""
         if asked > self.max_model_len:
-            raise ConfigError(f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens")
+            what = f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens"
+            raise ConfigError(f"{what}: ask for no more, or leave it out")
         return asked or self.max_model_len
 
     def for_context(self, asked: int) -> ModelConfig:

@@ -19,13 +19,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 _FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1's codes
 _FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # of a byte, the low bits first
+_NOT_A_POWER = 255  # the exponent that says NaN (OCP MX 1.0, E8M0)
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs is
 
 
 def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """Of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError for groups that the
-    scales do not have."""
+    scales do not have, and for scales that are no numbers."""
     if weight.layout == "mxfp4":
+        if bool((tensors[weight.scales] == _NOT_A_POWER).any()):
+            raise ModelError(f"{weight.scales} has a scale of {_NOT_A_POWER}, which mxfp4 keeps for what is no number")
         return _of_experts(tensors[weight.codes], tensors[weight.scales], dtype)
     codes, scales, zeros = _parts(weight, tensors)
     outputs, inputs = weight.shape

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.rpc import common_pb2 as pb
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import (
@@ -115,7 +115,7 @@ def _guide_from_wire(message: pb.Guide) -> Guide:
     try:
         return Guide(GuideKind(message.kind), message.text, message.lead)
     except ValueError:
-        raise InvalidRequest(f"a guide cannot be a {message.kind[:32]!r}", "guide") from None
+        raise InvalidRequest(f"a guide cannot be a {shown(message.kind)}", "guide") from None
 
 
 def sampled_to_wire(token: SampledToken) -> pb.SampledToken:
