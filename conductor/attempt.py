@@ -187,6 +187,9 @@ class Attempt:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._inbox = _Inbox(INBOX_LIMIT)
+        self._may_decode = asyncio.Event()  # say what it says: scores of a prompt come first, and may be megabytes
+        if not merger.tells_scores:
+            self._may_decode.set()
         self._closed = False
         self._has_expired = False
         self.lost_nodes: list[NodeInfo] = []  # nodes that could not be reached
@@ -321,8 +324,12 @@ class Attempt:
             if (await call.initial_metadata()).get(TAKEN_KEY):
                 self._took.add(role)
             async for message in call:
+                if role is Role.DECODE:
+                    await self._may_decode.wait()
                 await self._inbox.room()
                 self._inbox.post(role, message)
+                if role is Role.PREFILL:
+                    self._may_decode.set()
             ended = _Ended()
         except grpc.RpcError as error:
             ended = self._how_it_ended(error, peer)
@@ -334,6 +341,8 @@ class Attempt:
         if ended.is_lost and not self._closed:
             self._on_lost(self._nodes[role])
         self._inbox.post(role, ended)
+        if role is Role.PREFILL:
+            self._may_decode.set()
 
     def _how_it_ended(self, failure: grpc.RpcError, peer: str) -> _Ended:
         error = error_from_rpc(failure, peer)

@@ -46,7 +46,8 @@ from mooncake.errors import (
 )
 from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
-from mooncake.rpc.server import Channels
+from mooncake.rpc.convert import check_scores
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels
 from mooncake.types import PrefillReport, Role, TokenIds
 
 log = logging.getLogger(__name__)
@@ -218,6 +219,8 @@ class Dispatcher:
         """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything is spent."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
+        if (num_top := request.sampling.prompt_logprobs) is not None:
+            check_scores(len(request.tokens), num_top, MAX_MESSAGE_BYTES)
         now = self._clock()
         self.stats.requests += 1
         journey = _Running.begin(request, now, self._limits.retries)
@@ -264,9 +267,11 @@ class Dispatcher:
         request = journey.request
         left = request.sampling.max_tokens - journey.num_kept
         chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
+        # Of a prompt that is scored every token is computed, whatever is cached.
+        is_scored = request.sampling.prompt_logprobs is not None and not journey.num_kept
         return RequestFacts(
             num_tokens=len(tokens),
-            keys=chain.keys(tokens, self._model.shape.block_tokens),
+            keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self.stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
             # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
@@ -295,6 +300,7 @@ class Dispatcher:
                 expected=[len(answer) for answer in journey.emitted],
                 handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
                 tells_first=not journey.is_search,
+                tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
             ),
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,

@@ -31,6 +31,7 @@ class Journey:
     ended: set[int] = field(default_factory=set)  # answers that are complete or no longer wanted
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False
+    has_scores: bool = False  # the client has the log-probabilities of its prompt
     error: MooncakeError | None = None  # the last attempt's
 
     @classmethod
@@ -53,6 +54,7 @@ class Journey:
             emitted=[list(self.emitted[choice])],
             summary=self.summary,
             has_report=True,
+            has_scores=self.has_scores,
             error=self.error,
         )
 
@@ -94,6 +96,7 @@ class Journey:
             if self.lifecycle.state is RequestState.PLACED:
                 self.lifecycle.move(RequestState.STREAMING)
             self.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
+        self.has_scores |= delta.prompt_logprobs is not None
         if delta.finish_reason is not None:
             self.ended.add(delta.choice)
 
@@ -118,6 +121,6 @@ class Journey:
         """Why its single answer is already complete, if it is: the failed attempt lost only the finish reason."""
         sampling, emitted = self.request.sampling, self.emitted[0]
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
-        if emitted and len(emitted) >= sampling.min_tokens and emitted[-1] in stop_ids:
+        if emitted and len(emitted) > sampling.min_tokens and emitted[-1] in stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None

@@ -20,6 +20,7 @@ class Merger:
 
     ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives whole
     answers. Without ``tells_first`` the prefill node's tokens are not passed on (beams are chosen at the end).
+    ``tells_scores``: the client wants those of its prompt, and has not received them yet.
     """
 
     def __init__(
@@ -27,9 +28,11 @@ class Merger:
         expected: Sequence[int],
         handoff: Lifecycle[HandoffState] | None,
         tells_first: bool = True,
+        tells_scores: bool = False,
     ) -> None:
         self._expected = list(expected)
         self._tells_first = tells_first
+        self.tells_scores = tells_scores
         self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
         self._withheld: Delta | None = None  # the last delta, held until the report arrives
@@ -60,7 +63,7 @@ class Merger:
             self.report = report_from_wire(message.report)
             self._committed()
             return self._say_withheld()
-        if message.HasField("prompt_logprobs") and not any(self._expected):
+        if message.HasField("prompt_logprobs") and self.tells_scores:
             return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None

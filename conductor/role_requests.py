@@ -7,7 +7,7 @@ gone, or the request is withdrawn.
 from __future__ import annotations
 
 from conductor.registry import NodeInfo, Registry
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.types import Role
 
 
@@ -24,7 +24,8 @@ class RoleRequests:
         """Ask a node to switch, or withdraw that if it already has this role. Raises InvalidRequest when it cannot."""
         node = self._registry.get(node_id)
         if node is None:
-            raise InvalidRequest(f"there is no node {node_id!r}", "node_id")
+            known = ", ".join(sorted(each.info.node_id for each in self._registry.nodes()))
+            raise InvalidRequest(f"there is no node {shown(node_id)}; there are: {known}", "node_id")
         if node.info.role is role:
             self.withdraw(node_id)
             return

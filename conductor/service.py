@@ -11,7 +11,7 @@ from conductor.core import Core
 from conductor.cost import CostModel
 from conductor.registry import Node, NodeLoad
 from conductor.wire import info_from_wire, info_to_wire
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.types import Role
@@ -49,7 +49,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:  # noqa: N802
         if request.role not in tuple(Role):
-            raise InvalidRequest(f"no such role: {request.role!r}", "role")
+            raise InvalidRequest(f"no such role: {shown(request.role)}; it is prefill or decode", "role")
         self._core.role_requests.request(request.node_id, Role(request.role))
         return pb.SetRoleResponse()
 

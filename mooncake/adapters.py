@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from mooncake.errors import ConfigError, ModelError, NotFound
+from mooncake.errors import ConfigError, ModelError, NotFound, shown
 
 if TYPE_CHECKING:
     from mooncake.types import TokenIds  # numpy, which would slow the command line's start
@@ -142,4 +142,4 @@ class AdapterTable:
         try:
             return self._places[digest]
         except KeyError:
-            raise NotFound(f"the adapter {digest[:32]!r} is not loaded here: give every node the same files") from None
+            raise NotFound(f"the adapter {shown(digest)} is not loaded here: give every node the same files") from None

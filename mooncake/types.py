@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 
 TokenIds = npt.NDArray[np.uint32]
 """Token ids travel as uint32 arrays below ingress, never as Python lists."""
@@ -212,7 +212,7 @@ class SamplingParams:
 def check_type(name: str, value: object, kind: type, words: str = "") -> None:
     """Raises InvalidRequest unless ``value`` is one of ``kind``, which ``words`` describe to the user."""
     if not isinstance(value, kind):
-        raise InvalidRequest(f"{name} must be {words or f'a {kind.__name__}'}, got {value!r:.60}", name)
+        raise InvalidRequest(f"{name} must be {words or f'a {kind.__name__}'}, got {shown(value)}", name)
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> None:
@@ -223,7 +223,7 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         check_type(name, value, Real, "a number")
     if not low <= value <= high:
         form = "d" if isinstance(low, int) else "g"
-        raise InvalidRequest(f"{name} must be between {low:{form}} and {high:{form}}, got {value!r}", name)
+        raise InvalidRequest(f"{name} must be between {low:{form}} and {high:{form}}, got {shown(value)}", name)
 
 
 @dataclass(frozen=True, slots=True)

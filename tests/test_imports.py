@@ -44,6 +44,7 @@ BENCHES = {
         "mooncake.app.bench_gpu",
         "mooncake.app.bench_gpu_device",
         "mooncake.app.bench_gpu_engine",
+        "mooncake.app.bench_gpu_experts",
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_latent",
         "mooncake.app.bench_gpu_model",

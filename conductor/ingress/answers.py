@@ -5,6 +5,7 @@ Pure: no I/O and no clock of its own. It knows neither wire formats nor where a 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,11 @@ class Piece:
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: all prompt tokens but the first
     said: tuple[Said, ...] = ()
-    num_thought: int = 0  # how many of the tokens belong to a thought, its tags included
+    thought: tuple[bool, ...] = ()  # for each token, whether it belongs to a thought, including its tags
+
+    @property
+    def num_thought(self) -> int:
+        return sum(self.thought)
 
 
 class Observer(Protocol):
@@ -112,12 +117,12 @@ class _News:
     reader: Reader
     text: list[str] = field(default_factory=list)
     said: list[Said] = field(default_factory=list)
-    num_thought: int = 0
+    thought: list[bool] = field(default_factory=list)
 
     def take_token(self, text: str) -> None:
         was_thinking = self.reader.is_thinking
         self._push(text, is_last=False)
-        self.num_thought += was_thinking or self.reader.is_thinking
+        self.thought.append(was_thinking or self.reader.is_thinking)
 
     def take_end(self, text: str) -> None:
         self._push(text, is_last=True)
@@ -174,7 +179,7 @@ class Answer:
             outcome = self._complete(FinishReason.STOP if last.stopped else reason, now)
         scores = None if outcome else delta.prompt_logprobs
         text, said = "".join(news.text), tuple(merged(news.said))
-        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, news.num_thought)
+        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, tuple(news.thought))
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self._num_tokens:
@@ -207,7 +212,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         pieces[-1].outcome,
         prompt_logprobs=pieces[0].prompt_logprobs,
         said=tuple(merged(part for piece in pieces for part in piece.said)),
-        num_thought=sum(piece.num_thought for piece in pieces),
+        thought=tuple(itertools.chain.from_iterable(piece.thought for piece in pieces)),
     )
 
 

@@ -44,7 +44,7 @@ from conductor.ingress.openai import Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.reading.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
-from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere
+from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import FinishReason
 
@@ -99,8 +99,8 @@ class MessagesApi:
             usage=MessageUsage(num_prompt, 0, 0),
         )
         is_cut_short = body.max_tokens is not None and job.request.sampling.max_tokens < body.max_tokens
-        wants_thoughts = body.thinking is None or body.thinking.display != "omitted"
-        writer = MessageWriter(head, wants_thoughts, "model_context_window_exceeded" if is_cut_short else "max_tokens")
+        cut_reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
+        writer = MessageWriter(head, body.wants_thoughts, cut_reason)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -274,7 +274,7 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
     """Results of calls arrive as part of the user's turn; a chat has a turn of its own for them."""
     if turn.role not in _ROLES:
         raise InvalidRequest(
-            f"the role {turn.role[:32]!r} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
+            f"the role {shown(turn.role)} is not supported; known: {', '.join(_ROLES)}", f"{where}.role"
         )
     if isinstance(turn.content, str):
         return [ChatMessage(turn.role, turn.content)]
@@ -287,17 +287,26 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
         match block.type:
             case "text":
                 texts.append(content_text(block.text, f"{place}.text"))
+            case "thinking" | "redacted_thinking" | "tool_use" if turn.role != "assistant":
+                raise InvalidRequest(
+                    f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place
+                )
+            case "tool_result" if turn.role != "user":
+                raise InvalidRequest(f"a tool_result is the user's: it cannot be in a turn of the {turn.role}", place)
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
                 pass
             case "tool_use" if block.name:
                 calls.append(ChatCall(block.id or "", block.name, block.input or {}))
+            case "tool_use":
+                raise InvalidRequest("a tool_use needs the tool's name", f"{place}.name")
             case "tool_result":
                 content = content_text(_texts(block.content or ""), f"{place}.content")
                 results.append(ChatMessage("tool", content, call_id=block.tool_use_id or ""))
             case _:
-                raise InvalidRequest("only text, thinking, tool_use and tool_result are supported", place)
+                known = "only text, thinking, tool_use and tool_result are supported"
+                raise InvalidRequest(f"{known}, this one is {shown(block.type)}", place)
     if results and not (texts or calls or thoughts):
         return results
     return [*results, ChatMessage(turn.role, "\n".join(texts), "\n".join(thoughts), tuple(calls))]

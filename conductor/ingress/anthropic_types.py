@@ -84,6 +84,12 @@ class CountRequest(GenerationFields, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
+    include_reasoning: bool | None = None  # None: true; vLLM's, of chats
+
+    @property
+    def wants_thoughts(self) -> bool:
+        is_omitted = self.thinking is not None and self.thinking.display == "omitted"
+        return not is_omitted and self.include_reasoning is not False
 
 
 # ---------------------------------------------------------------- responses

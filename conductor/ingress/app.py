@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Callable
 from importlib import resources
@@ -40,6 +41,7 @@ from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.server import RpcServer
 from mooncake.tokenizer import Tokenizer
 
+_MAX_SHOWN_PATH = 200
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'self' 'unsafe-inline'; frame-ancestors 'none'",
     "cache-control": "no-store",
@@ -170,7 +172,11 @@ def project_version() -> str:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    return error_response(NoSuchRoute(f"no such path: {request.method} {request.url.path[:200]}"))
+    path = request.url.path[:_MAX_SHOWN_PATH]
+    routes = [route.path for route in request.app.routes if "{" not in route.path]
+    nearest = difflib.get_close_matches(path, routes, n=1, cutoff=0.7)  # such as without /v1, or with it twice
+    meant = f"; is {nearest[0]} meant?" if nearest else ""
+    return error_response(NoSuchRoute(f"no such path: {request.method} {path}{meant}"))
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
@@ -181,4 +187,4 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 
 def _wrong(request: Request) -> MooncakeError:
-    return WrongMethod(f"{request.url.path[:200]} does not take {request.method}")
+    return WrongMethod(f"{request.url.path[:_MAX_SHOWN_PATH]} does not take {request.method}")

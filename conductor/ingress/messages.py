@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from conductor.ingress.openai_types import ContentPart, Message
 from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import Tools, chat_calls, in_words
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.tokenizer import ROLES, ChatMessage
 
 TEMPLATE_ROLES = (*ROLES, "tool")  # the last only where the template supports calls
@@ -50,7 +50,7 @@ def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
 def _chat_message(message: Message, where: str) -> ChatMessage:
     if message.role not in _ROLES:
         known = ", ".join(_ROLES)
-        raise InvalidRequest(f"the role {message.role[:32]!r} is not supported; known: {known}", f"{where}.role")
+        raise InvalidRequest(f"the role {shown(message.role)} is not supported; known: {known}", f"{where}.role")
     content = message.content
     if content is None and (message.role == "assistant" or message.tool_calls):  # a refusal or a call has no text
         content = ""
@@ -70,5 +70,5 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
         return content
     for part in content:
         if part.type != "text" or part.text is None:
-            raise InvalidRequest("only text parts are supported", where)
+            raise InvalidRequest(f"only text parts are supported, this one is {shown(part.type)}", where)
     return "\n".join(part.text or "" for part in content)

@@ -48,7 +48,7 @@ from conductor.ingress.openai_types import (
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
 from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import tools_of
-from mooncake.errors import InvalidRequest, MooncakeError
+from mooncake.errors import InvalidRequest, MooncakeError, shown
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
@@ -427,12 +427,12 @@ def check_chat(body: ChatRequest) -> None:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
         raise InvalidRequest(what, "top_logprobs")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("the prompt_logprobs of a chat cannot be streamed", "prompt_logprobs")
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
-        what = f"max_completion_tokens must be at least 1, got {body.max_completion_tokens}"
+        what = f"max_completion_tokens must be at least 1, got {shown(body.max_completion_tokens)}"
         raise InvalidRequest(what, "max_completion_tokens")
 
 
@@ -440,7 +440,7 @@ def _num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -
     """Per prompt. Raises InvalidRequest also when ``best_of`` asks for too many answers."""
     n = 1 if fields.n is None else fields.n
     if not 1 <= n <= MAX_CHOICES:
-        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {shown(n)}", "n")
     if max(n, best_of) * num_prompts > MAX_CHOICES:
         name = "n" if best_of <= n else "best_of"
         raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts are allowed", name)

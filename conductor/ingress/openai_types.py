@@ -5,6 +5,7 @@ Only data and its checks. What a field *does* is in ``openai.py``.
 
 from __future__ import annotations
 
+import difflib
 import re
 import secrets
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
 
@@ -218,9 +219,15 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
         raise _explain(error) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
-    unknown = sorted(name for name in given.keys() - set(form.__struct_fields__) if _FIELD_NAME.fullmatch(name))
+    known = form.__struct_fields__
+    unknown = sorted(name for name in given.keys() - set(known) if _FIELD_NAME.fullmatch(name))
     more = [f"and {len(unknown) - _MAX_NAMED_FIELDS} more"] if len(unknown) > _MAX_NAMED_FIELDS else []
-    return request, unknown[:_MAX_NAMED_FIELDS] + more
+    return request, [_with_nearest(name, known) for name in unknown[:_MAX_NAMED_FIELDS]] + more
+
+
+def _with_nearest(name: str, known: Sequence[str]) -> str:
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f"{name} (is {nearest[0]} meant?)" if nearest else name
 
 
 def _explain(error: msgspec.ValidationError) -> InvalidRequest:
@@ -315,7 +322,7 @@ def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
             return _json_guides(schema)
         case other:
             known = "text, json_object, json_schema"
-            raise InvalidRequest(f"the response_format {other[:32]!r} is not one of {known}", "response_format")
+            raise InvalidRequest(f"the response_format {shown(other)} is not one of {known}", "response_format")
 
 
 def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
@@ -329,7 +336,7 @@ def _seed(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(63)
     if not -(1 << 63) <= seed < 1 << 64:
-        raise InvalidRequest(f"seed must be a 64-bit integer, got {seed}", "seed")
+        raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
     return seed & ((1 << 64) - 1)
 
 

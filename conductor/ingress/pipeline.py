@@ -32,6 +32,7 @@ from mooncake.errors import (
     NodeUnavailable,
     NotFound,
     Overloaded,
+    shown,
 )
 from mooncake.guides import Guides
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -123,7 +124,7 @@ class Pipeline:
             return None
         if name not in self.model.adapters:
             served = ", ".join(map(repr, self.model_names))
-            raise UnknownModel(f"the model {name[:64]!r} is not served here; served: {served}")
+            raise UnknownModel(f"the model {shown(name)} is not served here; served: {served}")
         return self.model.adapters[name]
 
     @property
@@ -169,7 +170,7 @@ class Pipeline:
             if message.role not in roles:
                 known = ", ".join(roles)
                 raise InvalidRequest(
-                    f"the role {message.role[:32]!r} is not supported; known: {known}", f"{param}[{number}].role"
+                    f"the role {shown(message.role)} is not supported; known: {known}", f"{param}[{number}].role"
                 )
         text = "".join(message.content + message.beside for message in messages) + _as_told(variables)
         if keep is None and await self._is_surely_too_long(text):
@@ -201,7 +202,7 @@ class Pipeline:
         if asked == -1:
             return max(1, limit - max(1, num_answer))
         if not 1 <= asked <= limit:
-            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {asked}"
+            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(asked)}"
             raise InvalidRequest(what, "truncate_prompt_tokens")
         return asked
 
@@ -235,9 +236,8 @@ class Pipeline:
         rely on getting them, and should not wait for a truncated answer."""
         room = self.model.max_model_len - num_prompt
         if asked is not None and asked > room:
-            limit = self.model.max_model_len
-            what = f"{param} is {asked}, and a prompt of {num_prompt} tokens leaves {room} of the context of {limit}"
-            raise ContextTooLong(what, param)
+            left = f"leaves {room} of the context of {self.model.max_model_len}"
+            raise ContextTooLong(f"{param} is {shown(asked)}, and a prompt of {num_prompt} tokens {left}", param)
 
     def job(
         self,

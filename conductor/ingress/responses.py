@@ -6,6 +6,7 @@ It owns what a response's fields mean and how its items and events are worded. T
 
 from __future__ import annotations
 
+import itertools
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +65,7 @@ from conductor.ingress.tools import (
     chat_calls,
     tools_of,
 )
-from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater
+from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
 from mooncake.tokenizer import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
 
@@ -110,7 +111,8 @@ class ResponsesApi:
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
         api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
-        writer = ResponseWriter(head, api.extras(body, logprobs is not None))
+        extras = api.extras(body, logprobs is not None)
+        writer = ResponseWriter(head, extras, tells_thoughts=body.include_reasoning is not False)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -132,9 +134,10 @@ class ResponsesApi:
 class ResponseWriter:
     """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
 
-    def __init__(self, head: ResponseBody, extras: Extras) -> None:
+    def __init__(self, head: ResponseBody, extras: Extras, tells_thoughts: bool) -> None:
         self.response = head
         self._extras = extras
+        self._tells_thoughts = tells_thoughts
         self._events: list[ResponseEvent] = []  # not yet sent
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -143,7 +146,7 @@ class ResponseWriter:
         self._call: list[CallPart] = []  # parts of the open call, the last item
         self._text = ""  # of the open message or thought
         self._logprobs: list[ContentLogprob] = []  # likewise
-        self._tokens: list[SampledToken] = []  # tokens whose text is not yet sent
+        self._tokens: list[tuple[SampledToken, bool]] = []  # not yet sent; whether they belong to a thought
         self._num_tokens = 0
         self._num_thought = 0  # how many of them belong to a thought
 
@@ -152,7 +155,7 @@ class ResponseWriter:
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        self._tokens += piece.tokens
+        self._tokens += zip(piece.tokens, piece.thought, strict=True)
         self._num_tokens += len(piece.tokens)
         self._num_thought += piece.num_thought
         is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
@@ -199,7 +202,9 @@ class ResponseWriter:
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _think(self, text: str) -> None:
-        self._tokens = []
+        _, self._tokens = _first_run(self._tokens, of_thought=True)
+        if not self._tells_thoughts:
+            return
         if not self._is_thought_open:
             self._close_message("completed")
             self._is_thought_open, self._text = True, ""
@@ -227,7 +232,7 @@ class ResponseWriter:
     def _say(self, text: str) -> None:
         if not self._is_message_open:
             self._open_message()
-        tokens, self._tokens = self._tokens, []
+        tokens, self._tokens = _first_run(self._tokens, of_thought=False)
         logprobs = [content_logprob(token, self._extras) for token in tokens] if self._extras.logprobs else []
         self._text += text
         self._logprobs += logprobs
@@ -281,6 +286,15 @@ class ResponseWriter:
         self._tell(f"response.{status}", response=self.response)
 
 
+def _first_run(
+    tokens: Sequence[tuple[SampledToken, bool]], of_thought: bool
+) -> tuple[list[SampledToken], list[tuple[SampledToken, bool]]]:
+    """The first tokens in a row that belong to a thought, or to none, and all behind them."""
+    behind = list(itertools.dropwhile(lambda token: token[1] is not of_thought, tokens))
+    run = [token for token, _ in itertools.takewhile(lambda token: token[1] is of_thought, behind)]
+    return run, behind[len(run) :]
+
+
 def check(body: ResponsesRequest) -> None:
     """Raises InvalidRequest for valid fields that are not supported."""
     for name in _NOT_OURS:
@@ -298,10 +312,10 @@ def check(body: ResponsesRequest) -> None:
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest("truncation is auto or disabled", "truncation")
     if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        what = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
+        what = f"max_output_tokens must be at least 1, got {shown(body.max_output_tokens)}"
         raise InvalidRequest(what, "max_output_tokens")
     if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {body.top_logprobs}"
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
         raise InvalidRequest(what, "top_logprobs")
 
 
@@ -342,7 +356,7 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
         return None
     if wanted.type not in ("text", "json_object", "json_schema"):
         known = "text, json_object, json_schema"
-        raise InvalidRequest(f"the format {wanted.type[:32]!r} is not one of {known}", "text.format")
+        raise InvalidRequest(f"the format {shown(wanted.type)} is not one of {known}", "text.format")
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("a json_schema needs its schema", "text.format.schema")
     return ResponseFormat(wanted.type, JsonSchema(wanted.schema))
@@ -398,7 +412,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
             content = content_text(_parts(item.content or item.summary or ""), f"{where}.content")
             return ChatMessage("assistant", "", content)
     known = "message, function_call, function_call_output, reasoning"
-    raise InvalidRequest(f"an item of the type {item.type[:32]!r} is not supported; known: {known}", f"{where}.type")
+    raise InvalidRequest(f"an item of the type {shown(item.type)} is not supported; known: {known}", f"{where}.type")
 
 
 def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:

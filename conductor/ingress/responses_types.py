@@ -78,6 +78,7 @@ class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):
     prompt: dict[str, object] | None = None
     chat_template_kwargs: dict[str, object] | None = None
     reasoning: Reasoning | None = None
+    include_reasoning: bool | None = None  # None: true; vLLM's, of chats
 
     @property
     def guide_field(self) -> str:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import msgspec
 
 from conductor.ingress.reading.json_calls import CLOSE, OPEN
-from conductor.ingress.reading.parts import NOT_JSON
-from mooncake.errors import InvalidRequest
+from conductor.ingress.reading.parts import NOT_JSON, SayableJson
+from mooncake.errors import InvalidRequest, shown
 from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
 
@@ -113,7 +113,7 @@ def tools_of(
     field."""
     if isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
         what = (
-            f"a tool_choice of the type {choice.type[:32]!r} is not supported; known: none, auto, required, a function"
+            f"a tool_choice of the type {shown(choice.type)} is not supported; known: none, auto, required, a function"
         )
         raise InvalidRequest(what, "tool_choice")
     if not tools:
@@ -137,7 +137,7 @@ def tools_of(
         case NamedTool(FunctionName(name)):
             named = tuple(function for function in functions if function.name == name)
             if not named:
-                raise InvalidRequest(f"there is no tool {name[:64]!r} to choose", "tool_choice")
+                raise InvalidRequest(f"there is no tool {shown(name)} to choose", "tool_choice")
             return Tools(named, must_call=True)
     raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
 
@@ -177,7 +177,7 @@ def chat_calls(calls: Sequence[SaidCall], where: str) -> tuple[ChatCall, ...]:
 
 def _arguments(call: SaidCall, where: str) -> dict[str, object]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = json.loads(SayableJson().take(call.function.arguments or "{}"))
     except NOT_JSON:
         raise InvalidRequest("arguments are not JSON", where) from None
     if not isinstance(arguments, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -121,14 +122,37 @@ def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
                 advance()
         else:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(options.jobs, mp_context=context) as pool:
+            with ProcessPoolExecutor(options.jobs, mp_context=context) as pool, _ending_processes():
                 ordered = sorted(tasks, key=lambda task: task.policy != "workload-aware")
-                futures: list[Future[Done]] = [pool.submit(_serve, task, options) for task in ordered]
+                with _deaf_to_ctrl_c():
+                    futures: list[Future[Done]] = [pool.submit(_serve, task, options) for task in ordered]
                 done = []
                 for future in as_completed(futures):
                     done.append(future.result())
                     advance()
     return {entry.task: entry for entry in done}
+
+
+@contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started meanwhile stay so, and leave it to this one, which hears it at the end: each would
+    die with a traceback."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _ending_processes() -> Iterator[None]:
+    """Where something goes wrong here, nobody waits for what they compute."""
+    try:
+        yield
+    except BaseException:
+        for process in multiprocessing.active_children():
+            process.kill()
+        raise
 
 
 _labs: dict[tuple[Path, Rules, int | None], Lab] = {}  # a process reads each trace once

@@ -93,10 +93,16 @@ BENCHES = {
 
 @app.command()
 def serve(
+    named_model: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
+    ] = None,
     config: ConfigFile = None,
     overrides: Overrides = None,
     model: Annotated[
         str | None, typer.Option(help="A folder, a .gguf file, or smollm2.", show_default="from the configuration")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, or auto, the faster one here.", show_default="float32")
     ] = None,
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
@@ -153,9 +159,12 @@ def serve(
     ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
     log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
 ) -> None:
-    """Start a cluster on this machine and keep it until Ctrl-C."""
+    """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
+    if named_model and model and named_model != model:
+        raise ConfigError(f"two models are named, {named_model} and {model}: a cluster serves one")
     flags = {
-        "model.path": model,
+        "model.path": named_model or model,
+        "model.dtype": dtype,
         "model.name": served_model_name,
         "model.max_model_len": max_model_len,
         "model.generation_config": generation_config,

@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from mooncake.client import RequestTimings
@@ -27,6 +28,11 @@ out = _Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDT
 err = _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else PIPE_WIDTH)
 
 
+def remark(sentence: str) -> None:
+    """On stderr: what a long command is about."""
+    err.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
+
+
 def print_json(value: object) -> None:
     """One line of JSON on stdout."""
     sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
@@ -36,7 +42,12 @@ def plain_table(*columns: str, title: str | None = None) -> Table:
     """A table with its first column to the left and figures to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", header_style="dim")
+        table.add_column(
+            column,
+            justify="left" if index == 0 else "right",
+            header_style="dim",
+            overflow="fold",  # a narrow screen hides nothing
+        )
     return table
 
 

@@ -161,6 +161,7 @@ class LocalCluster:
         tls_of(self.config)
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
+        checkpoint.config.context(self.config.model.max_model_len)
         check_memory(self.config, checkpoint)
         self._fatal = asyncio.get_running_loop().create_future()
         self._config_fd = os.memfd_create("cluster.toml")
@@ -261,7 +262,6 @@ class LocalCluster:
             # What was accepted once is not wrong: short memory or a port that somebody took may pass.
             is_final = isinstance(error, ConfigError) and not self._was_ready
             if is_final or not self._restart:
-                self._tell(error.message)
                 self._fail(error)
                 return
             if time.monotonic() - born > STABLE_S:

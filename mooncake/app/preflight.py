@@ -18,6 +18,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from conductor.admission import ADMISSIONS, Mode
+from conductor.ingress.reading.form import REASONING_PARSERS, TOOL_CALL_PARSERS
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
@@ -33,6 +34,8 @@ _CHOICES: dict[str, Collection[str]] = {
     "conductor.policy": POLICIES,
     "conductor.admission": ADMISSIONS,
     "conductor.admission_mode": tuple(Mode),
+    "conductor.reasoning_parser": REASONING_PARSERS,
+    "conductor.tool_call_parser": TOOL_CALL_PARSERS,
     "store.eviction": EVICTIONS,
 }
 

@@ -65,6 +65,7 @@ def _announce(config: Config) -> None:
 def _tell_addresses(http_url: str, grpc_address: str) -> None:
     _say(f"  OpenAI   {http_url}/v1")
     _say(f"  gRPC     {grpc_address}")
+    _say(f"  status   {http_url}/")
     _say(f"  metrics  {http_url}/metrics")
 
 

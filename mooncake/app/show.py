@@ -31,6 +31,7 @@ def show_status(address: str, as_json: bool) -> None:
     out.print(f"[bold]{escape(status.model or 'no model yet')}[/]  {ready}")
     out.print()
     out.print(_node_table(status))
+    out.print("[dim]used, cached and free: blocks of the KV cache, or of the store[/]")
     links = [(node.info.node_id, link) for node in status.nodes for link in node.transports]
     if links:
         out.print()
@@ -48,7 +49,7 @@ def show_status(address: str, as_json: bool) -> None:
 
 
 def _node_table(status: pb.StatusResponse) -> Table:
-    table = plain_table("node", "state", "address", "device", "running", "waiting", "blocks used", "cached", "free")
+    table = plain_table("node", "state", "address", "device", "running", "waiting", "used", "cached", "free")
     for node in status.nodes:
         load = node.load
         style = STATE_STYLES.get(node.state, "red")

@@ -40,12 +40,12 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
     traces, made_by = Traces(folder), commit()
     if made_by.endswith("-dirty"):
         err.print("[yellow]there are changes that no commit has: the results will say so[/]")
-    target.mkdir(parents=True, exist_ok=True)
     for name in only or list(ALL):
         started_s = time.perf_counter()
         traces.used.clear()
         finding = msgspec.structs.replace(ALL[name](traces), traces=tuple(traces.used))
         line = {"commit": made_by, **msgspec.to_builtins(finding)}
+        target.mkdir(parents=True, exist_ok=True)
         (target / f"{name}.json").write_bytes(msgspec.json.format(msgspec.json.encode(line), indent=1) + b"\n")
         err.print(f"{name}: {finding.verdict} ({time.perf_counter() - started_s:.0f} s)")
         show(finding)

@@ -21,7 +21,7 @@ from rich.markup import escape
 from mooncake.app.bench_report import commit, machine, progress, tell
 from mooncake.app.bench_traffic import ServedByCluster, Traffic
 from mooncake.app.calibrate_pair import PairCosts, PairSamples
-from mooncake.app.console import ms, out, plain_table, print_json
+from mooncake.app.console import ms, out, plain_table, print_json, remark
 from mooncake.app.extras import require
 from mooncake.app.flags import Flags, positive
 from mooncake.app.latency import Outcome, Spread
@@ -250,7 +250,7 @@ def chosen_trace(options: Options) -> list[TraceRequest]:
 async def live(config: Config, options: Options, trace: list[TraceRequest]) -> tuple[PairCosts, ReplayReport]:
     """Start the cluster, measure its nodes, replay the trace."""
     vocab = open_checkpoint(config.model.path).config.vocab_size
-    async with LocalCluster(config) as cluster:
+    async with LocalCluster(config, tell=remark) as cluster:
         served = ServedByCluster("cluster", cluster.grpc_address)
         traffic, samples = Traffic(vocab, options.seed), PairSamples()
 
@@ -259,6 +259,7 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
                 longest = max(one.input_length for one in trace)
                 await samples.measure(served, traffic, longest, lambda what: tell(shown, what))
 
+        remark("ready; its nodes are measured, then the trace is replayed, then they are measured again")
         await calibrate("calibrating")
         meter = Meter(len(trace))
         replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)

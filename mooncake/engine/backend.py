@@ -212,8 +212,7 @@ def on_gpu(
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
         return _model(checkpoint, precision, size, kernels, adapters)
 
-    # Which experts a step needs is known on the host only: such a step is no graph.
-    buckets = () if INTERPRETED or checkpoint.config.num_experts else BUCKETS
+    buckets = () if INTERPRETED else BUCKETS
     try:
         gpu = GpuModel(
             build,

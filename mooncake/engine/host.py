@@ -182,6 +182,7 @@ class EngineHost:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
+        log.info("reading %s for %s", self._checkpoint.name, self.device)
         backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)

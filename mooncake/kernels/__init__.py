@@ -15,7 +15,7 @@ import torch
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import BuildFailed, load_library
-from mooncake.kernels.reference import Coding, Matrix
+from mooncake.kernels.reference import Bounds, Coding, Matrices, Matrix
 from mooncake.precision import cpu_features
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,26 @@ class Linear(Protocol):
     def rows(self, indices: torch.Tensor) -> torch.Tensor: ...
 
 
+class Experts(Protocol):
+    """The experts of a layer; see ``reference.Experts``."""
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor: ...
+
+
 class Kernels(Protocol):
     """The functions of ``reference``, whose docstrings define them. A module is an implementation."""
 
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear: ...
+
+    def experts(
+        self,
+        gate_up: Matrices,
+        down: Matrices,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: Bounds | None = None,
+        first: int = 0,
+    ) -> Experts: ...
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...
 

@@ -23,7 +23,7 @@ import torch
 
 from mooncake.kernels import reference
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import Codes, Coding, Matrix
+from mooncake.kernels.reference import Bounds, Codes, Coding, Matrices, Matrix
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _SIGNATURES = {
@@ -46,6 +46,10 @@ _SIGNATURES = {
     "mc_pack_groups": [_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _INT],
     "mc_unpack_rows": [_POINTER, _POINTER, _LONG, _POINTER],
     "mc_linear": [_POINTER, _POINTER, _LONG, _POINTER, _LONG, _INT],  # layer, from, from_stride, to, T, threads
+    "mc_experts": [
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG),  # experts, hidden, chosen, shares, T, k
+        *(_POINTER, _INT),  # output, threads
+    ],
     "mc_sample": [_POINTER, _LONG, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _INT],
     "mc_score": [
         *(_POINTER, _LONG, _LONG, _LONG),  # logits, stride, count, vocab
@@ -129,6 +133,19 @@ class _Rope(ctypes.Structure):
         ("query_norm", _POINTER),
         ("key_norm", _POINTER),
         ("eps", _FLOAT),
+    ]
+
+
+class _Experts(ctypes.Structure):
+    """Mirrors ``Experts`` of experts.h."""
+
+    _fields_: ClassVar = [
+        ("gate_up", _POINTER),
+        ("down", _POINTER),
+        ("first", _LONG),
+        ("count", _LONG),
+        ("alpha", _FLOAT),
+        ("limit", _FLOAT),
     ]
 
 
@@ -242,6 +259,41 @@ class PanelLinear:
         return output
 
 
+class PanelExperts:
+    """``reference.Experts`` over such layers, in one call."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        gate_up: Sequence[PanelLinear],
+        down: Sequence[PanelLinear],
+        bounds: Bounds | None,
+        first: int,
+    ) -> None:
+        self._layers = (gate_up, down)
+        self._addresses = [(_POINTER * len(layers))(*(layer.address for layer in layers)) for layers in self._layers]
+        both = (ctypes.addressof(addresses) for addresses in self._addresses)
+        alpha, limit = (bounds.alpha, bounds.limit) if bounds else (1.0, 0.0)
+        self._experts = _Experts(*both, first, len(gate_up), alpha, limit)
+        self._run = library.mc_experts
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        hidden, chosen, shares = hidden.contiguous(), chosen.contiguous(), shares.contiguous()
+        assert hidden.dtype is shares.dtype is torch.float32 and chosen.dtype is torch.int64
+        output = torch.empty_like(hidden)
+        status = self._run(
+            ctypes.byref(self._experts),
+            hidden.data_ptr(),
+            chosen.data_ptr(),
+            shares.data_ptr(),
+            *chosen.shape,
+            output.data_ptr(),
+            num_threads(),
+        )
+        _check(status)
+        return output
+
+
 class WeightMemory:
     """Memory for packed weights, in large pages where the system gives them: a step walks through all of it."""
 
@@ -268,7 +320,9 @@ class CpuKernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, _INT
-        check_mirrors(library, {"PackedLinear": _PackedLinear, "CacheLayer": _Pages, "Rope": _Rope})
+        check_mirrors(
+            library, {"PackedLinear": _PackedLinear, "CacheLayer": _Pages, "Rope": _Rope, "Experts": _Experts}
+        )
         assert library.mc_size_of(b"Draw") == DRAW.size
         self.library = library
         self.weight_memory = WeightMemory()
@@ -287,6 +341,23 @@ class CpuKernels:
         if weight.dtype not in _WEIGHT_KINDS:
             return reference.linear(weight, bias, coding)
         return self.panel_linear(weight, bias, coding)
+
+    def experts(
+        self,
+        gate_up: Matrices,
+        down: Matrices,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: Bounds | None = None,
+        first: int = 0,
+    ) -> reference.Experts | PanelExperts:
+        if gate_up[0].dtype not in _WEIGHT_KINDS:
+            return reference.experts(gate_up, down, gate_up_bias, down_bias, bounds, first)
+        gated, downs = (
+            [self.panel_linear(*given) for given in zip(weights, reference.biases_of(biases, weights), strict=True)]
+            for weights, biases in ((gate_up, gate_up_bias), (down, down_bias))
+        )
+        return PanelExperts(self.library, gated, downs, bounds, first)
 
     def panel_linear(
         self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "", is_gated: bool = False

@@ -1,9 +1,10 @@
 // The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32 on both sides;
 // weights and pages keep their types. The plain C interface (pointers, strides, int status) compiles in seconds and
 // does not depend on the version of torch. The headers, each built on those before: cpp/vectors.h, pool.h, pages.h,
-// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, attention.h, decoder.h, sampling.h.
+// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h.
 
 #include "cpp/decoder.h"
+#include "cpp/experts.h"
 #include "cpp/sampling.h"
 
 using namespace mooncake;
@@ -16,6 +17,7 @@ int mc_size_of(const char* name) {
         {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
         {"Draw", sizeof(Draw)},                 {"DecoderLayer", sizeof(DecoderLayer)}, {"Decoder", sizeof(Decoder)},
         {"LayerAdapter", sizeof(LayerAdapter)}, {"Step", sizeof(Step)},                 {"Cache", sizeof(Cache)},
+        {"Experts", sizeof(Experts)},
     };
     for (const auto& [known, size] : SIZES)
         if (!std::strcmp(name, known)) return int(size);
@@ -93,6 +95,13 @@ int mc_linear(const PackedLinear* layer, const float* from, int64_t from_stride,
     static thread_local Scratch memory;
     const Activations x = prepare(*layer, from, from_stride, rows, nullptr, 0, memory, threads);
     multiply_by(*layer, x, {Then::STORE, to, layer->outputs}, threads);
+    return OK;
+}
+
+// `chosen` and `shares` are [tokens][per_token], `hidden` and `out` [tokens][width].
+int mc_experts(const Experts* experts, const float* hidden, const int64_t* chosen, const float* shares, int64_t tokens,
+               int64_t per_token, float* out, int threads) {
+    ExpertPass(*experts, hidden, chosen, shares, tokens, per_token, out, threads).run();
     return OK;
 }
 

@@ -1,4 +1,5 @@
-"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory, cuBLAS (through torch) for products.
+"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory and for experts, cuBLAS (through torch)
+for other products.
 
 ``GpuKernels`` has the signatures of every other implementation and can be called as simply. A caller that runs many
 layers of one step plans its attention once (``plan``) and hands the plan in. Without a GPU the same code runs in
@@ -27,6 +28,7 @@ from mooncake.kernels.gpu_attention import (
     pack_heads,
     run_plan,
 )
+from mooncake.kernels.gpu_experts import GroupedExperts
 from mooncake.kernels.gpu_latent import LATENT_ROWS, latent_launch, pack_latent, run_latent_plan
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.triton_launch import INTERPRETED
@@ -59,6 +61,30 @@ class GpuKernels:
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
         return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
+
+    def experts(
+        self,
+        gate_up: reference.Matrices,
+        down: reference.Matrices,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: reference.Bounds | None = None,
+        first: int = 0,
+    ) -> GroupedExperts:
+        return GroupedExperts(
+            self._stacked(gate_up),
+            self._stacked(down),
+            None if gate_up_bias is None else gate_up_bias.to(self.device).contiguous(),
+            None if down_bias is None else down_bias.to(self.device).contiguous(),
+            bounds,
+            first,
+        )
+
+    def _stacked(self, matrices: reference.Matrices) -> torch.Tensor:
+        if not isinstance(matrices, torch.Tensor):
+            weights = (each.weights() if isinstance(each, GroupedCodes) else each for each in matrices)
+            matrices = torch.stack([each for each in weights if isinstance(each, torch.Tensor)])
+        return matrices.to(self.device).contiguous()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

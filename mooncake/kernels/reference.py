@@ -18,6 +18,7 @@ inputs are. Nothing here knows about models.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,6 +52,7 @@ class Codes:
 
 
 Matrix = torch.Tensor | Codes | GroupedCodes
+Matrices = torch.Tensor | Sequence[Matrix]
 
 
 class Linear:
@@ -152,6 +154,61 @@ def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = ""
         return (W8A8Linear if coding == "w8a8" else CodedLinear)(weight, bias)
     assert isinstance(weight, torch.Tensor)
     return Linear(weight, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a SwiGLU of gpt-oss's kind (OpenAI 2025): ``g · sigmoid(alpha · g) · (u + 1)``, g at most and u within
+    ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+class Experts:
+    """A layer's gated MLPs, ``gate_up`` ``[E, 2 * I, hidden]`` with gates above ups and ``down`` ``[E, hidden, I]``, as
+    tensors or as lists of matrices. Experts are numbered from ``first`` on; others live on other ranks."""
+
+    def __init__(
+        self,
+        gate_up: Matrices,
+        down: Matrices,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        bounds: Bounds | None = None,
+        first: int = 0,
+    ) -> None:
+        self._gate_up = [linear(*given) for given in zip(gate_up, biases_of(gate_up_bias, gate_up), strict=True)]
+        self._down = [linear(*given) for given in zip(down, biases_of(down_bias, down), strict=True)]
+        self._bounds, self._first = bounds, first
+
+    def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """For each token of ``hidden`` ``[T, hidden]``, the sum of the outputs of its ``chosen`` experts (int64
+        ``[T, k]``, none twice), weighted by ``shares`` float32 ``[T, k]``. Added in float32 in the order of the
+        experts' numbers, so that batches do not change it."""
+        mixed = torch.zeros_like(hidden, dtype=torch.float32)
+        for number, (gate_up, down) in enumerate(zip(self._gate_up, self._down, strict=True), self._first):
+            tokens, choices = torch.where(chosen == number)
+            if len(tokens):
+                output = down(self._gated(gate_up(hidden[tokens])))
+                mixed.index_add_(0, tokens, output.float() * shares[tokens, choices, None])
+        return mixed.to(hidden.dtype)
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._bounds is None:
+            return silu_mul(gate_up)
+        alpha, limit = self._bounds.alpha, self._bounds.limit
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (gate * torch.sigmoid(alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def biases_of(biases: torch.Tensor | None, weights: Matrices) -> Iterable[torch.Tensor | None]:
+    """One for each of the experts that have these ``weights``."""
+    return [None] * len(weights) if biases is None else biases
+
+
+experts = Experts
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

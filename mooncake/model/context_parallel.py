@@ -76,8 +76,8 @@ class ContextParallelModel:
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
         """``model`` is the first rank's, from ``checkpoint``, and matches ``setup``. Raises ModelError if its prompts
-        cannot be split this way, ConfigError for a second one in this process, InternalError if the other ranks do not
-        start."""
+        cannot be split this way, ConfigError for a second one in this process, NodeUnavailable if the other ranks do
+        not start."""
         check_can_cut(checkpoint, setup)
         if dist.is_initialized():
             raise ConfigError("this process has a model over several ranks already; it can have one")
@@ -101,7 +101,7 @@ class ContextParallelModel:
             raise
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``. Raises InternalError when a rank has died. After that, or after an interrupt, the
+        """As ``CausalLM.forward``. Raises NodeUnavailable when a rank has died. After that, or after an interrupt, the
         first rank computes later steps alone."""
         if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
             return self._model.forward(batch, cache, hook)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.kernels import Kernels, Linear, choose_kernels
+from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import Weights, matrix, vector, weight
 from mooncake.model.rope import Tables
@@ -90,7 +90,7 @@ class Decoder(ABC):
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
         self.reduce = reduce or (lambda values: values)
-        self.experts = range(config.num_experts) if experts is None else experts
+        self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
         self._weights: Weights = weights
         self._build()
@@ -144,6 +144,13 @@ class Decoder(ABC):
         """One product from several published ones, stacked."""
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.kernels.linear(matrix(self._weights, *(f"{name}.weight" for name in names)), bias)
+
+    def take_experts(self, prefix: str, gate: str, up: str, down: str) -> Experts:
+        """Those of a layer that are here, which are published one by one with these names."""
+        names = [f"{prefix}.{expert}." for expert in self.experts_here]
+        gate_up = [matrix(self._weights, f"{name}{gate}.weight", f"{name}{up}.weight") for name in names]
+        downs = [matrix(self._weights, f"{name}{down}.weight") for name in names]
+        return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
 
     def tables(self, made: Tables) -> Tables:
         """Where the kernels run."""

@@ -19,13 +19,16 @@ Tensors = Mapping[str, torch.Tensor]
 
 _FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # values of E2M1 codes
 _FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # for each byte, low bits first
+_NOT_A_POWER = 255  # the exponent that means NaN (OCP MX 1.0, E8M0)
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position in its word of each of eight outputs
 
 
 def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
     """A tensor of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError if it refers
-    to groups without scales."""
+    to groups without scales, or if a scale is NaN."""
     if weight.layout == "mxfp4":
+        if bool((tensors[weight.scales] == _NOT_A_POWER).any()):
+            raise ModelError(f"{weight.scales} has a scale of {_NOT_A_POWER}, which mxfp4 keeps for what is no number")
         return _of_experts(tensors[weight.codes], tensors[weight.scales], dtype)
     codes, scales, zeros = _parts(weight, tensors)
     outputs, inputs = weight.shape

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.kernels import Linear
+from mooncake.kernels import Experts, Linear
+from mooncake.kernels.reference import Bounds
 from mooncake.mixture_families import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
-from mooncake.model.moe import sum_of_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,7 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
-    gate_up: dict[int, Linear]  # by the experts' numbers: a rank of several has some
-    down: dict[int, Linear]
+    experts: Experts
 
 
 class GptOss(GatedDecoder[_Layer]):
@@ -35,13 +34,20 @@ class GptOss(GatedDecoder[_Layer]):
             self.linear(attention + "o_proj", biased=True),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(mlp + "router", biased=True),
-            self._experts(mlp + "experts.gate_up_proj"),
-            self._experts(mlp + "experts.down_proj"),
+            self._experts(mlp + "experts."),
         )
 
-    def _experts(self, name: str) -> dict[int, Linear]:
-        parts = zip(self.experts, self.weight(name), self.weight(f"{name}_bias"), strict=True)
-        return {expert: self.kernels.linear(weight.T.contiguous(), bias) for expert, weight, bias in parts}
+    def _experts(self, prefix: str) -> Experts:
+        """Gates and ups are published in turn."""
+        gate_up, bias = (self.weight(f"{prefix}gate_up_proj{part}") for part in ("", "_bias"))
+        return self.kernels.experts(
+            torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1).mT,
+            self.weight(prefix + "down_proj").mT,
+            torch.cat([bias[..., ::2], bias[..., 1::2]], dim=-1),
+            self.weight(prefix + "down_proj_bias"),
+            Bounds(SWIGLU_ALPHA, SWIGLU_LIMIT),
+            self.experts_here.start,
+        )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
@@ -49,17 +55,4 @@ class GptOss(GatedDecoder[_Layer]):
         hidden = hidden + self.reduce(layer.output(step.attend(index, qkv, self._tables, sinks=layer.sinks)))
         normed = self._norm(hidden, layer.mlp_norm)
         chosen, experts = layer.router(normed).float().topk(self.config.experts_per_token, dim=-1)  # [T, k] each
-        mixed = sum_of_experts(
-            normed,
-            experts,
-            chosen.softmax(-1),
-            lambda one, rows: layer.down[one](_gated(layer.gate_up[one](rows))),
-            self.experts,
-        )
-        return hidden + self.reduce(mixed)
-
-
-def _gated(inner: torch.Tensor) -> torch.Tensor:
-    """``[T, I]`` of ``[T, 2 * I]``, gates and ups in turn: SwiGLU with a bound on both, and ups that begin at one."""
-    gate, up = inner[:, ::2].clamp(max=SWIGLU_LIMIT), inner[:, 1::2].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return gate * torch.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
+        return hidden + self.reduce(layer.experts(normed, experts, chosen.softmax(-1)))

@@ -43,7 +43,7 @@ some 10 ms of a card's reads, against the 5 that launching a step of an 8B model
 bench gpu`` times both ways."""
 
 NO_SLOT = -1  # where a padding token's keys and values go: nowhere
-WARM_UP_TOKENS = (128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones
+WARM_UP_TOKENS = (512, 128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all
 
 Plans = Mapping[int, DevicePlan]
 """A step's plan for each sliding window that layers have, 0 for none."""
@@ -185,9 +185,6 @@ class GpuModel:
 
     @property
     def most_started(self) -> int:
-        """Which experts a step needs is asked by the host in the middle of it: nothing can be started behind it."""
-        if self.config.num_experts:
-            return 0
         return self._buckets[-1] if self._buckets else sys.maxsize
 
     @torch.inference_mode()

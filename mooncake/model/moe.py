@@ -1,17 +1,16 @@
 """Mixtures of experts over a paged cache, Qwen's and Mixtral: a token uses a few of each MLP's experts.
 
-A step computes each expert once, for the tokens that chose it.
+A step computes each expert once, for the tokens that chose it (``reference.Experts``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from mooncake.gated_families import EXPERT_NAMES
-from mooncake.kernels import Linear
+from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
 
@@ -34,15 +33,13 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     router: Linear
-    gate_up: dict[int, Linear]  # by the experts' numbers: a rank of several has some
-    down: dict[int, Linear]
+    experts: Experts
     shared: _Shared | None  # Qwen2-MoE
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
     def _take(self, prefix: str) -> _Layer:
         attention, names, has_norms = prefix + "self_attn.", EXPERT_NAMES[self.config.architecture], self.config.qk_norm
-        experts = {expert: f"{prefix}{names.experts}.{expert}." for expert in self.experts}
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
@@ -51,8 +48,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(prefix + names.router),
-            {expert: self.linear(name + names.gate, name + names.up) for expert, name in experts.items()},
-            {expert: self.linear(name + names.down) for expert, name in experts.items()},
+            self.take_experts(f"{prefix}{names.experts}", names.gate, names.up, names.down),
             self._shared(prefix + "mlp.shared_expert") if self.config.shared_expert_size else None,
         )
 
@@ -77,30 +73,4 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
         if self.config.norm_expert_weights:
             chosen = chosen / chosen.sum(-1, keepdim=True)
-        return sum_of_experts(
-            normed,
-            experts,
-            chosen,
-            lambda expert, rows: layer.down[expert](self.kernels.silu_mul(layer.gate_up[expert](rows))),
-            self.experts,
-        )
-
-
-def sum_of_experts(
-    normed: torch.Tensor,
-    experts: torch.Tensor,
-    shares: torch.Tensor,
-    compute: Callable[[int, torch.Tensor], torch.Tensor],
-    here: range,
-) -> torch.Tensor:
-    """Of each of the tokens ``[T, hidden]``, what its ``experts`` ``[T, k]`` make of it, by its ``shares`` ``[T, k]``:
-    those of them that are ``here``, for ranks each have some.
-
-    In the order of the experts' numbers, so that batches do not change it. ``compute`` is one expert for some tokens.
-    """
-    mixed = torch.zeros_like(normed)
-    for expert in sorted(set(experts.flatten().tolist()).intersection(here)):
-        tokens, choice = torch.where(experts == expert)
-        part = compute(expert, normed[tokens]) * shares[tokens, choice, None].to(normed.dtype)
-        mixed.index_add_(0, tokens, part.to(mixed.dtype))
-    return mixed
+        return layer.experts(normed, experts, chosen)

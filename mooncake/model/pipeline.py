@@ -26,7 +26,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.checkpoint import ModelConfig, open_checkpoint
-from mooncake.errors import InternalError, ModelError
+from mooncake.errors import InternalError, ModelError, MooncakeError, NodeUnavailable
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook, PieceHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.pieces import CostFit, Cutter, PieceCost, Span, cut_spans, fastest, guessed_cost
@@ -79,7 +79,7 @@ class PipelineModel:
         self.cut = cut  # for the next step
         self._costs = [CostFit(guessed_cost(self.config, len(layers), threads)) for layers in self._stages]
         self._step = 0
-        self._failure: InternalError | None = None
+        self._failure: MooncakeError | None = None
         self._is_closed = False
         self._controls: list[Connection] = []
         self._workers = Workers("pipeline stages")
@@ -136,7 +136,7 @@ class PipelineModel:
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``, over the cache shared by all stages. When it returns or raises, all stages are idle.
-        Raises InternalError if a stage has died, and then on every later call."""
+        Raises NodeUnavailable if a stage has died, and then on every later call."""
         if batch.adapters is not None or batch.reuse is not None:
             raise InternalError("a pipeline takes neither adapters nor reuse")
         if self._failure is not None:
@@ -173,7 +173,7 @@ class PipelineModel:
     def pids(self) -> list[int]:
         return [process.pid for process in self._workers.processes]
 
-    def watch(self, tell: Callable[[InternalError], None]) -> None:
+    def watch(self, tell: Callable[[MooncakeError], None]) -> None:
         """Call ``tell`` on a thread of its own if a stage dies before ``close``."""
 
         def wait_for(process: subprocess.Popen[bytes]) -> None:
@@ -205,11 +205,11 @@ class PipelineModel:
             if kind is Kind.FAILED:
                 raise ModelError(text)
 
-    def _failed(self, error: BaseException) -> InternalError:
+    def _failed(self, error: BaseException) -> NodeUnavailable:
         """A pipeline that has lost a stage cannot continue."""
-        self._failure = self._workers.failed(error)
+        self._failure = failure = self._workers.failed(error)
         self._end()
-        return self._failure
+        return failure
 
     def _end(self) -> None:
         self._workers.end()

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from mooncake.errors import InternalError
+from mooncake.errors import NodeUnavailable
 from mooncake.model.batch import ForwardBatch
 
 START_S = 120  # for all ranks to load their weights
@@ -56,14 +56,15 @@ class Workers:
         """Whether they have not been ended."""
         return self._finalizer.alive
 
-    def failed(self, error: BaseException | None) -> InternalError:
-        """The error to raise after communication failed with ``error``: it says which ranks are dead."""
+    def failed(self, error: BaseException | None) -> NodeUnavailable:
+        """The error to raise after communication failed with ``error``: it says which ranks are dead. Another node can
+        take over the work."""
         given_up_s = time.monotonic() + DEATH_S
         while not (dead := [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]):
             if time.monotonic() > given_up_s:
                 break
             time.sleep(0.01)
-        return InternalError(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
+        return NodeUnavailable(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
 
     def wait(self) -> None:
         """Wait briefly for ranks that were told to end."""
@@ -150,7 +151,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def speaking_to(workers: Workers) -> Iterator[None]:
-    """Turns errors of a ``Group`` into InternalError."""
+    """Turns errors of a ``Group`` into NodeUnavailable."""
     try:
         yield
     except RuntimeError as error:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.kernels import Linear
+from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder, Layer, reordered_qkv
 from mooncake.model.layers import vector
-from mooncake.model.moe import sum_of_experts
 from mooncake.model.rope import rotary_order
 
 
@@ -28,7 +27,7 @@ class Mlp:
 class Mixture:
     router: Linear
     choice_bias: torch.Tensor | None  # [experts]
-    experts: dict[int, Mlp]  # by their numbers: a rank of several has some
+    experts: Experts
     shared: Mlp | None
 
 
@@ -44,7 +43,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
             # in float32, as published: what is nearly as good is nearly always another expert
             router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
             choice_bias=self.vector(bias).float() if routing.scoring == "sigmoid" else None,
-            experts={expert: self._take_gated(f"{prefix}experts.{expert}.") for expert in self.experts},
+            experts=self.take_experts(prefix + "experts", "gate_proj", "up_proj", "down_proj"),
             shared=self._take_gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
         )
 
@@ -59,9 +58,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
 
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(mlp, normed)
-        mixed = sum_of_experts(
-            normed, chosen, weights, lambda expert, rows: self._dense(mlp.experts[expert], rows), self.experts
-        )
+        mixed = mlp.experts(normed, chosen, weights)
         return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
 
     def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,7 +108,7 @@ class TensorParallelModel:
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``; when it returns, all ranks have written their heads' keys and values.
 
-        Raises InternalError if a rank has died; after that, or after an interrupt, on every later step.
+        Raises NodeUnavailable if a rank has died; after that, or after an interrupt, InternalError on every later step.
         """
         with self._in_step():
             self._group.send(_STEP, *batch_arrays(batch))

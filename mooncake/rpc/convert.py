@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, shown
 from mooncake.rpc import common_pb2 as pb
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import (
@@ -25,6 +25,8 @@ from mooncake.types import (
     TokenIds,
     TokenLogprob,
 )
+
+SCORE_BYTES, TOP_BYTES = 26, 17  # of a scored token on the wire, and of each alternative beside it, at most
 
 
 def tokens_to_wire(tokens: TokenIds) -> bytes:
@@ -113,7 +115,7 @@ def _guide_from_wire(message: pb.Guide) -> Guide:
     try:
         return Guide(GuideKind(message.kind), message.text, message.lead)
     except ValueError:
-        raise InvalidRequest(f"a guide cannot be a {message.kind[:32]!r}", "guide") from None
+        raise InvalidRequest(f"a guide cannot be a {shown(message.kind)}", "guide") from None
 
 
 def sampled_to_wire(token: SampledToken) -> pb.SampledToken:
@@ -139,6 +141,15 @@ def prompt_logprobs_to_wire(prompt: TokenIds, scores: Sequence[TokenLogprob]) ->
 
 def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[SampledToken, ...]:
     return tuple(sampled_from_wire(token) for token in message.tokens)
+
+
+def check_scores(num_tokens: int, num_top: int, most_bytes: int) -> None:
+    """Raises InvalidRequest when the scores of so many tokens, with ``num_top`` alternatives each, are more than one
+    message holds."""
+    most = most_bytes // (SCORE_BYTES + num_top * TOP_BYTES)
+    if num_tokens > most:
+        sentence = f"prompt_logprobs of {num_top} is for prompts of at most {most} tokens, this one has {num_tokens}"
+        raise InvalidRequest(sentence, "prompt_logprobs")
 
 
 def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:

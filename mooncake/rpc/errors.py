@@ -68,12 +68,17 @@ def handshake_trouble(error: grpc.RpcError) -> str:
     return next((meaning for sign, meaning in _HANDSHAKES.items() if sign in str(details)), "")
 
 
+_NOT_GRPC = "Received http2 header with status"  # such as a proxy's
+
+
 def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     """The MooncakeError that the other side raised, or the one that fits a transport failure."""
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):  # of an asynchronous or a blocking stub
         return errors.NodeUnavailable(f"{peer or 'peer'}: {error}")
     metadata = {str(key): str(value) for key, value in (error.trailing_metadata() or ())}
     message = handshake_trouble(error) or error.details() or str(error.code())
+    if message.startswith(_NOT_GRPC):
+        message = f"who answers there does not speak gRPC ({message})"
     cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
     if CODE_KEY not in metadata and peer:
         message = f"{peer}: {message}"

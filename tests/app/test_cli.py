@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +88,18 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (["generate", "Hi", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
         (["chat", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
         (["status", "--address", "http://127.0.0.1:9"], 2, "an address is HOST:PORT, such as 127.0.0.1:50051; got"),
-        (["serve", "--model", "/no/model"], 1, "/no/model"),
+        (["serve", "--model", "/no/model"], 1, "/no/model; give an HF folder"),
+        (["serve", "Qwen/Qwen3-0.6B"], 1, "no model at Qwen/Qwen3-0.6B; give an HF folder, a .gguf file, or"),
+        (["serve", "Qwen/Qwen3-0.6B"], 1, "; `hf download Qwen/Qwen3-0.6B` prints such a folder"),
+        (["serve", "one", "--model", "two"], 2, "two models are named, one and two: a cluster serves one"),
+        (["serve", "--dtype", "float8"], 2, "dtype"),
+        (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),
+        (["replay", __file__], 2, "; a trace is lines of JSON with timestamp, input_length, output_length, hash_ids"),
         (["serve", "--prefill", "0"], 2, "--prefill"),
         (
             ["serve", "--max-model-len", "100000", "--http-port", "0", "--grpc-port", "0"],
             2,
-            "max_model_len is 100000, and the context of the model 8192 tokens",
+            "mooncake: max_model_len is 100000, and the context of the model 8192 tokens: ask for no more, or",
         ),
         (["serve", "--set", "store.dram_gb=1e6", "--http-port", "0", "--grpc-port", "0"], 2, "GB of memory"),
     ],
@@ -311,7 +319,7 @@ def test_serve_tells_whom_clients_trust(tmp_path: Path, monkeypatch: pytest.Monk
 def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
     with started(*SERVE) as process:
         text = read_until(process, "Ctrl-C stops")
-        assert all(word in text for word in ("OpenAI", "gRPC", "waiting for", "ready", "mooncake generate"))
+        assert all(word in text for word in ("OpenAI", "gRPC", "status ", "waiting for", "ready", "mooncake generate"))
         nodes = children(process.pid)
         assert len(nodes) == 4
         with Client(re.findall(r"--address (\S+)", text)[0]) as client:
@@ -378,6 +386,22 @@ def test_the_demo_shows_everything() -> None:
     assert done.returncode == 0, done.stderr
     for words in ("Why is the sky blue?", "2 blocks = 128 tokens", "over shm", "12 of 12 requests", "Next:"):
         assert words in done.stdout
+
+
+def test_ctrl_c_ends_a_command_and_its_processes_without_a_traceback(tmp_path: Path) -> None:
+    trace = tmp_path / "made.jsonl"
+    assert run("trace", "generate", str(trace), "--shape", "conversation", "--requests", "3000").returncode == 0
+    command = [*MOONCAKE, "cache-lab", str(trace), "--jobs", "2"]
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell's background job does not
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listens
+    ) as process:
+        wait_until(lambda: len(children(process.pid)) >= 2)
+        workers = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them, which are just starting
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+    wait_until(lambda: all(is_gone(pid) for pid in workers))
 
 
 SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5")

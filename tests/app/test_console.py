@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from mooncake.app.console import answer_line
+import pytest
+from rich.console import Console
+
+from mooncake.app.console import answer_line, plain_table
 from mooncake.app.replay import Replay, ReplayOptions
 from mooncake.app.replay_command import print_report
 from mooncake.client import RequestTimings
 from mooncake.trace import TraceRequest
 from mooncake.types import PrefillReport, Usage
+
+
+@pytest.mark.parametrize("width", [20, 80])
+def test_a_narrow_screen_hides_nothing_of_a_table(width: int) -> None:
+    screen, table = Console(width=width, file=io.StringIO()), plain_table("node", "address")
+    table.add_row("prefill-0", "127.0.0.1:34563")
+    with screen.capture() as shown:
+        screen.print(table)
+    assert set("prefill-0127.0.0.1:34563") <= set(shown.get()) and "…" not in shown.get()
+    assert max(map(len, shown.get().splitlines())) <= width
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,8 @@ from mooncake.errors import ConfigError
         ("conductor.policy", "milliseconds, algorithm_1, "),
         ("conductor.admission", "none, baseline, early, predicted, lookahead, "),
         ("conductor.admission_mode", "off, soft, hard, "),
+        ("conductor.reasoning_parser", "auto, none, qwen3, "),
+        ("conductor.tool_call_parser", "auto, hermes, "),
         ("store.eviction", "lru, fifo, "),
     ],
 )

@@ -166,6 +166,9 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             token_id = EOS if index == script.answer_eos_at else next_token(tokens)
             first = common_pb2.SampledToken(index=index, token_id=token_id)
             answers = range(request.sampling.n or 1)
+            if request.sampling.HasField("prompt_logprobs") and not index:
+                scores = [common_pb2.SampledToken(index=at, token_id=t) for at, t in enumerate(tokens[1:], 1)]
+                yield prefill_pb2.PrefillResponse(prompt_logprobs=common_pb2.PromptLogprobs(tokens=scores))
             for choice in answers:
                 is_end = token_id == EOS and not request.sampling.ignore_eos
                 reason = "" if request.decode_address else "stop" if is_end else "length"

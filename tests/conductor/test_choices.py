@@ -148,3 +148,27 @@ async def test_several_answers_that_went_on_alone_are_a_finished_request_once_al
     assert stats.retries
     assert (stats.finished, stats.cancelled) == (1, 0)
     await cluster.is_quiet()
+
+
+async def test_the_scores_of_a_prompt_are_told_once_though_its_search_begins_anew(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.hang = True
+    search = cluster.request(PROMPT, 6, n=2, temperature=0.0, beam_search=BeamSearch(), prompt_logprobs=0)
+    scores: list[list[int]] = []
+    async for delta in cluster.core.dispatcher.generate(search):
+        if delta.prompt_logprobs is not None:
+            if not scores:
+                await cluster.restart_decode(0)
+            scores.append([token.token_id for token in delta.prompt_logprobs])
+    assert scores == [PROMPT[1:]]
+    assert cluster.prefill[0].calls == 2
+
+
+async def test_the_scores_of_a_long_prompt_come_before_its_answer(start_cluster: Any) -> None:
+    """They are megabytes, and the decode node's first words are not: these overtake them."""
+    cluster = await start_cluster(1, 1)
+    prompt = [5 + at % 900 for at in range(200_000)]
+    deltas = [delta async for delta in cluster.core.dispatcher.generate(cluster.request(prompt, 4, prompt_logprobs=0))]
+    [place] = [at for at, delta in enumerate(deltas) if delta.prompt_logprobs is not None]
+    assert not any(delta.tokens for delta in deltas[:place])
+    assert [token.token_id for delta in deltas for token in delta.tokens] == cluster.answer(prompt, 4)

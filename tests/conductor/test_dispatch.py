@@ -537,6 +537,15 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
         await cluster.generate(request)
 
 
+async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_them(start_cluster: Any) -> None:
+    """It was computed twice, and whoever had asked was told to come again."""
+    cluster = await start_cluster(1, 1)
+    with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
+        await cluster.generate(cluster.request([5] * 46_000, 8, prompt_logprobs=20))
+    assert cluster.prefill[0].calls == 0
+    await cluster.is_quiet()
+
+
 async def test_a_request_that_cannot_be_said_to_a_node_leaves_nothing_booked(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
     with pytest.raises(ValueError, match="range"):  # front doors check it
@@ -570,6 +579,20 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
 
     cluster.prefill[2].events.append([BlockEvent(False, key) for key in keys[:3]])
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)
+
+
+async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_cluster: Any) -> None:
+    """All of it is computed. A decode node that held it was given it for a short tail, and kept its answers waiting."""
+    cluster = await start_cluster(1, 1)
+    prompt = list(range(10, 30))
+    keys = Chain.of("kv").keys(np.array(prompt, dtype=np.uint32), 4)
+    cluster.prefill[0].events.append([BlockEvent(True, key) for key in keys[:3]])
+    await cluster.eventually(lambda: cluster.core.index.num_blocks("p0") == 3)
+    new_tokens: list[int] = []
+    cluster.core.dispatcher.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
+    await cluster.generate(cluster.request(prompt, 3))
+    await cluster.generate(cluster.request(prompt, 3, prompt_logprobs=0))
+    assert new_tokens == [20 - 3 * 4, 20]
 
 
 async def test_an_adapter_that_begins_within_a_prompt_is_placed_by_the_models_own_blocks(start_cluster: Any) -> None:

@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2 as pb
+from mooncake.rpc import prefill_pb2
 from mooncake.rpc.convert import (
+    check_scores,
     event_from_wire,
     event_to_wire,
+    prompt_logprobs_to_wire,
     report_from_wire,
     report_to_wire,
     sampled_from_wire,
@@ -140,6 +143,18 @@ float32s = st.floats(width=32, allow_nan=False)
 )
 def test_sampled_tokens_arrive_with_their_probabilities_or_without(token: SampledToken) -> None:
     assert sampled_from_wire(pb.SampledToken.FromString(sampled_to_wire(token).SerializeToString())) == token
+
+
+@pytest.mark.parametrize("num_top", [0, 20])
+def test_the_scores_of_as_long_a_prompt_as_is_taken_fit_into_a_message(num_top: int) -> None:
+    room = 1 << 18
+    with pytest.raises(InvalidRequest, match=f"prompt_logprobs of {num_top} is for prompts of at most") as refused:
+        check_scores(room, num_top, room)
+    most = int(refused.value.message.split(" tokens")[0].split()[-1])
+    check_scores(most, num_top, room)
+    score = TokenLogprob(-1e-9, ((2**32 - 1, -1.5),) * num_top)
+    message = prompt_logprobs_to_wire(np.full(most + 1, 2**32 - 1, np.uint32), [score] * most)
+    assert 0.7 * room < prefill_pb2.PrefillResponse(prompt_logprobs=message).ByteSize() <= room
 
 
 @given(

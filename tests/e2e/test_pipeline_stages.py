@@ -60,6 +60,28 @@ async def test_a_prefill_node_in_stages_answers_exactly_until_one_of_them_dies()
         assert "pipeline stages" in error.message
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_requests_whose_step_loses_a_stage_go_on_elsewhere() -> None:
+    """The system kills what takes too much memory, and a stage is as likely to be it as a node."""
+    config = small_config(*STAGES, "cluster.prefill=2", "prefill.kv_gb=0.2")
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        prompts = [some_tokens(700) for _ in range(3)]
+        asking = asyncio.create_task(ask_all(channel, prompts, 4, at_once=3))
+        await wait_computing(channel, "prefill-0")
+        os.kill(stages_of(cluster.pids["prefill-0"])[1], signal.SIGKILL)
+        answers = await asking
+        quiet = await ask_all(channel, prompts, 4, at_once=1)
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in quiet]
+
+
+async def wait_computing(channel: grpc.aio.Channel, node_id: str) -> None:
+    """Until the node says that it computes a prompt."""
+    async with asyncio.timeout(60):
+        while node_id not in [node.info.node_id for node in (await status(channel)).nodes if node.load.running]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     "with_what",
     [

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+import httpx
 import openai
 import pytest
+from drive import status
 from live import running_cluster, small_config
 from tiny_model import tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
@@ -32,7 +38,7 @@ def write_thinking_model(folder: Path) -> dict[str, int]:
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
-    tiny_model("qwen3", vocab_size=tokenizer.get_vocab_size()).save_pretrained(folder)
+    tiny_model("qwen3", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=2048).save_pretrained(folder)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|im_end|>")
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
@@ -43,7 +49,7 @@ def write_thinking_model(folder: Path) -> dict[str, int]:
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, dict[str, int]]]:
     folder = tmp_path_factory.mktemp("thinking")
     ids = write_thinking_model(folder)
-    small = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
+    small = ("cluster.decode=3", "block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
     with running_cluster(small_config(f"model.path={folder}", *small)) as cluster:
         yield cluster, ids
 
@@ -97,3 +103,54 @@ async def test_a_call_behind_a_control_token_is_read(thinking: tuple[LocalCluste
         turns = [*ASK, said, {"role": "tool", "tool_call_id": call.id, "content": "over"}]
         again = await client.chat.completions.create(messages=turns, **asked)
         assert again.usage.prompt_tokens_details.cached_tokens > 0  # what the template made of it is what was said
+
+
+async def decoding_node(channel: grpc.aio.Channel) -> str:
+    """That has a sequence, as its next heartbeat tells."""
+    async with asyncio.timeout(10):
+        while True:
+            for node in (await status(channel)).nodes:
+                if node.info.role == "decode" and node.load.running:
+                    return node.info.node_id
+
+
+def num_retries(cluster: LocalCluster) -> float:
+    lines = httpx.get(f"{cluster.http_url}/metrics", trust_env=False).text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith("mooncake_retries_total"))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("place", ["reasoning_content", "content"])
+async def test_a_guided_answer_goes_on_elsewhere_from_where_it_was(
+    thinking: tuple[LocalCluster, dict[str, int]], place: str
+) -> None:
+    """Its node dies while it thinks, or within the guide: the next one reads both in what was told already."""
+    cluster, ids = thinking
+    wishes = {
+        "messages": ASK,
+        "seed": 7,
+        "temperature": 1.5,
+        "max_tokens": 1500,
+        "logit_bias": {str(ids["</think>"]): -0.5},
+        "guided_regex": "((fox|dog|lazy) ){400}",
+    }
+    async with (
+        openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+        asked = {"model": (await client.models.list()).data[0].id, "messages": ASK, "extra_body": wishes}
+        undisturbed = (await client.chat.completions.create(**asked)).choices[0]
+        retries = num_retries(cluster)
+        said = {"reasoning_content": "", "content": ""}
+        victim = ""
+        async for chunk in await client.chat.completions.create(**asked, stream=True):
+            for kind in said:
+                said[kind] += getattr(chunk.choices[0].delta, kind, None) or ""
+            if said[place] and not victim:
+                victim = await decoding_node(channel)
+                os.kill(cluster.pids[victim], signal.SIGKILL)
+
+        assert num_retries(cluster) > retries, "it was over before its node died"
+        message = undisturbed.message
+        assert said == {"reasoning_content": message.reasoning_content, "content": message.content}
+        assert len(message.reasoning_content) > 20 and message.content.startswith(("fox ", "dog ", "lazy "))

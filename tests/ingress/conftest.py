@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import httpx
@@ -111,6 +111,7 @@ class Script:
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
     ended_choices: list = field(default_factory=list)  # (request id, choice) that nobody needed any more
+    per_delta: int = 1  # tokens that come together, as from a node that catches up
     late_logprob: float = 0.0  # added to the log-probabilities of each further choice
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -118,6 +119,7 @@ class Script:
         self.asked.append(request)
         self.running.add(request.request_id)
         self.changed.set()
+        held = {}
         wanted = set(range(request.sampling.num_answers))
         try:
             if self.first_delay_s:
@@ -134,6 +136,11 @@ class Script:
                         wanted.discard(choice)
                         continue
                     delta = self._delta(request, index, token_id, choice)
+                    tokens = held.pop(choice, ()) + delta.tokens
+                    if len(tokens) < self.per_delta and delta.finish_reason is None:
+                        held[choice] = tokens
+                        continue
+                    delta = replace(delta, tokens=tokens)
                     if delta.finish_reason is not None:
                         wanted.discard(choice)
                     yield delta

@@ -108,6 +108,34 @@ async def test_bodies_that_have_broken_servers(front, raw):
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
+LONG = int("9" * 400)
+
+
+@in_module_loop
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"model": str(LONG)},
+        {"max_tokens": LONG},
+        {"max_completion_tokens": -LONG},
+        {"top_k": LONG},
+        {"n": LONG},
+        {"seed": LONG},
+        {"logprobs": True, "top_logprobs": LONG},
+        {"prompt_logprobs": LONG},
+        {"truncate_prompt_tokens": LONG},
+        {"response_format": {"type": "x" * 400}},
+        {"messages": [{"role": "x" * 400, "content": "Hi"}]},
+    ],
+)
+async def test_an_error_does_not_echo_all_of_what_was_sent(front, wish):
+    body = {"messages": [{"role": "user", "content": "Hi"}]} | wish
+    response = await front.http.post("/v1/chat/completions", json=body)
+    message = response.json()["error"]["message"]
+    assert response.status_code in (400, 404) and len(message) < 200
+    assert "… (40" in message  # and how long it was
+
+
 @quick
 @given(raw=st.binary(min_size=1, max_size=200).map(lambda raw: raw + b"\r\n\r\n"))
 def test_bytes_that_are_not_http(door, raw):

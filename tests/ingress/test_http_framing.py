@@ -130,11 +130,24 @@ async def test_ids_of_requests_are_echoed_or_made(front):
     assert refused.headers["x-request-id"] != "a b"
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion"])
+async def test_a_path_that_is_nearly_one_is_told_which(front, path):
+    """Clients add the end of a path to the address that they are given, with /v1 or without."""
+    refused = await front.http.post(path, json={"messages": []})
+    assert refused.status_code == 404
+    assert refused.json()["error"]["message"] == f"no such path: POST {path}; is /v1/chat/completions meant?"
+    far = await front.http.post("/v1/embeddings", json={})
+    assert far.json()["error"]["message"] == "no such path: POST /v1/embeddings"
+
+
 async def test_unknown_fields_are_ignored_with_a_warning(front):
     response = await front.http.post("/v1/completions", json={"prompt": "x", "wizardry": 1, "strange name": 2})
 
     assert response.status_code == 200
     assert response.headers["x-mooncake-warning"] == "ignored unknown fields: wizardry"
+    close = await front.http.post("/v1/completions", json={"prompt": "x", "max_token": 1, "temprature": 0})
+    asked = "max_token (is max_tokens meant?), temprature (is temperature meant?)"
+    assert close.headers["x-mooncake-warning"] == f"ignored unknown fields: {asked}"
     many = {f"field_{number}": 1 for number in range(12)}
     for path in ("/v1/completions", "/tokenize"):
         response = await front.http.post(path, json={"prompt": "x", **many})

@@ -20,6 +20,9 @@ WEATHER = {
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+THOUGHT_BLOCK = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+CALL_BLOCK = {"type": "tool_use", "id": "call_1", "name": "get_weather", "input": {}}
+RESULT_BLOCK = {"type": "tool_result", "tool_use_id": "call_1", "content": "12"}
 TEXT = f"<think>\nHm.\n</think>\n\nLet me see. {CALL}"
 
 
@@ -92,6 +95,8 @@ async def test_thoughts_are_left_out_for_who_does_not_want_them(front):
     answer = (await ask(front, thinking={"type": "adaptive", "display": "omitted"})).json()
     assert [block["type"] for block in answer["content"]] == ["text"]
     assert prompt_of(front).startswith("[enable_thinking=True]")
+    answer = (await ask(front, include_reasoning=False)).json()
+    assert [block["type"] for block in answer["content"]] == ["text"]
     await ask(front, thinking={"type": "disabled"}, output_config={"effort": "low"})
     assert "[enable_thinking=False]" in prompt_of(front) and "[reasoning_effort=low]" in prompt_of(front)
 
@@ -163,7 +168,17 @@ async def test_tokens_are_counted_as_they_would_be_read(front):
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             400,
             "invalid_request_error",
-            "messages[0].content[0]: only text",
+            "messages[0].content[0]: only text, thinking, tool_use and tool_result are supported, this one is 'image'",
+        ),
+        *(
+            ({"messages": [{"role": role, "content": [block]}]}, 400, "invalid_request_error", sentence)
+            for role, block, sentence in (
+                ("assistant", CALL_BLOCK | {"name": ""}, "messages[0].content[0].name: a tool_use needs"),
+                ("user", THOUGHT_BLOCK, "messages[0].content[0]: thinking is the assistant's"),
+                ("user", CALL_BLOCK, "messages[0].content[0]: tool_use is the assistant's"),
+                ("system", CALL_BLOCK, "messages[0].content[0]: tool_use is the assistant's"),
+                ("assistant", RESULT_BLOCK, "messages[0].content[0]: a tool_result is the user's"),
+            )
         ),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "tools[0].type: "),
         ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice"),

@@ -401,6 +401,8 @@ def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
     [
         (CallReader(), '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
         (CallReader(), '<tool_call>{"arguments": "\\ud800", "name": "f\\ud800"}</tool_call>'),
+        (CallReader(), '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+        (HarmonyReader(PlainReader(), calls=True), f'{COMMENTARY} to=functions.f<|message|>{{"x": "\\uDC00"}}<|call|>'),
         (PythonCallReader(), "[f(x='\\ud800')]"),
         (
             XmlCallReader({"f": {"properties": {"x": {"type": "object"}}}}),
@@ -411,6 +413,15 @@ def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
 def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(reader, text):
     [(name, arguments)] = heard(reader, [text])
     assert "?" in f"{name}{arguments}" and f"{name}{arguments}".encode()
+    assert r"\u" not in arguments
+
+
+def test_arguments_are_told_as_written_but_for_halves_of_surrogate_pairs():
+    """Wherever they are cut: an escape is known when it is whole, and the first half of a pair when the second is."""
+    written = r'{"x": "\ud83d \\ud800 \ud83d\ude00 \ud83d\n \ude00 \u00e9 \\\ud800\ud83d\ude00 \ud800"}'
+    sayable = r'{"x": "? \\ud800 \ud83d\ude00 ?\n ? \u00e9 \\?\ud83d\ude00 ?"}'
+    for pieces in in_three(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'):
+        assert heard(CallReader(), pieces) == [("f", sayable)]
 
 
 READERS = {
@@ -438,7 +449,10 @@ READERS = {
             "\n```",
         ],
     ),
-    "hermes": (CallReader, ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n"]),
+    "hermes": (
+        CallReader,
+        ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n", "\\ud83d", "\\ude00", "\\"],
+    ),
     "xml": (
         lambda: XmlCallReader(SCHEMAS),
         [F, END, parameter("s", "a<"), parameter("n", "1"), "</parameter>", "<parameter=s>", "\n"],

@@ -84,6 +84,33 @@ async def test_who_does_not_want_thoughts_is_told_none(front, client):
     assert not any(hasattr(delta, "reasoning") for delta in deltas)
 
 
+async def test_who_does_not_want_thoughts_of_a_response_is_told_none(front, client):
+    front.script.text = TEXT
+    wish = {"input": ASK, "extra_body": {"include_reasoning": False}}
+    response = await client.responses.create(model="bytes", **wish)
+    assert [item.type for item in response.output] == ["message"] and response.output_text == ANSWER
+    assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+    events = [event async for event in await client.responses.create(model="bytes", stream=True, **wish)]
+    assert not any("reasoning" in event.type for event in events)
+    assert events[-1].response.output_text == ANSWER and events[-1].response.output[0].type == "message"
+
+
+@pytest.mark.parametrize("per_delta", [1, 5, 1000])
+@pytest.mark.parametrize("include_reasoning", [True, False])
+async def test_log_probabilities_of_a_response_are_those_of_its_text(front, client, per_delta, include_reasoning):
+    """Also where its first words come together with the end of the thought."""
+    front.script.text, front.script.per_delta = TEXT, per_delta
+    response = await client.responses.create(
+        model="bytes",
+        input=ASK,
+        include=["message.output_text.logprobs"],
+        extra_body={"include_reasoning": include_reasoning},
+    )
+    scores = response.output[-1].content[0].logprobs
+    assert bytes(byte for score in scores for byte in score.bytes).decode().strip() in (ANSWER, f"{ANSWER}<end>")
+
+
 async def test_a_thought_that_the_template_opened_ends_at_the_first_tag(open_front):
     async with open_front(template="<think> </think>", opens="<think>\n") as front:
         front.script.text = f"{THOUGHT}</think>{ANSWER}"

@@ -107,6 +107,26 @@ async def test_a_call_in_tags_that_is_cut_shows_what_there_is_of_it(front, clien
     assert "".join(parts) == '{"city": "' and len(parts) > 5
 
 
+async def test_half_a_surrogate_pair_in_a_call_does_not_lock_its_conversation(front, client):
+    """A text that spells one cannot be tokenized: the call was told as written, and refused as the past."""
+    front.script.text = CALL.replace("Zürich", r"Zürich \ud83d")
+    stream = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], stream=True)
+    told = [call async for chunk in stream for call in chunk.choices[0].delta.tool_calls or []]
+    arguments = "".join(call.function.arguments for call in told)
+    assert json.loads(arguments) == {"city": "Zürich ?"}
+
+    for said in (arguments, r'{"city": "\ud83d"}'):  # as told, and as an older server told it
+        call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": said}}
+        turns = [
+            *ASK,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "12"},
+        ]
+        answer = await client.chat.completions.create(model="bytes", messages=turns, tools=[WEATHER])
+        assert answer.choices[0].finish_reason
+    assert "?" in bytes(front.script.asked[-1].tokens.tolist()).decode()
+
+
 async def test_items_of_a_streamed_response_come_in_the_order_of_the_answer(front, client):
     front.script.text = f"One. {CALL} Two."
     tool = {"type": "function"} | WEATHER["function"]

@@ -22,7 +22,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.app.bench_gpu_device import DECODE_INT8, OTHERS
-from mooncake.kernels import triton_attention, triton_coded_attention, triton_elementwise, triton_latent_attention
+from mooncake.kernels import (
+    triton_attention,
+    triton_coded_attention,
+    triton_elementwise,
+    triton_experts,
+    triton_latent_attention,
+)
 from mooncake.kernels.gpu import COPY_WORDS, TURNED_PAIRS
 from mooncake.kernels.gpu_attention import (
     DECODE_ROWS,
@@ -35,6 +41,7 @@ from mooncake.kernels.gpu_attention import (
     most_rows,
     reads_pairs,
 )
+from mooncake.kernels.gpu_experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
 from mooncake.kernels.gpu_latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
 from mooncake.kernels.triton_launch import facts
 
@@ -358,6 +365,53 @@ def elementwise_cases() -> Iterator[Case]:
         )
 
 
+def expert_cases() -> Iterator[Case]:
+    shapes = {"qwen3-30b": (128, 8, False), "gpt-oss": (32, 4, True)}  # experts, a token's, with biases and bounds
+    yield Case(
+        "experts-sort",
+        triton_experts.sort_pairs,
+        {"chosen": "*i64", "order": "*i32", "ends": "*i32", "pairs": "i32", "first": "i32"},
+        {"BLOCK": SORTED_AT_ONCE},
+        num_warps=8,
+        plain=frozenset({"pairs", "first"}),
+    )
+    for shape, (count, per_token, is_bounded) in shapes.items():
+        yield Case(
+            f"experts-add-{shape}",
+            triton_experts.add_parts,
+            {"parts": "*bf16", "output": "*bf16", "width": "i32"},
+            {"PER_TOKEN": per_token, "BLOCK": ADDED_AT_ONCE},
+        )
+        for kind, mean in (("bfloat16", 1), ("bfloat16", 8), ("bfloat16", 64), ("bfloat16", 512), ("float32", 1)):
+            for is_gated in (True, False):
+                yield _experts(shape, count, per_token, is_bounded, kind, mean * count, is_gated)
+
+
+def _experts(shape: str, count: int, per_token: int, is_bounded: bool, kind: str, pairs: int, is_gated: bool) -> Case:
+    pointer, wide = POINTERS[kind], kind == "float32"
+    tiles = tiles_of(pairs, count, wide, is_gated)
+    integers = ("hidden_stride", "width", "inner") if is_gated else ("width", "inner")
+    own = {"PER_TOKEN": per_token, "BOUNDED": is_bounded} if is_gated else {}
+    return Case(
+        f"experts-{'gate' if is_gated else 'down'}-{shape}-{tiles.rows}x{tiles.columns}-{kind}",
+        triton_experts.gate_and_up if is_gated else triton_experts.down,
+        {
+            **dict.fromkeys(("hidden", "weight", "bias", "gated", "parts"), pointer),
+            **dict.fromkeys(("order", "ends"), "*i32"),
+            **dict.fromkeys(integers, "i32"),
+            **{"shares": "*fp32", "alpha": "fp32", "limit": "fp32"},
+        },
+        {
+            **own,
+            **{"HAS_BIAS": is_bounded, "WIDE": wide, "NUM_EXPERTS": count, "EXPERTS_PAD": count},
+            **{"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth},
+        },
+        tiles.num_warps,
+        tiles.num_stages,
+        tiles.per_processor,
+    )
+
+
 def build(case: Case, capability: int) -> dict[str, object]:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
@@ -420,7 +474,7 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 
 
 def main(patterns: list[str]) -> None:
-    for case in (*attention_cases(), *latent_cases(), *elementwise_cases()):
+    for case in (*attention_cases(), *latent_cases(), *elementwise_cases(), *expert_cases()):
         if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
             continue
         for capability in case.targets:

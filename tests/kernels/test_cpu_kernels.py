@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference, warn_of_unused_units
-from mooncake.kernels.cpu import CpuKernels, check_mirrors
+from mooncake.kernels.cpu import CpuKernels, check_mirrors, threads_for
 from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Coding
@@ -563,6 +563,77 @@ def test_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
     expected = torch.stack([gates, ups], dim=2).flatten(1)
     actual = cpu.panel_linear(weight, is_gated=True)(hidden)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Random experts, and tokens of which nobody chooses the second one."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    biases: tuple[torch.Tensor | None, torch.Tensor | None]
+    hidden: torch.Tensor
+    chosen: torch.Tensor
+    shares: torch.Tensor
+
+    @staticmethod
+    def random(dtype: torch.dtype, tokens: int, hidden: int, inner: int, biased: bool) -> Mixture:
+        torch.manual_seed(8)
+        count, per_token = 7, 3
+        gate_up = torch.randn(count, 2 * inner, hidden).to(dtype) * hidden**-0.5
+        down = torch.randn(count, hidden, inner).to(dtype) * inner**-0.5
+        biases = (torch.randn(count, 2 * inner).to(dtype), torch.randn(count, hidden).to(dtype))
+        scores = torch.randn(tokens, count)
+        scores[:, 1] = -100
+        shares, chosen = scores.softmax(-1).topk(per_token)
+        return Mixture(gate_up, down, biases if biased else (None, None), torch.randn(tokens, hidden), chosen, shares)
+
+    def by(
+        self,
+        kernels: Kernels,
+        bounds: reference.Bounds | None = None,
+        rows: slice = slice(None),
+        here: slice = slice(None),
+    ) -> torch.Tensor:
+        """Only by the experts ``here``."""
+        biases = [None if each is None else each[here] for each in self.biases]
+        experts = kernels.experts(self.gate_up[here], self.down[here], *biases, bounds, here.start or 0)
+        return experts(self.hidden[rows], self.chosen[rows], self.shares[rows])
+
+
+@pytest.mark.parametrize("bounds", [None, reference.Bounds(alpha=1.7, limit=0.8)], ids=["SwiGLU", "with bounds"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner"), [(1, 64, 96), (5, 130, 50), (200, 64, 96), (200, 130, 50), (1500, 160, 416)]
+)
+def test_a_mixture_of_experts_is_the_reference(
+    cpu: CpuKernels, dtype: torch.dtype, tokens: int, hidden: int, inner: int, bounds: reference.Bounds | None
+) -> None:
+    """Of the most tokens more pairs than are held at once."""
+    mixture = Mixture.random(dtype, tokens, hidden, inner, biased=bounds is not None)
+    expected, actual = mixture.by(reference, bounds), mixture.by(cpu, bounds)
+    tolerance = LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_what_a_mixture_makes_of_a_token_has_the_same_bits_in_any_batch(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    mixture = Mixture.random(dtype, 1500, 160, 416, biased=False)
+    with threads_for(1):
+        together = mixture.by(cpu)
+    for first, last in ((0, 1), (7, 9), (40, 240), (1499, 1500)):
+        with threads_for(3):
+            assert torch.equal(mixture.by(cpu, rows=slice(first, last)), together[first:last])
+    for kernels in (cpu, reference):
+        assert mixture.by(kernels, rows=slice(0)).shape == (0, 160)
+
+
+@pytest.mark.parametrize("tokens", [1, 30])
+def test_ranks_with_some_of_the_experts_each_make_up_the_whole(cpu: CpuKernels, tokens: int) -> None:
+    mixture = Mixture.random(torch.float32, tokens, 64, 96, biased=True)
+    for kernels in (cpu, reference):
+        parts = [mixture.by(kernels, here=here) for here in (slice(0, 2), slice(2, 3), slice(3, None))]
+        torch.testing.assert_close(torch.stack(parts).sum(0), mixture.by(kernels), rtol=1e-5, atol=1e-5)
 
 
 @WEIGHTS

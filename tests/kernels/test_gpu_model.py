@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from asked import Asked
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -89,6 +90,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             num_dense_layers=1, expert_size=24, scoring="sigmoid", factor=2.5, num_groups=3, top_groups=2
         )
     },
+    "glm4_moe": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
+    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
     "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 
@@ -151,6 +155,21 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     assert sorted(model._graphs) == [1, 2, 4] and model.most_started == 8
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_a_replayed_step_of_a_mixture_asks_the_host_nothing(family: str) -> None:
+    config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
+    weights = {name: torch.randn(shape) * 0.2 for name, shape in weight_shapes(config).items()}
+    model = GpuModel(
+        lambda kernels: OTHER_FAMILIES[family](config, weights, kernels=kernels), 2, torch.float32, buckets=(2,)
+    )
+    with torch.inference_mode():
+        captured = model._capture(2, torch.zeros((5, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE))
+        with Asked() as asked:
+            captured.graph.replay()
+    assert not asked.found
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
 def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
@@ -210,6 +229,8 @@ DENSE = LATENT | {"routing": Routing(num_dense_layers=2, expert_size=0, scoring=
         ("llama", WINDOWED, GREEDY),
         pytest.param("llama", WINDOWED, DRAWN, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", DENSE, GREEDY, marks=pytest.mark.slow),
+        ("qwen3_moe", FAMILIES["qwen3_moe"], GREEDY),
+        pytest.param("gpt_oss", FAMILIES["gpt_oss"], GREEDY, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything

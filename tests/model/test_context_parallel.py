@@ -15,7 +15,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.config import load_config
-from mooncake.errors import ConfigError, InternalError, InvalidRequest, ModelError
+from mooncake.errors import ConfigError, InvalidRequest, ModelError, NodeUnavailable
 from mooncake.model.batch import NoHook
 from mooncake.model.context_parallel import ContextParallelModel
 from mooncake.model.context_plan import Method
@@ -123,7 +123,7 @@ class Interrupting(NoHook):
 def test_a_rank_that_dies_ends_the_step_and_the_first_one_goes_on_alone(folder: Path, size: int) -> None:
     with pair(str(folder), size) as both:
         tokens = some_tokens(90)
-        with pytest.raises(InternalError, match=rf"context parallel ranks \[.*{size - 1}\] have failed"):
+        with pytest.raises(NodeUnavailable, match=rf"context parallel ranks \[.*{size - 1}\] have failed"):
             both.logits(tokens, 0, Killing(both))
         check_is_alone(both)
 

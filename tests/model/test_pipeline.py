@@ -25,7 +25,15 @@ from mooncake.engine.backend import CacheSize, over_stages
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence as Prompt
-from mooncake.errors import ConfigError, InternalError, InvalidRequest, KVLoadFailed, ModelError
+from mooncake.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequest,
+    KVLoadFailed,
+    ModelError,
+    MooncakeError,
+    NodeUnavailable,
+)
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
@@ -268,17 +276,17 @@ class Killing(NoHook):
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_in_mid_step_is_an_error_then_and_ever_after(own: Pipeline, stage: int) -> None:
-    died: list[InternalError] = []
+    died: list[MooncakeError] = []
     is_told = threading.Event()
 
-    def tell(error: InternalError) -> None:
+    def tell(error: MooncakeError) -> None:
         died.append(error)
         is_told.set()
 
     own.model.watch(tell)
     processes = list(own.model._workers.processes)
     for _ in range(2):
-        with pytest.raises(InternalError, match=rf"pipeline stages \[{stage + 1}\] have failed"):
+        with pytest.raises(NodeUnavailable, match=rf"pipeline stages \[{stage + 1}\] have failed"):
             own.model.forward(prompt_batch(100), own.cache.tensor, Killing(1, own.model.pids[stage]))
     assert all(process.poll() is not None for process in processes), "the others go on without it"
     assert is_told.wait(10)
@@ -286,17 +294,17 @@ def test_a_stage_that_dies_in_mid_step_is_an_error_then_and_ever_after(own: Pipe
 
 
 def test_a_stage_that_dies_between_two_steps_is_told(own: Pipeline) -> None:
-    died: list[InternalError] = []
+    died: list[MooncakeError] = []
     is_told = threading.Event()
     own.model.watch(lambda error: (died.append(error), is_told.set()))  # type: ignore[func-returns-value]
     os.kill(own.model.pids[0], signal.SIGKILL)
     assert is_told.wait(10)
-    with pytest.raises(InternalError, match=r"pipeline stages \[1\] have failed"):
+    with pytest.raises(NodeUnavailable, match=r"pipeline stages \[1\] have failed"):
         own.model.forward(one_token(), own.cache.tensor, NoHook())
 
 
 def test_closing_is_no_death(folder: Path) -> None:
-    made, died = Pipeline(folder, 2), list[InternalError]()
+    made, died = Pipeline(folder, 2), list[MooncakeError]()
     made.model.watch(died.append)
     processes = list(made.model._workers.processes)
     made.model.close()

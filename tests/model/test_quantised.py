@@ -281,8 +281,16 @@ def test_words_of_the_formats_own_tools() -> None:
     bytes_of = torch.arange(16, dtype=torch.uint8) * 2 | (torch.arange(16, dtype=torch.uint8) * 2 + 1) << 4
     stored = {"codes": bytes_of.view(1, 1, 1, 16), "scales": torch.tensor([[[128]]], dtype=torch.uint8)}
     halves = [0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0]  # OCP's table of E2M1, times two
-    [[values]] = dequantised(CodedWeight((1, 32, 1), "mxfp4", 4, (1, 32), "codes", "scales"), stored, torch.float32).mT
+    experts = CodedWeight((1, 32, 1), "mxfp4", 4, (1, 32), "codes", "scales")
+    [[values]] = dequantised(experts, stored, torch.float32).mT
     assert values.tolist() == [*halves, *(-value for value in halves)] * 2
+    for power, value in ((0, 2.0**-127), (254, 2.0**127)):
+        stored["scales"] = torch.tensor([[[power]]], dtype=torch.uint8)
+        [[first, _, one, *_]] = dequantised(experts, stored, torch.float32).mT.squeeze(0).tolist()
+        assert (first, one) == (0.0, value)
+    stored["scales"] = torch.tensor([[[255]]], dtype=torch.uint8)
+    with pytest.raises(ModelError, match="scales has a scale of 255, which mxfp4 keeps for what is no number"):
+        dequantised(experts, stored, torch.float32)
     assert known((8, 1), "awq", 4, 0xFDB9ECA8, 0x86427531) == [[code + 8 - (code + 1)] for code in range(8)]
 
 

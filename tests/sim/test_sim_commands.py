@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from mooncake.app.cli import app
 from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
+from mooncake.app.sim.experiments import Traces
 from mooncake.app.sim.findings import Finding, Row
 from mooncake.app.sim.page import over_time
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.simulate_reproduce import markdown, page
+from mooncake.app.simulate_reproduce import markdown, page, reproduce
 from mooncake.app.trace_shapes import generate
 from mooncake.app.trace_tools import load_any, one_after_another
 from mooncake.errors import ConfigError, InvalidRequest
@@ -36,6 +37,20 @@ def call(*arguments: str | Path) -> str:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+@pytest.mark.parametrize("end", ["", ".xz", ".gz"])
+def test_published_traces_are_found_as_they_are_published_and_compressed(tmp_path: Path, end: str) -> None:
+    save_trace(generate("conversation", 5, 3), tmp_path / f"conversation_trace.jsonl{end}")
+    traces = Traces(tmp_path)
+    assert len(traces.conversation()) == 5 and not traces.has_toolagent
+    assert [used.partition(",")[0] for used in traces.used] == [f"conversation_trace.jsonl{end}"]
+
+
+def test_a_folder_without_the_traces_is_told_which_one_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lacks conversation_trace\.jsonl, plain"):
+        reproduce(tmp_path, tmp_path / "out", ["fig5"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_every_preset_reads_and_runs() -> None:

@@ -71,6 +71,8 @@ _ALIASES = {
     "llama4_pythonic": Calls.PYTHON,
     "deepseek_v31": Calls.DEEPSEEK,
 }
+REASONING_PARSERS = ("auto", "none", *TAGS, "openai_gptoss")
+TOOL_CALL_PARSERS = ("auto", *Calls, *_ALIASES, "openai")
 _JSON_FORMS = {Calls.HERMES: HERMES, Calls.GRANITE: GRANITE, Calls.LLAMA_3: LLAMA_3, Calls.MISTRAL: MISTRAL}
 _MARKERS: dict[Calls, tuple[str, ...]] = {
     Calls.HERMES: (HERMES.begin, HERMES.end),
@@ -190,8 +192,7 @@ def _calls(name: str) -> Calls | None:
     """None for "auto"."""
     found = _ALIASES.get(name) or next((form for form in Calls if form == name), None)
     if found is None and name != "auto":
-        known = ", ".join(("auto", *Calls, "openai"))
-        raise ConfigError(f"conductor.tool_call_parser must be one of {known}, got {name!r}")
+        raise ConfigError(f"conductor.tool_call_parser must be one of {', '.join(TOOL_CALL_PARSERS)}, got {name!r}")
     return found
 
 
@@ -202,6 +203,5 @@ def _tags(name: str, template: str) -> Tags | None:
         case "auto":
             return next((tags for tags in (THINK, TAGS["mistral"]) if tags.end in template), None)
     if name not in TAGS:
-        known = ", ".join(("auto", "none", *TAGS, "openai_gptoss"))
-        raise ConfigError(f"conductor.reasoning_parser must be one of {known}, got {name!r}")
+        raise ConfigError(f"conductor.reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {name!r}")
     return TAGS[name]

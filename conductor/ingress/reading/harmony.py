@@ -18,6 +18,7 @@ from conductor.ingress.reading.parts import (
     PlainReader,
     Reader,
     Said,
+    SayableJson,
     Thought,
     new_call_id,
     overlap,
@@ -61,6 +62,7 @@ class HarmonyReader:
     _has_text: bool = False  # some text for the user has been reported
     _has_thought: bool = False
     _value: JsonValue | None = None
+    _sayable: SayableJson = field(default_factory=SayableJson)
     _said: list[Said] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,7 +102,7 @@ class HarmonyReader:
         called = _RECIPIENT.search(header) if self.calls else None
         self._begin(_Place.CALL if called else _Place.THOUGHT if _THOUGHT.search(header) else _Place.TEXT, behind)
         if called:
-            self._value = JsonValue()
+            self._value, self._sayable = JsonValue(), SayableJson()
             self._said.append(CallPart(new_call_id(), called["name"], "", is_end=False))
         return True
 
@@ -135,8 +137,9 @@ class HarmonyReader:
         if self._value.is_whole:
             return
         text = text if self._is_begun else text.lstrip()
-        part = text[: self._value.take(text)]
-        self._is_begun |= bool(part)
+        own = text[: self._value.take(text)]
+        self._is_begun |= bool(own)
+        part = self._sayable.take(own)
         if part or self._value.is_whole:
             self._said.append(CallPart("", "", part, self._value.is_whole))
 

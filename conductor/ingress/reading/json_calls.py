@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.reading.parts import NOT_JSON, CallPart, SayableJson, new_call_id, overlap, read_json
 from conductor.ingress.reading.steps import StepReader
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -107,6 +107,7 @@ class CallReader(StepReader):
     _name: str = ""  # not yet reported
     _call_id: str = ""  # likewise
     _arguments: JsonValue | None = None
+    _sayable: SayableJson = field(default_factory=SayableJson)
 
     def __post_init__(self) -> None:
         self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
@@ -140,7 +141,7 @@ class CallReader(StepReader):
         begins = self._held[head.end() :][:1] if head else ""
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
-            self._name, self._arguments = name, JsonValue(end=self.form.end)
+            self._name, self._arguments, self._sayable = name, JsonValue(end=self.form.end), SayableJson()
             has_id = head.groupdict().get("number")  # a name alone could belong to another call as well
             self._call_id = head["id"] if has_id else self.form.new_id()
             self._go(_Place.ARGUMENTS, self._held[head.end() :])
@@ -187,7 +188,7 @@ class CallReader(StepReader):
     def _value(self) -> bool:
         assert self._arguments is not None
         num_chars = self._arguments.take(self._held)
-        part, self._held = self._held[:num_chars], self._held[num_chars:]
+        part, self._held = self._sayable.take(self._held[:num_chars]), self._held[num_chars:]
         is_end = self._arguments.is_whole
         if self._name or part or is_end:
             self._said.append(CallPart(self._call_id, self._name, part, is_end))

@@ -6,6 +6,7 @@ A reader takes the text in pieces, however it is cut, and reports what has been 
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,29 @@ def read_json(text: str) -> Any:
 def json_of(value: object) -> str:
     """JSON text of ``value``, with question marks for lone surrogates. Raises NOT_JSON, also for NaN and infinity."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode()
+
+
+_HEX = "[0-9a-fA-F]"
+_PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
+_ESCAPE = re.compile(rf"{_PAIR}|(?P<half>\\u[dD][89a-fA-F]{_HEX}{{2}})|\\.?", re.DOTALL)
+_LOW_BEGINS = rf"\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?"
+# Of an escape that may be a half, or the first one of a pair.
+_BEGINS = re.compile(rf"\\(?:u(?:[dD](?:[89abAB](?:{_HEX}(?:{_HEX}(?:{_LOW_BEGINS})?)?)?|[c-fC-F]{_HEX}?)?)?)?")
+
+
+@dataclass(slots=True)
+class SayableJson:
+    """A JSON text that is told as it is written, with question marks for such halves: who is told of one can neither
+    write it down nor send it back. What may be the beginning of one waits."""
+
+    _held: str = ""
+
+    def take(self, text: str) -> str:
+        text = self._held + text
+        escapes = _ESCAPE.finditer(text)
+        cut = next((found.start() for found in escapes if _BEGINS.fullmatch(text, found.start())), len(text))
+        self._held = text[cut:]
+        return _ESCAPE.sub(lambda found: "?" if found["half"] else found[0], text[:cut])
 
 
 def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:

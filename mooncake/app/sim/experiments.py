@@ -23,6 +23,7 @@ from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, meets, summarize
 from mooncake.app.trace_shapes import generate
 from mooncake.app.trace_tools import load_any
+from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits
 
 Trace = Sequence[TraceRequest]
@@ -40,13 +41,13 @@ class Traces:
 
     @property
     def has_toolagent(self) -> bool:
-        return (self.folder / "toolagent_trace.jsonl").exists()
+        return self._path("toolagent_trace.jsonl") is not None
 
     def azure(self, name: str) -> Trace:
-        return self._load(f"AzureLLMInferenceTrace_{name}.csv.xz")
+        return self._load(f"AzureLLMInferenceTrace_{name}.csv")
 
     def conversation(self) -> Trace:
-        return self._load("conversation_trace.jsonl.xz")
+        return self._load("conversation_trace.jsonl")
 
     def synthetic(self) -> Trace:
         return self._load("synthetic_trace.jsonl")
@@ -59,11 +60,20 @@ class Traces:
             self._loaded["toolagent"] = generate("toolagent", self.limit, SEED)
         return self._loaded["toolagent"]
 
+    def _path(self, name: str) -> Path | None:
+        """As it was published, or compressed."""
+        forms = (self.folder / f"{name}{end}" for end in ("", ".xz", ".gz"))
+        return next((path for path in forms if path.exists()), None)
+
     def _load(self, name: str) -> Trace:
-        path = self.folder / name
+        path = self._path(name)
+        if path is None:
+            raise ConfigError(
+                f"{self.folder} lacks {name}, plain, .xz or .gz; deploy/docs/simulation.md says who has it"
+            )
         if name not in self._loaded:
             self._loaded[name] = load_any(path, self.limit)
-        self.used[f"{name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"] = None
+        self.used[f"{path.name}, SHA-256 {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"] = None
         return self._loaded[name]
 
 

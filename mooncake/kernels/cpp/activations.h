@@ -132,55 +132,67 @@ template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded,
     }
 }
 
-// Room for `rows` rows of activations for `layer`. `memory` is kept by the caller.
-inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& memory) {
+// Bytes that `rows` rows of activations for `layer` take.
+inline int64_t room_bytes(const PackedLinear& layer, int64_t rows) {
+    const int64_t row_bytes = unit_of(layer.kind) ? layer.row_bytes() : layer.padded() * 4;
+    return rows * (layer.kind == WIDE_CODES ? 2 : 1) * row_bytes + rows * 4 + 128;
+}
+
+// They, out of memory that was started with enough.
+inline Activations take_room(const PackedLinear& layer, int64_t rows, Scratch& memory) {
     const int unit = unit_of(layer.kind);
     const int planes = layer.kind == WIDE_CODES ? 2 : 1;
     const int64_t row_bytes = unit ? layer.row_bytes() : layer.padded() * 4;
     const bool is_tiled = unit == ROW_UNIT;
     Activations out{Strips(rows, (is_tiled ? TILE_STRIP : STRIP) / planes, is_tiled), row_bytes, unit, planes, nullptr, nullptr};
-    memory.start<char>(rows * planes * row_bytes + rows * 4 + 128);
     out.memory = memory.take<char>(rows * planes * row_bytes);
     out.row_scales = memory.take<float>(rows);
     return out;
 }
 
-// `rows` rows of `from`, normalised first where `norm` is given, as activations for `layer`.
+// Room for `rows` rows of activations for `layer`. `memory` is kept by the caller.
+inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& memory) {
+    memory.start<char>(room_bytes(layer, rows));
+    return take_room(layer, rows, memory);
+}
+
+// The rows of a strip, `stride` apart from `rows_at` on, normalised first where `norm` is given, as activations for `layer`.
+inline void fill_strip(const PackedLinear& layer, const Activations& out, int64_t strip, const float* rows_at, int64_t stride,
+                       const float* norm, float eps) {
+    static thread_local Scratch normed;
+    const int64_t K = layer.inputs, padded = layer.padded(), first = out.strips.first(strip);
+    const int unit = out.unit, height = out.strips.height(strip);
+    if (norm || layer.hadamard > 1) {
+        float* to = normed.start(height * K);
+        for (int r = 0; r < height; r++) {
+            if (norm)
+                normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
+            else
+                std::memcpy(to + r * K, rows_at + r * stride, K * sizeof(float));
+            hadamard(to + r * K, K, layer.hadamard);
+        }
+        rows_at = to;
+        stride = K;
+    }
+    char* to = out.strip(strip);
+    if (!unit) return TURN[height - 1](rows_at, stride, K, padded, (float*)to);
+    for (int r = 0; r < height; r++, rows_at += stride, to += unit) {
+        if (layer.kind == BF16S)
+            (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);
+        else if (layer.kind == WIDE_CODES)
+            out.row_scales[first + r] =
+                (unit == ROW_UNIT ? code_row_wide<ROW_UNIT> : code_row_wide<4>)(rows_at, K, padded, height, to);
+        else
+            out.row_scales[first + r] = (unit == ROW_UNIT ? code_row<ROW_UNIT> : code_row<4>)(rows_at, K, padded, height, to);
+    }
+}
+
+// `rows` rows of `from`, as `fill_strip` makes them.
 inline Activations prepare(const PackedLinear& layer, const float* from, int64_t stride, int64_t rows, const float* norm,
                            float eps, Scratch& memory, int threads) {
-    const int64_t K = layer.inputs, padded = layer.padded();
     const Activations out = room_for(layer, rows, memory);
-    const int unit = out.unit;
-    parallel(out.strips.count, rows * K < (1 << 15) ? 1 : threads, [&](int64_t strip) {
-        static thread_local Scratch normed;
-        const int64_t first = out.strips.first(strip);
-        const int height = out.strips.height(strip);
-        const float* rows_at = from + first * stride;
-        int64_t rows_stride = stride;
-        if (norm || layer.hadamard > 1) {
-            float* to = normed.start(height * K);
-            for (int r = 0; r < height; r++) {
-                if (norm)
-                    normalise(rows_at + r * stride, norm, to + r * K, int(K), eps);
-                else
-                    std::memcpy(to + r * K, rows_at + r * stride, K * sizeof(float));
-                hadamard(to + r * K, K, layer.hadamard);
-            }
-            rows_at = to;
-            rows_stride = K;
-        }
-        char* to = out.strip(strip);
-        if (!unit) return TURN[height - 1](rows_at, rows_stride, K, padded, (float*)to);
-        for (int r = 0; r < height; r++, rows_at += rows_stride, to += unit) {
-            if (layer.kind == BF16S)
-                (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);
-            else if (layer.kind == WIDE_CODES)
-                out.row_scales[first + r] =
-                    (unit == ROW_UNIT ? code_row_wide<ROW_UNIT> : code_row_wide<4>)(rows_at, K, padded, height, to);
-            else
-                out.row_scales[first + r] =
-                    (unit == ROW_UNIT ? code_row<ROW_UNIT> : code_row<4>)(rows_at, K, padded, height, to);
-        }
+    parallel(out.strips.count, rows * layer.inputs < (1 << 15) ? 1 : threads, [&](int64_t strip) {
+        fill_strip(layer, out, strip, from + out.strips.first(strip) * stride, stride, norm, eps);
     });
     return out;
 }

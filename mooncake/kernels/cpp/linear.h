@@ -344,30 +344,43 @@ void product_of_two(const PackedLinear& layer, const Activations& x, const Targe
     }
 }
 
-template <WeightKind KIND> void product(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
-    const int64_t panels = layer.num_panels(), strips = x.strips.count;
-    const int team = x.strips.rows * layer.inputs * layer.outputs < PRODUCTS_ALONE ? 1 : threads;
-    const bool is_tiled = x.unit == ROW_UNIT, is_small = is_tiled && x.strips.rows * x.planes <= TILE_ROWS;
-    // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
-    int64_t cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
-    // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
-    if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
-    const auto of_panel = is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
-    const int64_t run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1, runs = (panels + run - 1) / run;
-    parallel(runs * cuts, team, [&](int64_t item) {
-        const int64_t first = (is_tiled ? item % runs : item / cuts) * run, cut = is_tiled ? item / runs : item % cuts;
-        const int64_t end = std::min(first + run, panels);
-        for (int64_t index = first; index < end; index++) {
-            if (is_small && index + 1 < end)
-                product_of_two<KIND>(layer, x, target, index++);
-            else
-                of_panel(layer, x, target, index, cut * strips / cuts, (cut + 1) * strips / cuts);
-        }
-    });
+// How a product is cut into items, which any thread may take: runs of panels, for a part of the rows each.
+struct Cuts {
+    int64_t panels, strips, cuts, run, runs;
+    bool is_tiled, is_small;
+
+    Cuts(const PackedLinear& layer, const Activations& x, int team) : panels(layer.num_panels()), strips(x.strips.count) {
+        is_tiled = x.unit == ROW_UNIT;
+        is_small = is_tiled && x.strips.rows * x.planes <= TILE_ROWS;
+        // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
+        cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
+        // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
+        if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
+        run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1;
+        runs = (panels + run - 1) / run;
+    }
+    int64_t items() const { return runs * cuts; }
+};
+
+template <WeightKind KIND>
+void product_item(const PackedLinear& layer, const Activations& x, const Target& target, const Cuts& how, int64_t item) {
+    const auto of_panel = how.is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
+    const int64_t first = (how.is_tiled ? item % how.runs : item / how.cuts) * how.run;
+    const int64_t cut = how.is_tiled ? item / how.runs : item % how.cuts, end = std::min(first + how.run, how.panels);
+    for (int64_t index = first; index < end; index++) {
+        if (how.is_small && index + 1 < end)
+            product_of_two<KIND>(layer, x, target, index++);
+        else
+            of_panel(layer, x, target, index, cut * how.strips / how.cuts, (cut + 1) * how.strips / how.cuts);
+    }
 }
 
 inline void multiply_by(const PackedLinear& layer, const Activations& x, const Target& target, int threads) {
-    with_kind(layer.kind, [&](auto kind) { product<kind>(layer, x, target, threads); });
+    const int team = x.strips.rows * layer.inputs * layer.outputs < PRODUCTS_ALONE ? 1 : threads;
+    const Cuts how(layer, x, team);
+    with_kind(layer.kind, [&](auto kind) {
+        parallel(how.items(), team, [&](int64_t item) { product_item<kind>(layer, x, target, how, item); });
+    });
 }
 
 }  // namespace mooncake
