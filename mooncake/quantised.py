@@ -63,6 +63,8 @@ class CodedWeight:
     @property
     def keeps_groups(self) -> bool:
         """Whether CPUs can multiply its codes without dequantising them first."""
+        if self.layout == "mxfp4":
+            return True
         height, width = self.tile
         inputs = self.shape[-1]
         of_groups = self.layout in ("packed", "gptq", "awq") and self.bits in (4, 8) and height == 1

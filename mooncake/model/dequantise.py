@@ -27,9 +27,7 @@ def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> to
     """A tensor of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError if it refers
     to groups without scales, or if a scale is NaN."""
     if weight.layout == "mxfp4":
-        if bool((tensors[weight.scales] == _NOT_A_POWER).any()):
-            raise ModelError(f"{weight.scales} has a scale of {_NOT_A_POWER}, which mxfp4 keeps for what is no number")
-        return _of_experts(tensors[weight.codes], tensors[weight.scales], dtype)
+        return _of_experts(tensors[weight.codes], _exponents(weight, tensors), dtype)
     codes, scales, zeros = _parts(weight, tensors)
     outputs, inputs = weight.shape
     height, width = weight.tile
@@ -62,6 +60,7 @@ def as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> Grou
     for scales with so many bits that products with codes would not be exact."""
     if (
         not weight.keeps_groups
+        or weight.layout == "mxfp4"
         or tensors[weight.scales].dtype is torch.float32
         or (weight.groups and _uneven_groups(weight, tensors) is not None)
     ):
@@ -77,6 +76,31 @@ def as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> Grou
     if (zeros == (zero := zeros.flatten()[0])).all() and (levels is not None or not zero):
         return GroupedCodes(codes, scales, None, None if levels is None else levels - zero, dtype)
     return GroupedCodes(codes, scales, -zeros * scales, levels, dtype)
+
+
+def experts_as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> list[GroupedCodes] | None:
+    """The matrices ``[outputs, inputs]`` of all experts of an mxfp4 tensor; None for other weights."""
+    if weight.layout != "mxfp4":
+        return None
+    pairs = zip(tensors[weight.codes], _exponents(weight, tensors), strict=True)
+    return [
+        GroupedCodes(
+            torch.stack((blocks & 15, blocks >> 4), -1).flatten(1), _powers_of_two(exponents), None, _FLOAT4, dtype
+        )
+        for blocks, exponents in pairs
+    ]
+
+
+def _exponents(weight: CodedWeight, tensors: Tensors) -> torch.Tensor:
+    """Of the scales of an mxfp4 weight, plus 127."""
+    exponents = tensors[weight.scales]
+    if bool((exponents == _NOT_A_POWER).any()):
+        raise ModelError(f"{weight.scales} has a scale of {_NOT_A_POWER}, which mxfp4 keeps for what is no number")
+    return exponents
+
+
+def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127)
 
 
 def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -106,8 +130,7 @@ def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtyp
     values = torch.empty((*exponents.shape, 2 * blocks.shape[-1]), dtype=dtype)
     for expert, codes, powers in zip(values, blocks, exponents, strict=True):
         numbers = torch.nn.functional.embedding(codes.int(), _FLOAT4_PAIRS).flatten(-2)
-        scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
-        torch.mul(numbers, scales.unsqueeze(-1), out=expert)
+        torch.mul(numbers, _powers_of_two(powers).unsqueeze(-1), out=expert)
     return values.flatten(2).mT
 
 

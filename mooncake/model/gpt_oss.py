@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mooncake.kernels import Experts, Linear
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Bounds
 from mooncake.mixture_families import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
+from mooncake.model.layers import WeightsOnDemand
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +41,24 @@ class GptOss(GatedDecoder[_Layer]):
         )
 
     def _experts(self, prefix: str) -> Experts:
-        """Gates and ups are published in turn."""
-        gate_up, bias = (self.weight(f"{prefix}gate_up_proj{part}") for part in ("", "_bias"))
+        """Gates and ups are published interleaved."""
+        bias = self.weight(prefix + "gate_up_proj_bias")
+        order = torch.arange(bias.shape[1]).view(-1, 2).T.flatten()
         return self.kernels.experts(
-            torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1).mT,
-            self.weight(prefix + "down_proj").mT,
-            torch.cat([bias[..., ::2], bias[..., 1::2]], dim=-1),
+            [
+                each.of_rows(order) if isinstance(each, GroupedCodes) else each[order]
+                for each in self._expert_matrices(prefix + "gate_up_proj")
+            ],
+            self._expert_matrices(prefix + "down_proj"),
+            bias[:, order],
             self.weight(prefix + "down_proj_bias"),
             Bounds(SWIGLU_ALPHA, SWIGLU_LIMIT),
             self.experts_here.start,
         )
+
+    def _expert_matrices(self, name: str) -> Sequence[torch.Tensor | GroupedCodes]:
+        codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
+        return self.weight(name).mT.unbind() if codes is None else codes
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

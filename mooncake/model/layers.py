@@ -27,8 +27,8 @@ Weights = Mapping[str, torch.Tensor]
 class WeightsOnDemand(Weights):
     """Creates each weight anew on every access, so that packing them one after another never holds all of them twice.
 
-    ``codes`` gives a matrix as codes that products take directly, if it is stored so and codes are wanted; otherwise
-    None.
+    ``codes`` gives a matrix, and ``experts`` a tensor of all experts, as codes that products take directly, if it is
+    stored so and codes are wanted; otherwise None.
     """
 
     def __init__(
@@ -36,10 +36,12 @@ class WeightsOnDemand(Weights):
         names: Iterable[str],
         make: Callable[[str], torch.Tensor],
         codes: Callable[[str], Codes | GroupedCodes | None] = lambda _: None,
+        experts: Callable[[str], list[GroupedCodes] | None] = lambda _: None,
     ) -> None:
         self._names = dict.fromkeys(names)
         self._make = make
         self.codes = codes
+        self.experts = experts
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:

@@ -28,7 +28,7 @@ from mooncake.gguf_config import keeps_groups as of_kept_groups
 from mooncake.gguf_file import GGUFFile, TensorInfo
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
-from mooncake.model.dequantise import as_codes, as_groups, dequantised
+from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
 from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.phi3 import as_llama
@@ -100,7 +100,11 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
             return as_codes(weight, stored, codes, dtype)
         return as_groups(weight, stored, dtype) if keeps_groups else None
 
-    return WeightsOnDemand(needed, make, own_codes)
+    def experts(name: str) -> list[GroupedCodes] | None:
+        weight = coded.get(name)
+        return experts_as_groups(weight, stored, dtype) if keeps_groups and weight is not None else None
+
+    return WeightsOnDemand(needed, make, own_codes, experts)
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ def test_what_is_cut_otherwise_becomes_values(form: Callable[[], Format], tmp_pa
 def test_families_of_a_pass_of_their_own_keep_codes_too(tmp_path: Path) -> None:
     checkpoint = Published(tmp_path / "tiny", gptq(4, 32, bias=None), "gemma3_text").checkpoint
     coded, plain = (load_model(checkpoint, "float32", keeps_groups=keeps) for keeps in (True, False))
-    assert torch.equal(logits_of(coded, checkpoint), logits_of(plain, checkpoint))  # type: ignore[arg-type]
+    assert torch.equal(logits_of(coded, checkpoint), logits_of(plain, checkpoint))
 
 
 def test_factors_of_key_channels_go_into_scales_and_offsets(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ from quantised import Format, write_quantised
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
 
-from mooncake.checkpoint import HFCheckpoint, open_checkpoint
+from mooncake.checkpoint import Checkpoint, HFCheckpoint, open_checkpoint
 from mooncake.engine.kv_cache import KVCache
 from mooncake.model import CausalLM, ForwardBatch, NoHook
+from mooncake.model.decoder import Decoder
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.2}
 NEW_TOKENS = 12
@@ -56,7 +57,7 @@ class Published:
         save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
-def logits_of(model: CausalLM, checkpoint: HFCheckpoint, dtype: str = "float32") -> torch.Tensor:
+def logits_of(model: CausalLM | Decoder, checkpoint: Checkpoint, dtype: str = "float32") -> torch.Tensor:
     rows = torch.arange(40)
     batch = ForwardBatch.of_prompt(rows * 37 % 300, 16, rows)
     return model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook())
