@@ -70,12 +70,12 @@ def parse(args: list[str]) -> Options:
     add = parser.add_argument
     ways = (AUTO, *Method)
     add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
-    add("--tokens", type=int, default=4096, help="of the prompt")
-    add("--tail", type=int, default=256, help="of it, computed behind the others as a cached prefix")
+    add("--tokens", type=int, default=4096, help="length of the prompt")
+    add("--tail", type=int, default=256, help="last tokens of it, computed with the others as a cached prefix")
     add("--ranks", type=int, default=2)
     add("--methods", default=AUTO, help=f"comma-separated, of {', '.join(ways)}")
-    add("--repeat", type=int, default=3, help="timings of each")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    add("--repeat", type=int, default=3, help="timings per measurement")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
     given = parser.parse_args(args)
     methods = tuple(given.methods.split(","))
     if unknown := set(methods) - set(ways):
