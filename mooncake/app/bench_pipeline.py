@@ -1,12 +1,11 @@
-"""``mooncake bench pipeline``: prompts through a pipeline of stages, beside one process with as many cores or with one.
+"""``mooncake bench pipeline``: prompts through a pipeline of stages, compared with one process.
 
-One forward pass of a whole prompt into an empty cache, in turns: by one process with a stage's threads (all at once,
-and in the same pieces), by one process with the threads of all stages, and by the stages, on cores of their own, in
-pieces of equal cost, in pieces of equal length, and in as many as are predicted to end first. With p stages and k
-pieces a pipeline can be k p / (k + p - 1) times as fast as one stage. What it is predicted to take, from what pieces
-took before, is held against what it takes, and the bytes between two stages against tokens · hidden size · 4. A node
-computes prompts in steps (``prefill.chunk_tokens``), each of which fills the pipeline and drains it: so do the last
-ways.
+One forward pass of a whole prompt into an empty cache, alternating between: one process with a stage's threads (all at
+once, and in the same pieces); one process with the threads of all stages; and the stages, on their own cores, in pieces
+of equal cost, in pieces of equal length, and in as many as are predicted to finish first. With p stages and k pieces a
+pipeline can be k p / (k + p - 1) times as fast as one stage. The time predicted from earlier pieces is compared with
+the measured one, and the bytes between two stages with tokens · hidden size · 4. A node computes prompts in steps
+(``prefill.chunk_tokens``), each of which fills and drains the pipeline; the last measurements do the same.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one way to compute a prompt, a value a turn."""
+    """One way to compute a prompt; one value per repetition."""
 
     elapsed_ms: list[float]
     predicted: list[float]  # over measured
@@ -138,7 +137,7 @@ class Timing:
 
 
 class Contest:
-    """The same model in one process and in stages, each over a cache of its own."""
+    """The same model in one process and in stages, each over its own cache."""
 
     def __init__(self, options: Options, checkpoint: Checkpoint, cores: list[int]) -> None:
         self._options, self._cores = options, cores
@@ -187,7 +186,7 @@ class Contest:
                 started_s = time.perf_counter()
                 times = compute()
                 elapsed_ms = (time.perf_counter() - started_s) * 1e3
-                if not turn:  # it warms up
+                if not turn:  # warm-up
                     continue
                 timings[name].elapsed_ms.append(elapsed_ms)
                 if times is not None:
@@ -200,7 +199,7 @@ class Contest:
         _tell(report, timings, tokens, options, tokens * self._width * 4)
 
     def _alone(self, batch: ForwardBatch, cuts: list[int], threads: int) -> None:
-        """On as many cores as it has threads."""
+        """Runs on as many cores as it has threads."""
         use_threads(threads)
         os.sched_setaffinity(0, self._cores[:threads])
         try:
@@ -210,7 +209,7 @@ class Contest:
             os.sched_setaffinity(0, self._cores)
 
     def _in_steps(self, batch: ForwardBatch, chunk: int) -> None:
-        """As an engine does, but for its own work between two steps."""
+        """Like an engine, but without its own work between two steps."""
         tokens = batch.tokens.shape[0]
         for begin in range(0, tokens, chunk):
             self._in_stages(batch.part(begin, min(begin + chunk, tokens)), fastest)

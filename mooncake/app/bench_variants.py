@@ -29,7 +29,7 @@ from mooncake.errors import ConfigError
 from mooncake.model import CausalLM
 from mooncake.model.weights import load_weights
 
-BLOCK_TOKENS = 4  # so that of short prompts as good as all is inherited
+BLOCK_TOKENS = 4  # so that nearly all of even short prompts is inherited
 PROFILED_SEED, TESTED_SEED = 1 << 20, 1 << 21  # of questions; those of training count from 0
 BASE, TUNED, ALL_READ = "sender alone", "receiver alone", "all layers read"
 
@@ -129,7 +129,7 @@ def parse(args: list[str]) -> Options:
 
 
 def measure_quality(checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> range:
-    """Returns the group that was found best."""
+    """Returns the best group found."""
     task = MostOfAll(checkpoint.load_tokenizer(), options.training.records)
     weights = tuned(checkpoint, task, options.training, options.folder, lambda what: tell(shown, what))
     num_layers = checkpoint.config.num_layers
@@ -174,7 +174,7 @@ def measure_quality(checkpoint: Checkpoint, options: Options, report: Report, sh
 
 
 def most_telling(comparison: Comparison, found: Search, count: int, tell_of: Callable[[str], None]) -> list[int]:
-    """The layers that each alone remove most of what is lost."""
+    """The layers that each on their own recover most of the loss."""
     wanted = comparison.full()
     removed = []
     for layer in range(comparison.num_layers):
