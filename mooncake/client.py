@@ -7,7 +7,7 @@
         for chunk in client.stream(messages=[{"role": "user", "content": "Hello"}]):
             print(chunk.text, end="", flush=True)
 
-Errors are those of ``mooncake.errors``. It knows the wire and nothing of nodes; it must not import torch.
+Errors are those of ``mooncake.errors``. It knows the wire format and nothing of nodes; it must not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class GenerateChunk:
     usage: Usage | None = None
     timings: RequestTimings | None = None
     choice: int = 0  # which of several answers it belongs to
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # once, when asked for: of all prompt tokens but the first
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # once, if requested: for all prompt tokens but the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class GenerateResult:
     finish_reason: str
     usage: Usage
     timings: RequestTimings
-    others: tuple[GenerateResult, ...] = ()  # the further answers, when ``sampling`` asked for several
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # when asked for: of all prompt tokens but the first
+    others: tuple[GenerateResult, ...] = ()  # the other answers, if ``sampling`` asked for several
+    prompt_logprobs: tuple[SampledToken, ...] | None = None  # if requested: for all prompt tokens but the first
 
     @property
     def token_ids(self) -> list[int]:
@@ -102,8 +102,8 @@ class Client:
     """
 
     def __init__(self, address: str = "127.0.0.1:50051", api_key: str | None = None, tls: Tls | None = None) -> None:
-        """Connects with the first call. ``api_key`` None is that of ``MOONCAKE_API_KEY``, if it is set; ``tls`` None is
-        that of ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC.
+        """Connects with the first call. ``api_key`` None means that of ``MOONCAKE_API_KEY``, if set; ``tls`` None means
+        ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC.
 
         Raises InvalidRequest when ``address`` is not ``host:port``, ConfigError for a file that cannot be used.
         """
@@ -138,10 +138,10 @@ class Client:
     ) -> GenerateResult:
         """The whole answer to exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
-        ``sampling`` None leaves everything to the server, also how many tokens there are (16; for messages what the
-        context leaves); its seed 0 stands for a random one. ``cache_salt`` narrows which cached blocks may be reused;
-        ``session`` hints which requests belong together; a lower ``priority`` comes first; ``model`` names an adapter
-        ("" is the model itself).
+        ``sampling`` None leaves everything to the server, including the number of tokens (16; for messages the rest of
+        the context); seed 0 means a random one. ``cache_salt`` restricts which cached blocks may be reused; ``session``
+        hints which requests belong together; a lower ``priority`` comes first; ``model`` names an adapter ("" is the
+        model itself).
         """
         request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id, priority, model)
         by_choice: dict[int, list[GenerateChunk]] = {}
@@ -287,7 +287,7 @@ def _chat(messages: Messages) -> pb.ChatMessages:
 
 @contextlib.contextmanager
 def _refusing_what_cannot_be_sent() -> Iterator[None]:
-    """What protobuf and gRPC say of a value that is none of theirs, as our error."""
+    """Turns protobuf's and gRPC's errors about values they cannot send into ours."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Families beside Llama's: what their config.json says, and which weights they have. Torch-free.
+"""Families other than Llama's: how to read their config.json, and which weights they have. Torch-free.
 
 Each family is one entry of ``OTHER_FAMILIES``: a reader from its settings to a ``ModelConfig``, and the names and
-shapes of its weights as Hugging Face publishes them. What a family's arithmetic is stands in ``mooncake.model``.
+shapes of its weights as Hugging Face publishes them. The arithmetic of each family is in ``mooncake.model``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
 
 
 def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Shapes) -> Shapes:
-    """What is published behind the last layer, to guess further tokens (DeepSeek-V3 2024, section 2.2), is left out."""
+    """Drops the layers published after the last one that predict further tokens (DeepSeek-V3 2024, section 2.2)."""
     at, last = OTHER_FAMILIES[config.architecture].layers_at, config.num_layers
     count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
     behind = tuple(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS)))
@@ -63,7 +63,7 @@ def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Sha
 
 
 def published_name(architecture: str, name: str) -> str:
-    """A weight's full name, where its publisher left the family's prefix out."""
+    """A weight's full name, if its publisher omitted the family's prefix."""
     family = OTHER_FAMILIES.get(architecture)
     if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
         return name
@@ -145,7 +145,7 @@ def _read_opt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
 
 
 OPT_POSITION_OFFSET = 2
-"""Rows of OPT's position table that no position uses: an inheritance of its training code."""
+"""Rows of OPT's position table that no position uses: a leftover of its training code."""
 
 
 def _opt_layer(config: ModelConfig) -> Shapes:

@@ -1,4 +1,4 @@
-"""What the readers of all families share: their entry, activations, and shapes of common parts. Torch-free."""
+"""Shared by the readers of all families: their entry, activations, and shapes of common parts. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``prefix``: what some publishers leave out in front of every weight's name. ``first_shapes``: of the dense layers
+    """``prefix``: what some publishers omit at the start of every weight's name. ``first_shapes``: of the dense layers
     before those of a ``Routing``."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
@@ -54,7 +54,7 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
-    """None, where the embeddings are the head."""
+    """Empty if the embeddings are the head."""
     return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
 
 

@@ -1,4 +1,4 @@
-"""Families with gated MLPs beside Llama's: Gemma, mixtures of experts, Granite and OLMo-2. Torch-free."""
+"""Families other than Llama's with gated MLPs: Gemma, mixtures of experts, Granite and OLMo-2. Torch-free."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _cap(settings: Settings, key: str, default: float) -> float:
-    """Null stands for none, and what is left out for the family's own."""
+    """Null means no cap; a missing key means the family's default."""
     cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
     if not 0 <= cap < 1e6:
         raise ModelError(f"{settings.source}: {key} must be a positive number or null, got {cap}")
@@ -53,7 +53,7 @@ def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
-    """``every``: which layers are global, where no list says it."""
+    """``every``: one layer in this many is global, unless a list says which."""
     for key in ("attention_bias", "use_bidirectional_attention"):
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
@@ -110,7 +110,7 @@ def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -
 def read_qwen_moe(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], num_experts: int, experts_per_token: int
 ) -> dict[str, object]:
-    """``num_experts`` and ``experts_per_token`` where nothing says them."""
+    """``num_experts`` and ``experts_per_token`` are defaults."""
     if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
@@ -137,7 +137,7 @@ def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Of a layer's mixture, below the layer; ``gate``, ``up`` and ``down`` below each expert."""
+    """Names in a layer's mixture, relative to the layer; ``gate``, ``up`` and ``down`` relative to each expert."""
 
     router: str
     experts: str
@@ -204,7 +204,7 @@ def _dense_layer(config: ModelConfig) -> Shapes:
     return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
-# Parts of several
+# Shared by several families
 
 
 def read_silu(
@@ -235,7 +235,7 @@ def read_silu(
 
 
 def windows_in_turn(settings: Settings, num_layers: int, every: int, default: int) -> tuple[int, ...]:
-    """Each layer's window, 0 for none; where no list says it, one layer of ``every`` sees all."""
+    """Each layer's window, 0 for none; without a list, one layer in ``every`` is global."""
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
     window = settings.integer("sliding_window", default)

@@ -1,4 +1,4 @@
-"""What the metadata of a Llama-family GGUF file says of its model, and what its weights are called. Torch-free."""
+"""Reads a Llama-family GGUF file's metadata into a model configuration, and translates its weight names. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from mooncake.rope_settings import yarn_scaling
 GGUF_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 GROUPED_KINDS = {"Q4_0": 5, "Q4_1": 6, "Q5_0": 9, "Q5_1": 10, "Q8_0": 9, "Q4_K": 6, "Q5_K": 10, "Q6_K": 10}
-"""Kinds of tensors whose codes CPUs multiply without making values of them first, with the bits that a weight then
-takes (codes of 5 and 6 bits take 8, scales and offsets 32 a group)."""
+"""Kinds of tensors whose codes CPUs multiply without dequantising them first, with the bits per weight this takes
+(codes of 5 and 6 bits take 8, scales and offsets 32 per group)."""
 
 _FLOAT_KINDS = frozenset({"F32", "F16", "BF16", "F64"})
 
-# Llama 3.1 and 3.2 in GGUF carry the scaled frequencies, not the parameters: these are the ones they were made with.
+# Llama 3.1 and 3.2 GGUF files contain scaled frequencies, not parameters: these are the ones they were made with.
 _LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def keeps_groups(file: GGUFFile) -> bool:
-    """Whether all that is quantised in it is of such kinds."""
+    """Whether all its quantised tensors are of such kinds."""
     kinds = {tensor.kind.name for tensor in file.tensors.values()} - _FLOAT_KINDS
     return bool(kinds) and kinds <= GROUPED_KINDS.keys()
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    """Raises ModelError for what is missing, wrong or not supported."""
+    """Raises ModelError for anything missing, wrong or unsupported."""
     family = file.get("general.architecture")
     if family not in GGUF_FAMILIES:
         raise unsupported(f"the architecture {family!r} of {file.path}", GGUF_FAMILIES)
@@ -74,7 +74,7 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
 
 
 class _Metadata:
-    """Typed look-ups of a GGUF file's metadata below one architecture's prefix."""
+    """Typed look-ups in a GGUF file's metadata, under one architecture's prefix."""
 
     def __init__(self, file: GGUFFile, prefix: str) -> None:
         self._file = file
@@ -135,7 +135,7 @@ def _gguf_yarn(file: GGUFFile, meta: _Metadata) -> Mapping[str, object]:
 
 
 def _llama3_scaling(file: GGUFFile, theta: float, head_dim: int) -> Mapping[str, object]:
-    """The parameters behind a table of frequency divisors, checked by computing the table again from them."""
+    """The parameters behind a table of frequency divisors, verified by recomputing the table from them."""
     tensor = file.tensors["rope_freqs.weight"]
     table = memoryview(file.tensor_bytes(tensor)).cast("f") if tensor.kind.name == "F32" else memoryview(b"")
     factor = max(table, default=0.0)

@@ -1,8 +1,8 @@
-"""The header of a GGUF file, read in milliseconds and with every length checked before it is used.
+"""The header of a GGUF file, read in milliseconds, with every length checked before use.
 
-Owns the container format only: metadata by key (arrays are decoded when asked for) and where each tensor lies. It must
-not know what any key means. The ``gguf`` package's own reader builds one array object a token, which takes seconds, and
-trusts the lengths in the file; its constants and its dequantisers are used as they are.
+Knows the container format only: metadata by key (arrays are decoded on access) and where each tensor is; not what any
+key means. The ``gguf`` package's own reader builds one array object per token, which takes seconds, and trusts the
+lengths in the file; its constants and dequantisers are used.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _U32, _U64 = _SCALARS[4], _SCALARS[10]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. ``shape`` is in row-major order, the last axis contiguous, as numpy and torch say it."""
+    """Where one tensor is. ``shape`` is row-major, with the last axis contiguous, as in numpy and torch."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array that was skipped: where its items begin, and what they are."""
+    """A skipped array: where its items begin, and their type."""
 
     kind: int
     length: int
@@ -70,7 +70,7 @@ class GGUFFile:
     """One open file. ``tensors`` in file order; ``header_bytes`` is everything before the first tensor's bytes."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError, in one sentence, when the file cannot be read, is not GGUF, or ends too early."""
+        """Raises ModelError, in one sentence, if the file cannot be read, is not GGUF, or ends too early."""
         self.path = path
         try:
             with path.open("rb") as file:
@@ -102,7 +102,7 @@ class GGUFFile:
         return key in self._values
 
     def tensor_bytes(self, tensor: TensorInfo) -> memoryview:
-        """The tensor's bytes as they lie in the file; pages are read when touched."""
+        """The tensor's bytes in the file; pages are read when touched."""
         return memoryview(self.data)[tensor.offset : tensor.offset + tensor.num_bytes]
 
     def _read_header(self) -> dict[str, TensorInfo]:
@@ -150,7 +150,7 @@ class GGUFFile:
         return (name, tuple(reversed(dims)), kind, offset), at + 4 + 8 * num_dims + 12
 
     def _name(self, at: int) -> tuple[str, int]:
-        """Of a key or a tensor: errors and logs have it in one line."""
+        """The name of a key or tensor, on one line for errors and logs."""
         name, end = self._string(at, MAX_NAME_BYTES)
         if not name.isprintable():
             raise ValueError(f"{name!r} is no name")

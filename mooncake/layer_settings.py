@@ -1,6 +1,6 @@
-"""What config.json says of single layers of the Llama family: how far back each one sees, and whose KV it attends to.
+"""Per-layer settings in a Llama family config.json: how far back each layer sees, and whose KV it attends to.
 
-Sharing keys and values between layers is asked for in one of four ways:
+Sharing of keys and values between layers is specified in one of four ways:
 
     kv_source_layers: [0, 0, 2, 2]   for each layer, the one whose KV it attends to (transformers, Mistral Large 4)
     use_cla, cla_share_factor: 2     so many layers in a row attend to the first one's (Brandon et al. 2024; Hunyuan)
@@ -8,7 +8,7 @@ Sharing keys and values between layers is asked for in one of four ways:
                                      (Gemma 3n; with windows of one kind, Sun et al. 2024's YOCO)
     layer_types: "0_0_2s_2s"         of lckv-llama (Wu et al. 2024): as the first; s: the layer has the window
 
-It must not know weights; ``ModelConfig`` checks that layers can share as they are told to.
+It does not know weights; ``ModelConfig`` checks that the sharing is possible.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LayerSettings:
 
 
 def read_layers(settings: Settings, family: str) -> LayerSettings:
-    """Raises ModelError for what is wrong or not supported."""
+    """Raises ModelError for anything wrong or unsupported."""
     num_layers = settings.integer("num_hidden_layers")
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
@@ -55,7 +55,7 @@ def read_layers(settings: Settings, family: str) -> LayerSettings:
 
 
 def refuse_sharing(settings: Settings) -> None:
-    """For families of which no published model shares. Raises ModelError."""
+    """For families of which no published model shares KV. Raises ModelError."""
     for key in SHARING_KEYS:
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is for the Llama family")
@@ -80,7 +80,7 @@ def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> 
     window, num_full = settings.integer("sliding_window", 0), 0
     if family == "llama":
         window = 0
-    elif family == "phi3":  # Phi-4-mini's is wider than its context
+    elif family == "phi3":  # Phi-4-mini's window is larger than its context
         window = window if window < settings.integer("max_position_embeddings") else 0
     elif family != "mistral":  # Qwen lets the first max_window_layers see everything and the others only a window
         window = window if settings.flag("use_sliding_window", False) else 0

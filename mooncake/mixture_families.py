@@ -1,4 +1,4 @@
-"""Mixtures of experts with more than experts: gpt-oss and Qwen2-MoE. Torch-free."""
+"""Mixtures of experts with extra parts: gpt-oss and Qwen2-MoE. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mooncake.model_config import ModelConfig, Settings
 # gpt-oss (OpenAI 2025)
 
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""Of all that were published: how steep the gate is, and to within what gate and up are kept."""
+"""In all published models: the gate's slope, and the limit to which gate and up are clamped."""
 
 
 def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -41,7 +41,7 @@ def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 def _gpt_oss_layer(config: ModelConfig) -> Shapes:
-    """Experts lie in one tensor, each ``[inputs, outputs]``, gates and ups in turn."""
+    """Experts are in one tensor, each ``[inputs, outputs]``, with gates and ups interleaved."""
     hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
     return {
         **attention_shapes(config),

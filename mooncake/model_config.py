@@ -1,4 +1,4 @@
-"""The shape of a model, and typed look-ups in a config.json: what checkpoints and families share. Torch-free."""
+"""The shape of a model, and typed look-ups in a config.json: shared by checkpoints and families. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,41 +10,42 @@ from mooncake.errors import ConfigError, ModelError
 
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 28
-MAX_EXPERTS = 1024  # of a layer; each has names of its own
-MAX_INTEGER = 1 << 53  # no number of a config.json means more, and floats take as many
+MAX_EXPERTS = 1024  # per layer; each has its own names
+MAX_INTEGER = 1 << 53  # no number in a config.json is larger, and floats are exact up to it
 
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1): the keys and values of all heads are made of one
-    vector of ``rank`` elements a token; a key of ``rope_dim`` elements beside it, which all heads share, has the
-    positions.
+    """Multi-head latent attention (DeepSeek-V2 2024, section 2.1). The keys and values of all heads are computed from
+    one vector of ``rank`` elements per token; an extra key of ``rope_dim`` elements, shared by all heads, carries the
+    position.
 
-    Both together are what is kept, as the one key of a token, which is its value, too, of ``ModelConfig.head_dim``.
+    Both are cached together as a token's only key, of ``ModelConfig.head_dim`` elements, which is also its value.
     """
 
     rank: int
     rope_dim: int
-    nope_dim: int  # of each head's query and key, what knows no positions
+    nope_dim: int  # of each head's query and key: the part without positions
     value_dim: int  # of each head
-    query_rank: int = 0  # queries are made of a vector of so many elements; 0: of the hidden state
+    query_rank: int = 0  # queries are computed from a vector of this size; 0: from the hidden state
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Mixtures as DeepSeek has them (DeepSeek-V3 2024, section 2.1.2)."""
+    """Mixtures of experts like DeepSeek's (DeepSeek-V3 2024, section 2.1.2)."""
 
-    num_dense_layers: int  # the first ones, whose MLPs are ``ModelConfig.intermediate_size`` wide
+    num_dense_layers: int  # at the start; their MLPs are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
-    scoring: str  # "softmax", or "sigmoid" with a bias that only chooses
-    factor: float  # of the experts' sum
-    num_groups: int = 1  # experts come in so many groups,
-    top_groups: int = 1  # of which a token uses those of so many
+    scoring: str  # "softmax", or "sigmoid" with a bias that only affects the choice
+    factor: float  # applied to the sum of experts
+    num_groups: int = 1  # groups of experts
+    top_groups: int = 1  # groups of which a token uses experts
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a decoder. Differences within the Llama family are fields, not code; others add theirs at the end.
+    """The shape of a decoder. Differences within the Llama family are fields, not code; other families' fields come
+    last.
 
     ``rope_scaling`` is None or holds "rope_type" ("linear", "llama3", "yarn" or "longrope") and its parameters, named
     as in config.json; of LongRoPE's two sets of divisors, ``for_context`` leaves the one in use, as "factors".
@@ -72,21 +73,21 @@ class ModelConfig:
     rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
     layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own sliding window, 0 for none
-    local_rope_theta: float = 0.0  # Gemma 3: of the layers that have a window
+    local_rope_theta: float = 0.0  # Gemma 3: for layers with a window
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
-    num_experts: int = 0  # of every layer's MLP, each expert ``intermediate_size`` wide; 0: a dense one
+    num_experts: int = 0  # per layer; each expert is ``intermediate_size`` wide; 0: a dense MLP
     experts_per_token: int = 0
     norm_expert_weights: bool = False  # the chosen experts' weights sum to one
-    score_cap: float = 0.0  # Gemma 2: attention's scores are bent to within ± this; 0: not
-    logit_cap: float = 0.0  # and the logits
-    embedding_factor: float = 1.0  # Granite: of embeddings,
-    residual_factor: float = 1.0  # of what attention and MLP of each layer add,
-    logit_divisor: float = 1.0  # and of logits
-    kv_sources: tuple[int, ...] = ()  # whose KV each layer attends to: an earlier layer's or its own; (): own
-    shared_expert_size: int = 0  # width of the expert that every token uses, too
-    mlp_has_norm: bool = True  # False: the MLP reads what attention's norm gives (small Falcons)
+    score_cap: float = 0.0  # Gemma 2: soft cap of attention scores; 0: none
+    logit_cap: float = 0.0  # and of logits
+    embedding_factor: float = 1.0  # Granite: applied to embeddings,
+    residual_factor: float = 1.0  # to what attention and MLP add to the residual,
+    logit_divisor: float = 1.0  # and divides logits
+    kv_sources: tuple[int, ...] = ()  # the layer whose KV each layer attends to: an earlier one or itself; (): itself
+    shared_expert_size: int = 0  # width of the expert that every token uses
+    mlp_has_norm: bool = True  # False: the MLP reads the output of attention's norm (small Falcons)
     latent: LatentAttention | None = None
-    routing: Routing | None = None  # None: of Qwen3's and Mixtral's kind, in every layer
+    routing: Routing | None = None  # None: as in Qwen3 and Mixtral, in every layer
 
     @property
     def softmax_scale(self) -> float:
@@ -94,36 +95,37 @@ class ModelConfig:
 
     @property
     def kv_kinds(self) -> int:
-        """Rows that the cache keeps of a token and head: a key and a value, or one that is both."""
+        """Rows cached per token and head: a key and a value, or one row that is both."""
         return 1 if self.latent else 2
 
     @property
     def kv_owners(self) -> tuple[int, ...]:
-        """The layers that compute keys and values, in the order in which the cache has them."""
+        """The layers that compute keys and values, in the cache's order."""
         return tuple(layer for layer in range(self.num_layers) if self.owns_kv(layer))
 
     def owns_kv(self, layer: int) -> bool:
-        """Whether the layer computes keys and values; else it computes queries alone."""
+        """Whether the layer computes keys and values; otherwise it only computes queries."""
         return not self.kv_sources or self.kv_sources[layer] == layer
 
     def kv_layer_of(self, layer: int) -> int:
-        """Where in the cache the keys and values are that the layer attends to."""
+        """The cache layer whose keys and values this layer attends to."""
         return self.kv_owners.index(self.kv_sources[layer]) if self.kv_sources else layer
 
     def context(self, asked: int) -> int:
-        """Tokens of prompt plus answer where so many are ``asked`` for, or 0: all that the model reads. Raises
-        ConfigError for more than those."""
+        """Tokens of prompt plus answer if ``asked`` for this many (0: all the model allows). Raises ConfigError if the
+        model allows fewer."""
         if asked > self.max_model_len:
             what = f"max_model_len is {asked}, and the context of the model {self.max_model_len} tokens"
             raise ConfigError(f"{what}: ask for no more, or leave it out")
         return asked or self.max_model_len
 
     def for_context(self, asked: int) -> ModelConfig:
-        """The model as it runs where so many tokens are ``asked`` for, or 0. Only LongRoPE makes a difference.
+        """The model as it runs with a context of ``asked`` tokens, or 0. This only changes LongRoPE.
 
-        Its long divisors serve contexts beyond the length that the model was trained with, its short ones all others,
-        and rotated keys stay in the cache: so one set serves every sequence, the long one exactly when more than that
-        length is asked for. Without a wish the context ends there (vLLM's rule). Idempotent for ``max_model_len``.
+        LongRoPE's long divisors are for contexts longer than the model was trained with, its short ones for others.
+        Rotated keys stay in the cache, so one set serves every sequence: the long one only if more than the trained
+        length is asked for. With 0 the context ends at the trained length (vLLM's rule). Idempotent for
+        ``max_model_len``.
         """
         scaling = self.rope_scaling or {}
         if "short_factor" not in scaling:

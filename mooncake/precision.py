@@ -1,7 +1,7 @@
-"""Which number formats a model's weights, activations and KV have, from what was asked for and what the processor has.
+"""Number formats of a model's weights, activations and KV, from what was configured and what the processor supports.
 
-Decided once, before anything is loaded, and the same everywhere: it must not import torch, and numpy only for who has
-factors for keys, because every command reads the configuration.
+Decided once, before anything is loaded, and the same everywhere. Must not import torch, and imports numpy only if key
+scales are configured, because every command reads the configuration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KV_DTYPES = ("auto", *KV_FORMATS)
 WEIGHTS = ("auto", "plain", "stored", "int8", "w8a8")
 
 Coding = Literal["", "int8", "w8a8"]
-"""Of a linear layer: as its weights are; int8 weights; int8 weights and activations."""
+"""How a linear layer is computed: "": as its weights; "int8": int8 weights; "w8a8": int8 weights and activations."""
 
 _CODINGS: dict[str, Coding] = {"auto": "", "plain": "", "stored": "", "int8": "int8", "w8a8": "w8a8"}
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
@@ -35,18 +35,19 @@ class Precision:
     dtype: str  # "float32" | "bfloat16": of the weights
     kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
-    key_scales: KeyScales | None = None  # for the channels of keys, before they are coded
-    codes: Coding = ""  # how int8 codes that the checkpoint has itself are used; "": as the values they stand for
-    keeps_groups: bool = False  # codes in groups that the checkpoint has itself stay codes until they are multiplied
+    key_scales: KeyScales | None = None  # for key channels, applied before quantising
+    codes: Coding = ""  # how int8 codes stored in the checkpoint are used; "": dequantised
+    keeps_groups: bool = False  # codes in groups stored in the checkpoint stay codes until they are multiplied
 
     @property
     def weights(self) -> str:
-        """For who reads a log."""
+        """For logs."""
         others = self.coding or self.dtype
         return f"{self.codes} as stored, others {others}" if self.codes else others
 
     def identity(self, weights_digest: str) -> str:
-        """What tells KV of this precision from KV of the same weights in another; for the cache's fingerprint."""
+        """Distinguishes KV of this precision from that of the same weights in another; part of the cache's
+        fingerprint."""
         of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
         own = f"own-{self.codes}" if self.codes else ""
         return "+".join([weights_digest, *filter(None, (self.coding, own, of_keys))])
@@ -60,11 +61,12 @@ def resolve_precision(
     key_scales: str = "",
     stored: Coding = "",
 ) -> Precision:
-    """``dtype`` "auto": bfloat16 where all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": as
-    ``dtype``. ``weights`` "plain": as ``dtype``; "auto": so too, but int8 codes that the checkpoint has itself are
-    taken as they are, for the products they were made for (``stored``: ``Checkpoint.coding``), where all devices can;
-    "stored": and codes in groups stay codes in memory, which changes no result; "auto" does that for float32 on CPUs.
-    ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for anything unknown, and for
+    """``dtype`` "auto": bfloat16 if all ``devices`` multiply it natively, else float32. ``kv_dtype`` "auto": same as
+    ``dtype``. ``weights`` "plain": as ``dtype``. "auto": the same, but int8 codes stored in the checkpoint are used in
+    the products they were made for (``stored``: ``Checkpoint.coding``) if all devices can, and for float32 on CPUs
+    codes in groups stay codes in memory, which does not change results. "stored": like "auto", but keeps codes in
+    groups for any ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for
+    unknown values, and if a device lacks the kernels.
     what one of the devices has no kernels for."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
@@ -98,7 +100,8 @@ def resolve_precision(
 
 
 def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
-    """Codes made to meet coded activations may meet plain ones; the reverse nobody has tried out for the checkpoint."""
+    """Codes made for quantised activations also work with plain ones; the reverse has not been tested for the
+    checkpoint."""
     if weights in ("auto", "stored"):
         return stored if stored == "w8a8" or on_cpus else ""
     if weights == "w8a8":
@@ -107,13 +110,13 @@ def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
 
 
 def check_device(name: str, device: str) -> None:
-    """Raises ConfigError for one that cannot be, by the name of the setting; whether it is here shows later."""
+    """Raises ConfigError for an impossible device, naming the setting; whether it exists is checked later."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ConfigError(f'{name} must be "cpu", "cuda" or "cuda:N", got {device!r}')
 
 
 def has_native_bf16() -> bool:
-    """Of this machine's processor."""
+    """Whether this machine's processor multiplies bfloat16."""
     return not _BF16_FEATURES.isdisjoint(cpu_features())
 
 

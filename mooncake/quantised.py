@@ -1,7 +1,7 @@
-"""Quantised weights in Hugging Face folders: what config.json says of them, and which tensors make each. Torch-free.
+"""Quantised weights in Hugging Face folders: what config.json says, and which tensors form each weight. Torch-free.
 
-Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4, and says in one sentence what is wrong with the others. Which
-weights are coded is seen in the tensors: lists of modules left out ("ignore", "modules_to_not_convert") only repeat it.
+Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4; for other formats it says in one sentence what is wrong. The tensors
+show which weights are quantised; lists of excluded modules ("ignore", "modules_to_not_convert") only repeat that.
 ``mooncake.model.dequantise`` reads the codes.
 """
 
@@ -20,7 +20,7 @@ from mooncake.safetensors_file import StoredTensor
 
 Tensors = Mapping[str, StoredTensor]
 Layout = Literal["rows", "packed", "gptq", "awq", "mxfp4"]
-"""How the codes of a matrix ``[outputs, inputs]`` lie. Words are int32 with 32 / bits codes, the lowest bits first.
+"""Layout of the codes of a matrix ``[outputs, inputs]``. Words are int32 with 32 / bits codes, lowest bits first.
 
     rows    [outputs, inputs] of int8 or float8; zeros are int8
     packed  [outputs, words] along the inputs, signed codes plus 2^(bits - 1); zeros likewise, [words, groups] along the
@@ -34,7 +34,7 @@ WORD_BITS = 32
 _PACKED_BITS = (4, 8)
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _FLOATS = ("F32", "F16", "BF16")
-# Scales of activations and of cached keys and values (both are coded by what they are), and zeros that are known.
+# Scales of activations and of cached KV (both are quantised by their actual values), and zeros with known values.
 _UNUSED = re.compile(
     r".*\.((input|output|activation|[qkv]|kv)_(scale|zero_point)|weight_shape|weight_zero_point|qzeros)"
 )
@@ -42,27 +42,27 @@ _UNUSED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """One matrix, or those of all experts, as codes, weight = (code - zero) * scale, and the names of the tensors that
-    hold it ("" for none).
+    """One matrix, or those of all experts, as codes, with weight = (code - zero) * scale; and the names of the tensors
+    that hold its parts ("" for none).
 
-    Scales and zeros hold for ``tile`` rows and columns each. Without ``zeros``, signed codes have the zero 0 and
-    unsigned ones the middle of their range.
+    Each scale and zero covers ``tile`` rows and columns. Without ``zeros``, signed codes have zero 0 and unsigned ones
+    the middle of their range.
     """
 
-    shape: tuple[int, ...]  # outputs, inputs; of experts, as gpt-oss has them: experts, inputs, outputs
+    shape: tuple[int, ...]  # outputs, inputs; for gpt-oss's experts: experts, inputs, outputs
     layout: Layout
     bits: int
     tile: tuple[int, int]
     codes: str
     scales: str
     zeros: str = ""
-    groups: str = ""  # int32 [inputs]: the column of scales that is an input's own; "": tile after tile
-    zero_shift: int = 0  # what the stored zeros lack
-    coding: Coding = ""  # the products that can take its codes as they are
+    groups: str = ""  # int32 [inputs]: the scales' column of each input; "": consecutive tiles
+    zero_shift: int = 0  # to be added to the stored zeros
+    coding: Coding = ""  # the products that can use its codes directly
 
     @property
     def keeps_groups(self) -> bool:
-        """Whether CPUs can multiply its codes without making values of them first."""
+        """Whether CPUs can multiply its codes without dequantising them first."""
         if self.layout == "mxfp4":
             return True
         height, width = self.tile
@@ -72,7 +72,7 @@ class CodedWeight:
 
     @property
     def group_bytes(self) -> int:
-        """What such codes take, with the scales and offsets of their groups in float32."""
+        """Bytes of such codes, with their groups' scales and offsets in float32."""
         return math.prod(self.shape) * self.bits // 8 + math.prod(self.shape) // self.tile[1] * 8
 
     @property
@@ -81,15 +81,15 @@ class CodedWeight:
 
 
 Coded = Mapping[str, CodedWeight]
-"""By the names that the weights have where they are not coded."""
+"""By the names that the weights have when not quantised."""
 
 Reader = Callable[[Tensors], Coded]
-"""Raises ModelError for tensors that are missing or of another shape."""
+"""Raises ModelError for missing tensors and wrong shapes."""
 
 
 def quantisation_of(settings: Settings) -> Reader | None:
-    """How to read the weights of a model with this config.json; None: as they are. Raises ModelError for a quantisation
-    that is not supported, before anybody looks at its weights."""
+    """How to read the weights of a model with this config.json; None: unquantised. Raises ModelError for an unsupported
+    quantisation before any weights are read."""
     tree = settings.get("quantization_config") or settings.get("compression_config")
     if not tree:
         return None
@@ -105,7 +105,7 @@ def quantisation_of(settings: Settings) -> Reader | None:
 
 
 def shapes_of(tensors: Tensors, coded: Coded) -> dict[str, tuple[int, ...]]:
-    """Of all weights, as if none of them was coded."""
+    """Shapes of all weights, as if none were quantised."""
     parts = {part for weight in coded.values() for part in weight.parts}
     shapes = {
         name: tensor.shape
@@ -117,12 +117,12 @@ def shapes_of(tensors: Tensors, coded: Coded) -> dict[str, tuple[int, ...]]:
 
 
 def zero_biases(coded: Coded) -> frozenset[str]:
-    """Biases that GPTQ's early tools wrote beside every weight: where the model has none, they must hold nothing."""
+    """Biases that early GPTQ tools wrote for every weight; if the model has no such bias, they must be zero."""
     return frozenset(f"{_module(name)}.bias" for name, weight in coded.items() if weight.layout == "gptq")
 
 
 def coding_of(coded: Coded) -> Coding:
-    """What products can do at most with the codes as they are."""
+    """The most that products can do with these codes directly."""
     codings = {weight.coding for weight in coded.values()}
     return "w8a8" if "w8a8" in codings else "int8" if "int8" in codings else ""
 
@@ -134,7 +134,7 @@ _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantiz
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What one of ``config_groups`` says of the weights of its targets."""
+    """One of ``config_groups``: how the weights of its targets are quantised."""
 
     targets: tuple[str, ...]  # classes and names of modules
     patterns: tuple[re.Pattern[str], ...]  # of names, from their beginning
@@ -191,13 +191,13 @@ def _group(settings: Settings, given: Mapping[str, object]) -> _Group:
 
 
 def _is_by_token(activations: object) -> bool:
-    """Coded as our own kernels do it: int8 with a scale a token, found in the token itself."""
+    """Quantised as in our own kernels: int8 with a scale per token, computed from the token itself."""
     wanted = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
     return isinstance(activations, dict) and all(activations.get(key, value) == value for key, value in wanted.items())
 
 
 def _group_of(groups: list[_Group], module: str) -> _Group:
-    """Names come before classes."""
+    """Names take precedence over classes."""
     kind = "Embedding" if ".embed" in module else "Linear"
     by_name = [g for g in groups if module in g.targets or any(pattern.match(module) for pattern in g.patterns)]
     by_class = [group for group in groups if kind in group.targets]
@@ -237,7 +237,7 @@ def _fp8(settings: Settings) -> Reader:
         coded: dict[str, CodedWeight] = {}
         for name, module in _modules(tensors, "weight"):
             if tensors[name].dtype in _FLOAT8:
-                shape, scales = _matrix(tensors, name, _FLOAT8), f"{module}.weight_scale_inv"  # a factor all the same
+                shape, scales = _matrix(tensors, name, _FLOAT8), f"{module}.weight_scale_inv"  # still a factor
                 if scales not in tensors:
                     scales = f"{module}.weight_scale"
                 coded[name] = CodedWeight(shape, "rows", 8, _tile(tensors, scales, shape, block), name, scales)
@@ -257,7 +257,7 @@ def _gptq(settings: Settings) -> Reader:
     dynamic = settings.get("dynamic")
     if isinstance(dynamic, dict) and not all(str(pattern).startswith("-:") for pattern in dynamic):
         raise ModelError(f"{settings.source} quantises some modules in their own way (dynamic), which is not supported")
-    # A symmetric zero is the middle whatever is stored: tools disagree about which of the two forms they write.
+    # The zero of symmetric codes is the middle, whatever is stored: tools differ in which of two forms they write.
     is_symmetric, is_scattered = settings.flag("sym", False), settings.flag("desc_act", False)
 
     def read(tensors: Tensors) -> Coded:
@@ -375,11 +375,11 @@ def _objects(settings: Settings, key: str) -> list[Mapping[str, object]]:
     return list(tree.values())
 
 
-# What lies in the files
+# What is in the files
 
 
 def _modules(tensors: Tensors, part: str) -> Iterator[tuple[str, str]]:
-    """Names of tensors that are this part of a module, with the module's."""
+    """Names of tensors that are this part of a module, with the module's name."""
     return ((name, _module(name)) for name in sorted(tensors) if name.endswith(f".{part}"))
 
 

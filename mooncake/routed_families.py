@@ -47,7 +47,7 @@ def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _size(settings: Settings, key: str, default: int) -> int:
-    """Rows of the cache are halves that turn against each other, so of each part there are two."""
+    """Rows of the cache have two halves that rotate into each other, so each part must be even."""
     size = settings.integer(key, default)
     if size < 2 or size % 2:
         raise ModelError(f"{settings.source}: {key} must be even and positive, got {size}")
@@ -55,7 +55,8 @@ def _size(settings: Settings, key: str, default: int) -> int:
 
 
 def _attention_scale(settings: Settings, latent: LatentAttention, rope: Rope) -> float:
-    """YaRN sharpens the part without positions here, too, so by the scale and not by the rotations alone."""
+    """Here YaRN also sharpens the part without positions, so it changes the softmax scale and not only the
+    rotations."""
     scale = float((latent.nope_dim + latent.rope_dim) ** -0.5)
     if rope.scaling is None:
         return scale

@@ -1,7 +1,7 @@
-"""What a model's publisher recommends for requests that do not say how to sample: its generation_config.json.
+"""Sampling defaults recommended by a model's publisher, from its generation_config.json.
 
-The rules are vLLM's: the file stands between what a request names and what the API says, and ``do_sample`` is not read.
-Pure; it opens no file (``mooncake.checkpoint`` does) and knows no wire form.
+The rules are vLLM's: these values override the API's defaults and are overridden by the request; ``do_sample`` is
+ignored. Pure; it opens no file (``mooncake.checkpoint`` does) and knows no wire format.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _KEYS = {  # of generation_config.json, and what we call them
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """What a request gets where it names nothing: these, or those of a model."""
+    """Values for parameters that a request does not set: these, or a model's."""
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    max_tokens: int | None = None  # of an answer to a chat; None: all that the context leaves
+    max_tokens: int | None = None  # of a chat answer; None: the rest of the context
 
     def params(self) -> SamplingParams:
-        """Of a request that names nothing at all."""
+        """For a request that sets nothing at all."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -50,8 +50,8 @@ NEUTRAL = SamplingDefaults()
 
 
 def defaults_from(generation: Mapping[str, object], source: str) -> SamplingDefaults:
-    """Of a generation_config.json. Raises ModelError for a value that no request could have: served with less than the
-    publisher recommends, a model only seems to be worse."""
+    """From a generation_config.json. Raises ModelError for a value that no request could have: a model served without
+    its publisher's recommendation only appears worse."""
     given = {name: value for key, name in _KEYS.items() if (value := generation.get(key)) is not None}
     if given.get("top_k") == -1:  # "no limit", as some say
         given["top_k"] = NEUTRAL.top_k

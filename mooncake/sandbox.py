@@ -1,7 +1,8 @@
-"""Jinja's immutable sandbox, and what it lacks: limits on time and on sizes.
+"""Jinja's immutable sandbox plus what it lacks: limits on time and sizes.
 
-A template comes with a model's files, and a prompt must not be able to drive it, nor it us, into the ground. Every loop
-turn and macro call looks at the clock; whatever multiplies text is measured before it is built. Knows nothing of chats.
+A template comes with a model's files. Neither it nor a prompt that exploits it may exhaust this process. Every loop
+iteration and macro call checks the clock, and operations that multiply text are measured before they run. Knows nothing
+of chats.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_INT_BITS = 64
 
 
 class TemplateRefusal(TemplateError):
-    """The template called raise_exception: it does not take such input."""
+    """The template called raise_exception: it rejects this input."""
 
 
 class LimitExceeded(TemplateError):
@@ -33,7 +34,7 @@ class LimitExceeded(TemplateError):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one rendering may still spend: a deadline on the monotonic clock, and characters in any one value."""
+    """What one rendering may still use: a deadline on the monotonic clock, and the characters of any single value."""
 
     deadline: float
     max_chars: int
@@ -127,7 +128,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Metered(NodeTransformer):
-    """Puts a look at the clock into every loop and macro, and joins (``~``) through the environment."""
+    """Adds a clock check to every loop and macro, and routes joins (``~``) through the environment."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:  # noqa: N802
         self._tick_first(node)
@@ -150,7 +151,8 @@ class _Metered(NodeTransformer):
 
 
 def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is checked like any other call. ``wraps`` keeps the marks by which Jinja passes it its context."""
+    """Wraps a filter with the check of any other call. ``wraps`` keeps the marks by which Jinja passes it its
+    context."""
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -164,7 +166,7 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Measure a call before it is made. ``args`` begins with the text it is a method of, or the filtered value."""
+    """Check a call before it is made. ``args`` begins with the text whose method it is, or the filtered value."""
     limits = _limits.get()
     limits.check_time()
     for value in (*args, *kwargs.values()):

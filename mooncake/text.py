@@ -1,6 +1,6 @@
-"""From tokens to the text a client gets: whole characters, cut before the first stop string.
+"""From tokens to the text that clients get: whole characters, cut before the first stop string.
 
-Pure: no I/O, no clock. What is held back and what is cut depends on the text alone, never on where its tokens end.
+Pure: no I/O, no clock. What is held back or cut depends only on the text, never on token boundaries.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_BAD_WORD_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class TextPiece:
-    """New text of an answer. ``stopped`` says that a stop string has come, and that no text follows."""
+    """New text of an answer. ``stopped``: a stop string was found, and no more text follows."""
 
     text: str
     stopped: bool = False
@@ -34,8 +34,8 @@ def check_stop(stop: Sequence[str]) -> None:
 
 
 def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """The token sequences of words that an answer must not hold, each at the beginning of a word and within one, so
-    with and without a space before it (as vLLM does, which leaves the former out where its tokens are more or fewer).
+    """Token sequences of words that an answer must not contain, both at the beginning of a word and inside one, that is
+    with and without a leading space (as in vLLM, which omits the former if its number of tokens differs).
 
     Raises InvalidRequest for empty, too long or too many words.
     """
@@ -51,8 +51,8 @@ def bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[i
 class TextAssembler:
     """The text of one answer as it grows.
 
-    Text that may be the beginning of a stop string is held back until that is settled, and no more than that. The stop
-    string that is complete first ends the answer; of several that end together, the one that begins first.
+    Text that may be the beginning of a stop string is held back until that is decided, and nothing more. The stop
+    string that is complete first ends the answer; if several end together, the one that begins first.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class TextAssembler:
         min_tokens: int = 0,
         kept: frozenset[str] = frozenset(),
     ) -> None:
-        """``include_stop``: the stop string is the end of the text. One that is complete within the first
-        ``min_tokens`` tokens is text. ``kept`` as ``Tokenizer.stream`` takes it. Raises as ``check_stop``."""
+        """``include_stop``: the text ends with the stop string. Stop strings completed within the first ``min_tokens``
+        tokens are ordinary text. ``kept`` is as in ``Tokenizer.stream``. Raises like ``check_stop``."""
         check_stop(stop)
         self._stream = tokenizer.stream(skip_special, kept)
-        self.stopped_by = ""  # the stop string that has come
+        self.stopped_by = ""  # the stop string that was found
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, stop), default=0)
@@ -77,14 +77,14 @@ class TextAssembler:
         self._protected = min_tokens  # tokens to come that cannot complete a stop string
 
     def push(self, token_id: int) -> TextPiece:
-        """What this token adds to the answer, maybe nothing yet."""
+        """The text that this token adds to the answer; possibly none yet."""
         if self._stopped:
             return TextPiece("", stopped=True)
         self._protected -= 1
         return self._take(self._stream.push(token_id))
 
     def flush(self) -> TextPiece:
-        """The rest: no token follows, so what was held back is text."""
+        """The rest: no token follows, so held-back text is released."""
         if self._stopped:
             return TextPiece("", stopped=True)
         piece = self._take(self._stream.flush())

@@ -1,7 +1,7 @@
-"""A tokenizer from a tiktoken.model, as Moonshot publishes Moonlight and Kimi: byte-level BPE as a list of ranks.
+"""A tokenizer from a tiktoken.model, as Moonshot publishes for Moonlight and Kimi: byte-level BPE as a list of ranks.
 
-tiktoken joins the neighbours that together have the lowest rank, whatever they are made of. So each way to part a token
-into two others is a merge here, of the token's rank. Torch-free.
+tiktoken merges the neighbours whose union has the lowest rank, however they were formed. So every way to split a token
+into two others becomes a merge with the token's rank. Torch-free.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from mooncake.errors import ModelError
 
 MAX_BYTES = 64 << 20
-MAX_TOKEN_BYTES = 1024  # each is parted in all ways; published ones are runs of 128 spaces
-RESERVED = 256  # ids behind the ranks, for control tokens; most have no name
+MAX_TOKEN_BYTES = 1024  # each is split in all ways; the longest published ones are 128 spaces
+RESERVED = 256  # ids after the ranks, for control tokens; most have no name
 
 # The published pattern: runs of Han by themselves, words by case, numbers by three digits.
 _HAN, _UPPER, _LOWER = r"\p{Han}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -85,7 +85,7 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _add_control_tokens(backend: tokenizers.Tokenizer, first: int, config: Mapping[str, object]) -> None:
-    """Each id in its turn, for the library numbers them by itself."""
+    """Adds ids in order, because the library assigns numbers itself."""
     given = config.get("added_tokens_decoder")
     named = given if isinstance(given, dict) else {}
     for token_id in range(first, first + RESERVED):

@@ -1,6 +1,6 @@
-"""TLS at the conductor: the files of HTTPS and gRPC, looked at before anything starts, and how callers reach it.
+"""TLS at the conductor: the files for HTTPS and gRPC, checked before anything starts, and how callers connect.
 
-A file that cannot be used is said in one sentence that names it. Knows nothing of what is asked.
+If a file cannot be used, one sentence names it. Knows nothing of the requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import grpc
 from mooncake.config import ConductorSection, Config
 from mooncake.errors import ConfigError
 
-CA_CERTS_ENV = "MOONCAKE_SSL_CA_CERTS"  # of clients: whom they trust; unset: they speak no TLS
+CA_CERTS_ENV = "MOONCAKE_SSL_CA_CERTS"  # for clients: the CAs they trust; unset: no TLS
 CERTFILE_ENV = "MOONCAKE_SSL_CERTFILE"
 KEYFILE_ENV = "MOONCAKE_SSL_KEYFILE"
 SERVER_NAME_ENV = "MOONCAKE_SSL_SERVER_NAME"
@@ -24,11 +24,11 @@ SERVER_NAME_ENV = "MOONCAKE_SSL_SERVER_NAME"
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a caller reaches a conductor behind a certificate; files of PEM.
+    """How a caller reaches a conductor with a certificate; all files are PEM.
 
-    ``ca_certs`` holds who signed that certificate, or the certificate itself. ``certfile`` and ``keyfile`` ("": in
-    ``certfile``) are shown where callers are asked for a certificate. ``server_name`` is a name in the conductor's
-    certificate, where the address that is called is none of them.
+    ``ca_certs`` is the CA that signed the certificate, or the certificate itself. ``certfile`` and ``keyfile`` ("": in
+    ``certfile``) are presented if the conductor asks for a certificate. ``server_name`` is a name in the conductor's
+    certificate, if the address is not.
     """
 
     ca_certs: str
@@ -58,17 +58,17 @@ class Tls:
 
 
 def own_tls() -> Tls | None:
-    """What this process's environment gives to clients; None: they speak no TLS."""
+    """The settings in this process's environment for clients; None: no TLS."""
     names = (CA_CERTS_ENV, CERTFILE_ENV, KEYFILE_ENV, SERVER_NAME_ENV)
     ca_certs, *others = (os.environ.get(name, "") for name in names)
     return Tls(ca_certs, *others) if ca_certs else None
 
 
 def tls_of(config: Config) -> Tls | None:
-    """How the cluster's own processes reach their conductor; None where it has no certificate.
+    """How the cluster's own processes reach their conductor; None if it has no certificate.
 
-    They trust ``node.ssl_ca_certs``, or the conductor's certificate as such: then whatever name it has will do, if its
-    key is there to look at. Raises ConfigError when they would have to show a certificate and have none.
+    They trust ``node.ssl_ca_certs``, or else the conductor's certificate itself; then any name in it will do, if its
+    key is here to read the name with. Raises ConfigError if they would have to present a certificate and have none.
     """
     conductor, node = config.conductor, config.node
     if not (conductor.ssl_certfile or node.ssl_ca_certs):
@@ -82,8 +82,8 @@ def tls_of(config: Config) -> Tls | None:
 
 
 def server_credentials(section: ConductorSection) -> grpc.ServerCredentials | None:
-    """Of the conductor's gRPC, which knows no certificates that callers *may* show: it asks for one or for none. None:
-    it speaks no TLS. ``check_tls`` has read the files."""
+    """For the conductor's gRPC, where client certificates are required or not requested; they cannot be optional. None:
+    no TLS. ``check_tls`` has read the files."""
     if not section.ssl_certfile:
         return None
     chain = Path(section.ssl_certfile).read_bytes()
@@ -145,8 +145,8 @@ def _read(name: str, file: str) -> bytes:
 
 
 def _name_in(certfile: str, keyfile: str) -> str:
-    """One of the names in a certificate; "" when nobody here can tell. Python reads those of peers only, so it is shown
-    from one end of a handshake in memory to the other."""
+    """A name in a certificate; "" if it cannot be determined. Python only reads a peer's names, so two ends of an
+    in-memory handshake present the certificate to each other."""
     try:
         context = _check_chain(certfile, keyfile)
         trusting = _check_trusted(certfile)
@@ -165,7 +165,7 @@ def _name_in(certfile: str, keyfile: str) -> str:
 
 
 def _first_name(certificate: Mapping[str, object]) -> str:
-    """A host's name before an address before what the certificate is called; in place of a wildcard any name."""
+    """A host name if there is one, else an address, else the common name; any name in place of a wildcard."""
     alternatives = certificate.get("subjectAltName", ())
     subject = certificate.get("subject", ())
     pairs = [*alternatives] if isinstance(alternatives, tuple) else []

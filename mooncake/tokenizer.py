@@ -1,8 +1,8 @@
 """Text to token ids and back, from tokenizer.json, tiktoken.model or the metadata of a GGUF file. Torch-free.
 
 User text is always encoded with control tokens disabled: a literal ``<|im_start|>`` in a prompt is a dozen characters
-and opens no turn. Control tokens come from the chat template and from nowhere else (``mooncake.chat_template``).
-Byte-level BPE (Llama 3, Qwen, SmolLM2) and SentencePiece with byte fallback (Llama 2, Mistral) are supported.
+and opens no turn. Control tokens only come from the chat template (``mooncake.chat_template``). Byte-level BPE (Llama
+3, Qwen, SmolLM2) and SentencePiece with byte fallback (Llama 2, Mistral) are supported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mooncake.json_file import MAX_JSON_BYTES, read_json
 from mooncake.tiktoken_file import backend_from_tiktoken
 from mooncake.types import TokenIds
 
-LONG_TEXT_CHARS = 64 << 10  # longer texts are best tokenized in a thread, and leave others the interpreter meanwhile
+LONG_TEXT_CHARS = 64 << 10  # longer texts should be tokenized in a thread; the interpreter is free meanwhile
 
 __all__ = [
     "LONG_TEXT_CHARS",
@@ -42,7 +42,7 @@ TokenBytes = Callable[[str], bytes]
 
 
 class Tokenizer:
-    """One model's tokenizer. Safe to use from several threads: nothing changes after construction but a cache."""
+    """One model's tokenizer. Thread-safe: after construction only a cache changes."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template tells tools itself, given the variable ``tools``."""
+        """Whether the chat template itself describes tools, given the variable ``tools``."""
         return self._template is not None and self._template.takes_tools
 
     @property
@@ -96,8 +96,8 @@ class Tokenizer:
         variables: Mapping[str, object] | None = None,
         continue_final: bool = False,
     ) -> TokenIds:
-        """Ids of a conversation in the model's template, ready for the assistant's turn, or with ``continue_final`` for
-        more of the last message. The template may read ``variables`` too, which are a user's.
+        """Ids of a conversation in the model's template, ready for the assistant's turn or, with ``continue_final``,
+        for more of the last message. The template may also read the user's ``variables``.
 
         Special tokens of the template become ids, the same strings inside a message do not. The template alone decides
         about a begin-of-sequence token. Raises InvalidRequest: no template, or one that refuses these messages.
@@ -119,8 +119,8 @@ class Tokenizer:
         return text.removeprefix(" ") if self._strips_space else text
 
     def stream(self, skip_special: bool = True, kept: frozenset[str] = frozenset()) -> DetokenizeStream:
-        """Text of generated tokens, as it becomes known. It continues a prompt: no leading space is taken away. Of
-        control tokens that are skipped those are ``kept`` whose names are in there."""
+        """Decodes generated tokens one at a time. The text continues a prompt, so no leading space is removed. ``kept``
+        names control tokens that ``skip_special`` does not skip."""
         ids = frozenset(token_id for name in kept if (token_id := self.control_id(name)) is not None)
         return DetokenizeStream(lambda token_id: self.token_bytes(token_id, skip_special and token_id not in ids))
 
@@ -129,7 +129,7 @@ class Tokenizer:
         return self._control_ids.get(name)
 
     def token_name(self, token_id: int) -> str:
-        """As the vocabulary has it; "" for an id that it does not have."""
+        """A token's name in the vocabulary; "" for unknown ids."""
         return self._backend.id_to_token(token_id) or ""
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
@@ -145,12 +145,12 @@ class Tokenizer:
 
     def _text_ids(self, text: str, backend: tokenizers.Tokenizer) -> TokenIds:
         try:
-            if len(text) > LONG_TEXT_CHARS:  # the library keeps the interpreter for one text, but not for a batch
+            if len(text) > LONG_TEXT_CHARS:  # the library holds the GIL for one text, but not for a batch
                 [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
             else:
                 encoding = backend.encode(text, add_special_tokens=False)
             return np.array(encoding.ids, dtype=np.uint32)
-        except (TypeError, UnicodeEncodeError):  # the library calls such a str no str
+        except (TypeError, UnicodeEncodeError):  # the library rejects such a str
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from None
 
     def _check_control_tokens(self) -> None:
@@ -160,18 +160,18 @@ class Tokenizer:
 
 
 class DetokenizeStream:
-    """Text of one growing answer. Work a token is constant; a character split over tokens waits until it is whole."""
+    """Text of one growing answer. Constant work per token; a character split over tokens waits until it is complete."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes, maybe none."""
+        """The text that this token completes, if any."""
         return self._decoder.decode(self._token_bytes(token_id))
 
     def flush(self) -> str:
-        """End the stream. What is left is at most a part of a character, which is no text: it is dropped."""
+        """End the stream. At most part of a character is left, which is not text: it is dropped."""
         self._decoder.reset()
         return ""
 
@@ -334,7 +334,7 @@ def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, source: str)
 
 
 def _decoding(backend: tokenizers.Tokenizer) -> tuple[TokenBytes, bool]:
-    """How names of tokens become bytes, and whether a whole text begins with a space that encoding put there."""
+    """How token names become bytes, and whether encoding puts a space at the beginning of a whole text."""
     decoder = _state(backend.decoder)
     inner = decoder.get("decoders")
     steps = inner if isinstance(inner, list) else [decoder]

@@ -76,17 +76,28 @@ def main(args: list[str]) -> None:
 def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake bench blend", description=__doc__)
     add = parser.add_argument
-    add("--model", default="smollm2", help="of the Llama family: an HF folder, a .gguf file, or smollm2")
-    add("--prompts", type=int, default=24, help="whose quality is measured, from all over the text")
-    add("--chunks", type=int, default=6, help="of a prompt")
+    add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
+    add("--prompts", type=int, default=24, help="prompts to measure quality on, from all over the text")
+    add("--chunks", type=int, default=6, help="chunks per prompt")
     add("--chunk-tokens", type=int, default=256, help=f"a multiple of {BLOCK_TOKENS}")
-    add("--tail", type=int, default=32, metavar="TOKENS", help="behind the chunks, where distributions are compared")
-    add("--shares", default="0.15,0.3", help="of the reused tokens, computed anew; comma-separated")
-    add("--step-tokens", type=int, default=0, help="of blended prompts in a step, which ranks its own; 0: all")
-    add("--time-tokens", type=int, default=2048, help="of the prompt that is timed; 0: none")
-    add("--repeat", type=int, default=5, help="timings of each")
+    add(
+        "--tail",
+        type=int,
+        default=32,
+        metavar="TOKENS",
+        help="tokens after the chunks, where distributions are compared",
+    )
+    add("--shares", default="0.15,0.3", help="fractions of reused tokens to recompute; comma-separated")
+    add(
+        "--step-tokens",
+        type=int,
+        default=0,
+        help="tokens of blended prompts per step, which ranks only its own; 0: all",
+    )
+    add("--time-tokens", type=int, default=2048, help="length of the timed prompt; 0: none")
+    add("--repeat", type=int, default=5, help="timings per measurement")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
     given = parser.parse_args(args)
     try:
         shares = tuple(float(share) for share in given.shares.split(","))

@@ -100,23 +100,25 @@ def main(args: list[str]) -> None:
 
 def parse(args: list[str]) -> Options:
     flags = Flags("bench character", __doc__)
-    flags.add("--models", type=output_folder, required=True, metavar="DIR", help="trained ones are kept there")
+    flags.add("--models", type=output_folder, required=True, metavar="DIR", help="folder for trained models")
     flags.add("--layers", type=whole("--layers", 6), default=12)
     flags.add("--hidden", type=whole("--hidden", 64), default=128)
-    flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="of local layers")
-    flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="of windows of text")
-    flags.add("--steps", type=whole("--steps", 1), default=600, help="of each model's training")
+    flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="window of local layers")
+    flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="length of training texts")
+    flags.add("--steps", type=whole("--steps", 1), default=600, help="training steps per model")
     flags.add(
         "--batch",
         type=whole("--batch", 1),
         default=8,
-        help="windows of text in a step; in the first half of them four times as many, and shorter",
+        help="windows of text per step; in the first half of the steps four times as many, and shorter ones",
     )
-    flags.add("--rate", type=positive("--rate"), default=3e-3, help="of learning, at its highest")
-    flags.add("--windows", type=whole("--windows", 1), default=150, help="of text, whose loss is measured")
+    flags.add("--rate", type=positive("--rate"), default=3e-3, help="peak learning rate")
+    flags.add("--windows", type=whole("--windows", 1), default=150, help="windows of text to measure the loss on")
     flags.add("--needles", type=whole("--needles", 1), default=100)
-    flags.add("--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="of the timed prompt; 0: none")
-    flags.add("--prompt-hidden", type=whole("--prompt-hidden", 64), default=768, help="width of the model it is for")
+    flags.add(
+        "--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="length of the timed prompt; 0: none"
+    )
+    flags.add("--prompt-hidden", type=whole("--prompt-hidden", 64), default=768, help="width of the timed model")
     flags.reps(5, "timings of each prompt")
     flags.threads()
     flags.seed()

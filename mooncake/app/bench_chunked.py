@@ -1,7 +1,7 @@
-"""``mooncake bench chunked``: one process that does both, answers under way while a long prompt arrives.
+"""``mooncake bench chunked``: one process that prefills and decodes; answers are running when a long prompt arrives.
 
-The same traffic with whole prompts, with chunks of a fixed size and with chunks cut to a limit on the token gap, in
-turns. It shows the gap that the arrival makes, and what the cutting costs the prompt.
+The same traffic with whole prompts, with chunks of fixed size and with chunks cut to a limit on the token gap, in turn.
+It shows the gap that the arrival causes, and what the cutting costs the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.types import SamplingParams
 
 BLOCK = 64
 MIN_TOKEN = 100  # ids below are often special
-RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of answers under way: more tokens than a long prompt lets them have
+RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: more tokens than they can get during a long prompt
 NOTES = (
     "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
     "99th percentile",
@@ -93,10 +93,10 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     flags.model()
     flags.plain_dtype()
-    add("--prompt", type=int, default=2048, help="tokens of the prompt that arrives")
-    add("--running", type=int, default=4, help="answers under way")
-    add("--budget", type=int, default=512, help="most prompt tokens of a step")
-    add("--limit-ms", type=positive("--limit-ms"), default=100.0, help="longest gap aimed at")
+    add("--prompt", type=int, default=2048, help="length of the arriving prompt")
+    add("--running", type=int, default=4, help="running answers")
+    add("--budget", type=int, default=512, help="maximum prompt tokens per step")
+    add("--limit-ms", type=positive("--limit-ms"), default=100.0, help="target for the longest gap")
     flags.reps(3, "turns of each way")
     flags.turns_within(120.0)
     flags.threads()
@@ -109,7 +109,7 @@ def parse(args: list[str]) -> Options:
 
 
 def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int, float]]) -> dict[str, Engine]:
-    """One model, an engine and a cache for each way."""
+    """One model; an engine and a cache for each variant."""
     if options.threads:
         torch.set_num_threads(options.threads)
     longest = max(options.prompt + 2, RUNNING_PROMPT + RUNNING_TOKENS)
@@ -152,7 +152,7 @@ def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
 
     for number in range(options.running):
         engine.add(sequence(f"r{number}", RUNNING_PROMPT, RUNNING_TOKENS))
-    for _ in range(12):  # they are under way, and the engine knows what a step of theirs takes
+    for _ in range(12):  # until they are running, and the engine knows the duration of their steps
         engine.step()
     engine.add(sequence("long", options.prompt, 2))
     gaps_ms: list[float] = []

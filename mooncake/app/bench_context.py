@@ -1,8 +1,8 @@
-"""``mooncake bench context``: the prefill of one long prompt on one rank and over several, and what ranks send.
+"""``mooncake bench context``: prefill of one long prompt on one rank and over several, and what ranks send.
 
-All ways compute the same forward passes in turns: the whole prompt in one step, and its last tokens behind a cached
-prefix. One thread a rank, so two ranks and one rank with two threads have the same cores. Bytes are counted where they
-are sent and held against the formula (``ContextPlan.sent_bytes``).
+All methods compute the same forward passes in turn: the whole prompt in one step, and its last tokens after a cached
+prefix. One thread per rank, so two ranks and one rank with two threads have the same cores. Bytes are counted where
+they are sent and compared with the formula (``ContextPlan.sent_bytes``).
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def parse(args: list[str]) -> Options:
     add = parser.add_argument
     ways = (AUTO, *Method)
     add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
-    add("--tokens", type=int, default=4096, help="of the prompt")
-    add("--tail", type=int, default=256, help="of it, computed behind the others as a cached prefix")
+    add("--tokens", type=int, default=4096, help="length of the prompt")
+    add("--tail", type=int, default=256, help="last tokens of it, computed with the others as a cached prefix")
     add("--ranks", type=int, default=2)
     add("--methods", default=AUTO, help=f"comma-separated, of {', '.join(ways)}")
-    add("--repeat", type=int, default=3, help="timings of each")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    add("--repeat", type=int, default=3, help="timings per measurement")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
     given = parser.parse_args(args)
     methods = tuple(given.methods.split(","))
     if unknown := set(methods) - set(ways):
@@ -141,7 +141,7 @@ class Bench:
     def _times(
         self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], shown: Progress
     ) -> dict[str, list[float]]:
-        """Milliseconds of each model with so many threads, in turns. All give the same logits."""
+        """Milliseconds of each model with this many threads, in turn. All must give the same logits."""
         times: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(self._options.repeat + 1):
             logits = []
@@ -149,7 +149,7 @@ class Bench:
                 started_s = time.perf_counter()
                 with threads_for(threads):
                     logits.append(model.forward(batch, self._cache.tensor, NoHook()))
-                if turn:  # the first one warms up
+                if turn:  # the first one is a warm-up
                     times[way].append((time.perf_counter() - started_s) * 1e3)
             for other in logits[1:]:
                 torch.testing.assert_close(other, logits[0], rtol=1e-3, atol=1e-3)
@@ -159,7 +159,7 @@ class Bench:
     def _tell_bytes(
         self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, Value]
     ) -> None:
-        """Of the last pass; and how long the rank that waited longest did."""
+        """For the last pass; and how long the longest-waiting rank waited."""
         report, shape = cut.report, shape_of(self._checkpoint, setup)
         assert report is not None
         plan = ContextPlan.of(setup.size, batch.query_starts.numpy(), batch.context_lens.numpy())

@@ -101,25 +101,41 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench engine", __doc__)
     add = flags.add
     flags.model()
-    add("--dtype", choices=DTYPES, default="bfloat16", help="of weights; auto: what the processor multiplies natively")
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="of our cache; auto: as --dtype")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="type of weights; auto: what the processor multiplies natively",
+    )
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="type of our cache; auto: as --dtype")
     add(
         "--weights",
         choices=WEIGHTS,
         default="plain",
-        help="of ours, if not as --dtype; stored: codes as they are",
+        help="our weights, if not as --dtype; stored: keep codes",
     )
     flags.threads()
-    add("--batch", default="1,8,32", help="sequences at once, comma-separated")
+    add("--batch", default="1,8,32", help="batch sizes, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
-    add("--new", type=int, default=32, metavar="TOKENS", help="generated for the decode rate")
-    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
+    add("--new", type=int, default=32, metavar="TOKENS", help="tokens to generate for the decode rate")
+    add(
+        "--long",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="length of the prompt that is repeated to hit the prefix cache",
+    )
     flags.reps(3)
-    add("--chunk-tokens", type=int, default=EngineSection().chunk_tokens, help="of our engine; 0: whole prompts")
+    add(
+        "--chunk-tokens",
+        type=int,
+        default=EngineSection().chunk_tokens,
+        help="our engine's prompt tokens per step; 0: whole prompts",
+    )
     add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
     add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
     flags.vllm_python("the interpreter of an environment that has vLLM")
-    add("--vllm-dtype", default="", help="if it is to differ from --dtype")
+    add("--vllm-dtype", default="", help="vLLM's dtype, if not --dtype")
     flags.peer_model()
     flags.seed()
     flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")

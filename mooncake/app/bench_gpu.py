@@ -320,12 +320,14 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("mooncake bench gpu", description=__doc__, allow_abbrev=False)
     parser.add_argument("--reps", type=int, default=5, help="repetitions of each measurement; the best one counts")
     parser.add_argument(
-        "--out", type=output_file, metavar="OUT", help="write the JSON line to this file, anew after every part"
+        "--out", type=output_file, metavar="OUT", help="write the JSON line to this file, updated after every part"
     )
-    parser.add_argument("--tiny", action="store_true", help="small shapes, also without a GPU: the times mean nothing")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, even without a GPU; times mean nothing")
     parser.add_argument("--only", action="append", help="only parts whose name contains this; may be repeated")
-    parser.add_argument("--resume", action="store_true", help="keep what --out has of this commit, and run the rest")
-    parser.add_argument("--minutes", type=float, default=9.0, help="start no part after so long, stop the last one")
+    parser.add_argument("--resume", action="store_true", help="keep this commit's results in --out, and run the rest")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="start no part after this time, and stop the last one"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--stream", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--launches", default="{}", help=argparse.SUPPRESS)

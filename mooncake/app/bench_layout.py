@@ -87,8 +87,8 @@ def _options(arguments: Sequence[str]) -> Options:
     flags = Flags("bench layout", __doc__)
     add = flags.add
     flags.transports("shm,tcp", "to read over")
-    add("--cases", default="", help="names, with commas; all by default")
-    add("--mb", type=int, default=96, help="read in each repetition, about")
+    add("--cases", default="", help="names of cases, comma-separated; default: all")
+    add("--mb", type=int, default=96, help="approximate MB read per repetition")
     flags.reps(7)
     flags.seed()
     flags.json_file()

@@ -1,12 +1,11 @@
-"""``mooncake bench pipeline``: prompts through a pipeline of stages, beside one process with as many cores or with one.
+"""``mooncake bench pipeline``: prompts through a pipeline of stages, compared with one process.
 
-One forward pass of a whole prompt into an empty cache, in turns: by one process with a stage's threads (all at once,
-and in the same pieces), by one process with the threads of all stages, and by the stages, on cores of their own, in
-pieces of equal cost, in pieces of equal length, and in as many as are predicted to end first. With p stages and k
-pieces a pipeline can be k p / (k + p - 1) times as fast as one stage. What it is predicted to take, from what pieces
-took before, is held against what it takes, and the bytes between two stages against tokens · hidden size · 4. A node
-computes prompts in steps (``prefill.chunk_tokens``), each of which fills the pipeline and drains it: so do the last
-ways.
+One forward pass of a whole prompt into an empty cache, alternating between: one process with a stage's threads (all at
+once, and in the same pieces); one process with the threads of all stages; and the stages, on their own cores, in pieces
+of equal cost, in pieces of equal length, and in as many as are predicted to finish first. With p stages and k pieces a
+pipeline can be k p / (k + p - 1) times as fast as one stage. The time predicted from earlier pieces is compared with
+the measured one, and the bytes between two stages with tokens · hidden size · 4. A node computes prompts in steps
+(``prefill.chunk_tokens``), each of which fills and drains the pipeline; the last measurements do the same.
 """
 
 from __future__ import annotations
@@ -90,16 +89,16 @@ def main(args: list[str]) -> None:
 def parse(args: list[str]) -> Options:
     parser = argparse.ArgumentParser(prog="mooncake bench pipeline", description=__doc__)
     add = parser.add_argument
-    add("--model", default="smollm2", help="of the Llama family: an HF folder, a .gguf file, or smollm2")
-    add("--tokens", default="4096,8192", help="of the prompt; comma-separated")
+    add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
+    add("--tokens", default="4096,8192", help="prompt lengths, comma-separated")
     add("--stages", type=int, default=2)
-    add("--pieces", type=int, default=8, help="that a prompt is cut into")
-    add("--chunk-tokens", default="256,1024,2048", help="of the steps of a node; comma-separated")
-    add("--threads", type=int, default=1, help="of a stage, and of the one process that it is compared with")
-    add("--repeat", type=int, default=5, help="turns")
+    add("--pieces", type=int, default=8, help="pieces per prompt")
+    add("--chunk-tokens", default="256,1024,2048", help="prompt tokens per step of a node; comma-separated")
+    add("--threads", type=int, default=1, help="threads of each stage, and of the single process for comparison")
+    add("--repeat", type=int, default=5, help="repetitions")
     add("--seed", type=int, default=0)
-    add("--plot", type=output_file, metavar="FILE", help="draw who computed what when there (.png, .svg)")
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    add("--plot", type=output_file, metavar="FILE", help="draw the timeline of the stages (.png, .svg)")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
     given = parser.parse_args(args)
     tokens, chunk_tokens = _numbers("--tokens", given.tokens), _numbers("--chunk-tokens", given.chunk_tokens)
     if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
@@ -129,7 +128,7 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Timing:
-    """Of one way to compute a prompt, a value a turn."""
+    """One way to compute a prompt; one value per repetition."""
 
     elapsed_ms: list[float]
     predicted: list[float]  # over measured
@@ -138,7 +137,7 @@ class Timing:
 
 
 class Contest:
-    """The same model in one process and in stages, each over a cache of its own."""
+    """The same model in one process and in stages, each over its own cache."""
 
     def __init__(self, options: Options, checkpoint: Checkpoint, cores: list[int]) -> None:
         self._options, self._cores = options, cores
@@ -187,7 +186,7 @@ class Contest:
                 started_s = time.perf_counter()
                 times = compute()
                 elapsed_ms = (time.perf_counter() - started_s) * 1e3
-                if not turn:  # it warms up
+                if not turn:  # warm-up
                     continue
                 timings[name].elapsed_ms.append(elapsed_ms)
                 if times is not None:
@@ -200,7 +199,7 @@ class Contest:
         _tell(report, timings, tokens, options, tokens * self._width * 4)
 
     def _alone(self, batch: ForwardBatch, cuts: list[int], threads: int) -> None:
-        """On as many cores as it has threads."""
+        """Runs on as many cores as it has threads."""
         use_threads(threads)
         os.sched_setaffinity(0, self._cores[:threads])
         try:
@@ -210,7 +209,7 @@ class Contest:
             os.sched_setaffinity(0, self._cores)
 
     def _in_steps(self, batch: ForwardBatch, chunk: int) -> None:
-        """As an engine does, but for its own work between two steps."""
+        """Like an engine, but without its own work between two steps."""
         tokens = batch.tokens.shape[0]
         for begin in range(0, tokens, chunk):
             self._in_stages(batch.part(begin, min(begin + chunk, tokens)), fastest)

@@ -85,10 +85,10 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     flags.model()
     add("--formats", default="kv-int8,int8,w8a8", help=f"beside {BASELINE}, comma-separated: {', '.join(FORMATS)}")
-    add("--tokens", type=int, default=50_176, help="of the text")
-    add("--window", type=int, default=512, metavar="TOKENS", help="each token sees what is before it in its window")
+    add("--tokens", type=int, default=50_176, help="tokens of text")
+    add("--window", type=int, default=512, metavar="TOKENS", help="each token sees the tokens before it in its window")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--resume", type=output_file, metavar="FILE", help="keep what is computed there, and go on from what is there")
+    add("--resume", type=output_file, metavar="FILE", help="save results in this file, and continue from it")
     flags.json_file()
     given = flags.read(args)
     formats = names("--formats", given.formats, FORMATS, may_be_none=True)

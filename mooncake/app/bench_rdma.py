@@ -71,12 +71,15 @@ def main(arguments: Sequence[str]) -> None:
 def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
     flags = Flags("bench rdma", __doc__)
     add = flags.add
-    add("--kib", default="1024", help="sizes of one write or read, with commas")
-    add("--mb", type=int, default=16, help="moved in each repetition, about")
+    add("--kib", default="1024", help="sizes of one write or read, comma-separated")
+    add("--mb", type=int, default=16, help="approximate MB moved per repetition")
     flags.reps(3)
     flags.seed()
     flags.json_file()
-    add("--machine", help="a program that runs a command where verbs work: PROGRAM --timeout S --rw DIR COMMAND …")
+    add(
+        "--machine",
+        help="a program that runs a command on a machine with verbs: PROGRAM --timeout S --rw DIR COMMAND …",
+    )
     given = flags.read(arguments)
     kib = numbers("--kib", given.kib, 1)
     return Options(kib, max(1, given.mb), given.reps, given.seed, given.json), given.machine

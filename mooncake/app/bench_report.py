@@ -1,4 +1,4 @@
-"""What every benchmark ends with: a table for people, then one line of JSON for scripts.
+"""The report of every benchmark: a table for people, then one line of JSON for scripts.
 
 The JSON is ``{"bench", "commit", "machine", "config", "seed", "results", "ratios"}``. A ratio compares two figures of
 the same run. Nothing in it names a machine, a user or a path. It must not import torch.
@@ -24,19 +24,20 @@ from rich.table import Table
 from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.errors import Cancelled, ConfigError
 
-TABLE_WIDTH = 160  # at least, also where it does not fit: a table that is cut is of no use
+TABLE_WIDTH = 160  # at least, even if it does not fit: a truncated table is useless
 Value = str | int | float | bool
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One thing measured a few times. ``subject`` is who was measured, ``params`` what sets it apart (a batch size)."""
+    """One thing measured several times. ``subject`` is who was measured, ``params`` what distinguishes it (a batch
+    size)."""
 
     subject: str
     name: str
     unit: str
-    values: tuple[float, ...]  # one a repetition, in order
+    values: tuple[float, ...]  # one per repetition, in order
     more_is_better: bool = False
     params: Mapping[str, Value] = field(default_factory=dict)
 
@@ -50,7 +51,7 @@ class Figure:
 
     @property
     def label(self) -> str:
-        """What sets it apart: ``batch 8, context 256``."""
+        """The distinguishing parameters: ``batch 8, context 256``."""
         return ", ".join(f"{key} {value}" for key, value in self.params.items())
 
     def to_json(self) -> dict[str, object]:
@@ -80,7 +81,8 @@ class Report:
 
     @contextmanager
     def measuring(self, title: str) -> Iterator[Progress]:
-        """Say what is being measured. Ctrl-C ends that alone: what is measured by then can still be reported."""
+        """Show what is being measured. Ctrl-C only ends the measurement: what was measured so far can still be
+        reported."""
         try:
             with progress(title) as shown:
                 yield shown
@@ -98,7 +100,7 @@ class Report:
         return None
 
     def compare(self, ratio: str, ours: Figure | None, theirs: Figure | None) -> None:
-        """Best over best: whatever else runs on the machine only ever adds time. Left out when one was not measured."""
+        """Best over best, because other load on the machine only adds time. Omitted if one was not measured."""
         if ours is not None and theirs is not None and theirs.best > 0:
             self.ratios[ratio] = ours.best / theirs.best
 
@@ -118,7 +120,7 @@ class Report:
             out.print(f"[dim]{escape(note)}[/]", soft_wrap=True)
         out.print()
         line = self.to_json()
-        print_json(line)  # first: whatever becomes of the file, what was measured is not lost
+        print_json(line)  # first: an error with the file must not lose the results
         if file is not None:
             try:
                 file.write_bytes(msgspec.json.encode(line) + b"\n")
@@ -141,7 +143,7 @@ class Report:
 
 
 def figure_table(figures: Iterable[Figure]) -> Table:
-    """One row a figure, one column a subject: best and median."""
+    """One row per figure, one column per subject: best and median."""
     figures = list(figures)
     subjects = list(dict.fromkeys(figure.subject for figure in figures))
     rows: dict[tuple[str, str, str], dict[str, str]] = {}
@@ -231,7 +233,7 @@ def _version(distribution: str) -> str:
 
 
 def _round(value: float) -> float:
-    """Four significant digits: more would not be measured."""
+    """Four significant digits: more would be noise."""
     return float(f"{value:.4g}")
 
 

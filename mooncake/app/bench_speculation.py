@@ -78,8 +78,8 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     flags.model()
     flags.plain_dtype()
-    add("--tokens", type=int, default=64, help="of each answer")
-    add("--guesses", type=int, default=16, help="most tokens guessed in a step")
+    add("--tokens", type=int, default=64, help="tokens per answer")
+    add("--guesses", type=int, default=16, help="maximum guesses per step")
     flags.reps(3, "turns of each")
     flags.turns_within(120.0)
     flags.threads()

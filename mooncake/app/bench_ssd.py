@@ -98,11 +98,11 @@ def parse(args: list[str]) -> Options:
         "--path",
         type=Path,
         metavar="DIR",
-        help="on the disk to be measured; the system's temporary directory otherwise",
+        help="a directory on the disk to measure; default: the system's temporary directory",
     )
-    add("--megabytes", type=int, default=256, help="of one turn")
+    add("--megabytes", type=int, default=256, help="MB per repetition")
     flags.reps(5, "turns of each")
-    add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="its program; '' to do without")
+    add("--fio", default=shutil.which("fio") or "", metavar="PATH", help="path of fio; '' for none")
     flags.seed()
     flags.json_file()
     flags.quick()

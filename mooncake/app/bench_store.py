@@ -101,7 +101,7 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     flags.mooncake_python()
     flags.transports("tcp,shm", "of ours, each measured")
-    add("--seconds", type=float, default=0.4, help="of one turn")
+    add("--seconds", type=float, default=0.4, help="seconds per repetition")
     flags.reps(4, "turns of each")
     flags.seed()
     flags.json_file()

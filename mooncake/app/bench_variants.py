@@ -29,7 +29,7 @@ from mooncake.errors import ConfigError
 from mooncake.model import CausalLM
 from mooncake.model.weights import load_weights
 
-BLOCK_TOKENS = 4  # so that of short prompts as good as all is inherited
+BLOCK_TOKENS = 4  # so that nearly all of even short prompts is inherited
 PROFILED_SEED, TESTED_SEED = 1 << 20, 1 << 21  # of questions; those of training count from 0
 BASE, TUNED, ALL_READ = "sender alone", "receiver alone", "all layers read"
 
@@ -82,27 +82,32 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench variants", __doc__)
     add = flags.add
     flags.model()
-    add("--training", type=Path, metavar="DIR", help="keep the tuned weights there, or take those that are there")
-    add("--steps", type=int, default=400, help="of training")
-    add("--batch", type=int, default=16, help="prompts in a step")
+    add("--training", type=Path, metavar="DIR", help="folder of tuned weights: saved there, or reused")
+    add("--steps", type=int, default=400, help="training steps")
+    add("--batch", type=int, default=16, help="prompts per step")
     add("--rank", type=int, default=16)
-    add("--rate", type=float, default=8e-4, help="of learning")
-    add("--records", type=int, default=12, help="of a prompt")
-    add("--questions", type=int, default=128, help="to answer, and as many to profile on; 0: quality is not measured")
-    add("--most-layers", type=int, default=10, help="to compute anew")
-    add("--stride", type=int, default=2, help="between first layers, and sizes, of the groups that are tried")
-    add("--layers", default="10-19", metavar="FIRST-LAST", help="computed anew where quality is not measured")
-    add("--prefix-tokens", type=int, default=1024, help="of prompts that are timed; 0: none are")
-    add("--repeat", type=int, default=5, help="timings of each")
+    add("--rate", type=float, default=8e-4, help="learning rate")
+    add("--records", type=int, default=12, help="records per prompt")
+    add(
+        "--questions",
+        type=int,
+        default=128,
+        help="questions to answer, and as many to profile on; 0: do not measure quality",
+    )
+    add("--most-layers", type=int, default=10, help="maximum layers to recompute")
+    add("--stride", type=int, default=2, help="step between the first layers, and sizes, of the groups to try")
+    add("--layers", default="10-19", metavar="FIRST-LAST", help="layers to recompute if quality is not measured")
+    add("--prefix-tokens", type=int, default=1024, help="prefix length of timed prompts; 0: none")
+    add("--repeat", type=int, default=5, help="timings per measurement")
     add(
         "--link",
         type=float,
         default=0.0,
         metavar="MB/S",
-        help="the sender's pool sends no faster, over TCP; 0: as it is",
+        help="limit on the sender's pool, over TCP; 0: none",
     )
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--json", type=output_file, metavar="FILE", help="write the JSON line there, too")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
     given = flags.read(args)
     first, dash, last = given.layers.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
@@ -124,7 +129,7 @@ def parse(args: list[str]) -> Options:
 
 
 def measure_quality(checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> range:
-    """Returns the group that was found best."""
+    """Returns the best group found."""
     task = MostOfAll(checkpoint.load_tokenizer(), options.training.records)
     weights = tuned(checkpoint, task, options.training, options.folder, lambda what: tell(shown, what))
     num_layers = checkpoint.config.num_layers
@@ -169,7 +174,7 @@ def measure_quality(checkpoint: Checkpoint, options: Options, report: Report, sh
 
 
 def most_telling(comparison: Comparison, found: Search, count: int, tell_of: Callable[[str], None]) -> list[int]:
-    """The layers that each alone remove most of what is lost."""
+    """The layers that each on their own recover most of the loss."""
     wanted = comparison.full()
     removed = []
     for layer in range(comparison.num_layers):

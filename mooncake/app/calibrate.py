@@ -58,11 +58,11 @@ def main(args: list[str]) -> None:
     add = flags.add
     flags.model("")  # that of the configuration
     flags.overrides()
-    add("--name", default="here", help="of the curve, for the simulator's cluster file")
+    add("--name", default="here", help="name of the curve, for the simulator's cluster file")
     flags.threads()
     flags.reps(2)
     add("--max-tokens", type=int, default=512, help="longest prompt measured")
-    add("--out", type=output_file, metavar="FILE", help="write the TOML there; conductor.calibration takes it")
+    add("--out", type=output_file, metavar="FILE", help="write the TOML to this file, for conductor.calibration")
     flags.json_line()
     given = flags.read(args)
     if not given.name.replace("-", "").replace("_", "").isalnum() or given.max_tokens < 64:

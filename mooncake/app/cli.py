@@ -58,15 +58,15 @@ Overrides = Annotated[
 Address = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.", show_default=False)]
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
 Adapter = Annotated[
     str, typer.Option("--model", metavar="NAME", help="An adapter of --lora.", show_default="the model itself")
 ]
-TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")]
+TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens that make up this probability.")]
 
 # flags of theirs, --help too, are for the module behind them to read
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -107,57 +107,61 @@ def serve(
     prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="As clients name it.", show_default="the model's own")
+        str | None, typer.Option(metavar="NAME", help="Its name for clients.", show_default="the model's own")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of prompt and answer.", show_default="the model's own")
+        int | None, typer.Option(min=1, help="Maximum tokens of prompt plus answer.", show_default="the model's own")
     ] = None,
     generation_config: Annotated[
         str | None,
-        typer.Option(metavar="auto|none", help="Defaults of sampling: the model's own, or none.", show_default="auto"),
+        typer.Option(metavar="auto|none", help="Sampling defaults: the model's own, or none.", show_default="auto"),
     ] = None,
     reasoning_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How thoughts are told from answers, by vLLM's names.", show_default="auto"),
+        typer.Option(
+            metavar="NAME", help="How thoughts are separated from answers; vLLM's names.", show_default="auto"
+        ),
     ] = None,
     tool_call_parser: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="How calls of tools are read, by vLLM's names.", show_default="auto"),
+        typer.Option(metavar="NAME", help="How tool calls are parsed; vLLM's names.", show_default="auto"),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="To listen on.", show_default="127.0.0.1")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     http_port: Annotated[
         int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A LoRA adapter of PEFT; may be repeated.", show_default=False),
+        typer.Option(metavar="NAME=FOLDER", help="A PEFT LoRA adapter; may be repeated.", show_default=False),
     ] = None,
     api_key: Annotated[
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Callers need one; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
+            help="A key that callers send; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
             show_default=False,
         ),
     ] = None,
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ORIGIN", help="Of web pages that may call (CORS), or *; may be repeated.", show_default=False
+            metavar="ORIGIN",
+            help="Origin of web pages that may call (CORS), or *; may be repeated.",
+            show_default=False,
         ),
     ] = None,
-    ssl_certfile: Annotated[str | None, typer.Option(metavar="FILE", help="A certificate: HTTPS, TLS.")] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Certificate for HTTPS and gRPC over TLS.")
+    ] = None,
     ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
-    ssl_ca_certs: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Certificates of who signs those of clients.")
-    ] = None,
+    ssl_ca_certs: Annotated[str | None, typer.Option(metavar="FILE", help="The CA of client certificates.")] = None,
     ssl_cert_reqs: Annotated[
-        int | None, typer.Option(min=0, max=2, help="Clients show a certificate: 0 no, 1 may, 2 must.")
+        int | None, typer.Option(min=0, max=2, help="Client certificates: 0 none, 1 optional, 2 required.")
     ] = None,
-    restart: Annotated[bool, typer.Option(help="Start a process that died again.")] = True,
+    restart: Annotated[bool, typer.Option(help="Restart processes that died.")] = True,
     ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
-    log_level: Annotated[str, typer.Option(help="Of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
+    log_level: Annotated[str, typer.Option(help="Log level of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
     if named_model and model and named_model != model:
@@ -201,7 +205,7 @@ def generate(
     overrides: Overrides = None,
     address: Address = "",
     model: Adapter = "",
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text directly, without the chat template.")] = False,
     system: System = "",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -282,16 +286,16 @@ def replay(
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
-    speed: Annotated[float, typer.Option(min=0.0, help="Trace seconds played in one; 0: as fast as it goes.")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.0, help="Trace seconds per real second; 0: as fast as possible.")] = 1.0,
     limit: Limit = None,
     tokens_per_block: TokensPerBlock = 16,
     max_output: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded, scaled")
+        int | None, typer.Option(min=1, help="Maximum tokens per answer.", show_default="as recorded, scaled")
     ] = None,
     jitter_ms: JitterMs = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
-    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Most requests in flight.")] = 64,
-    timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one request.")] = 300.0,
+    seed: Annotated[int, typer.Option(help="Seed of the jitter.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Maximum requests in flight.")] = 64,
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Timeout of one request.")] = 300.0,
     ttft_slo_ms: Annotated[float, typer.Option(min=0.0, help="Limit on TTFT, for goodput.")] = math.inf,
     tbt_slo_ms: Annotated[
         float, typer.Option(min=0.0, help="Limit on the mean of the longest tenth of gaps, for goodput.")
@@ -325,12 +329,12 @@ def calibrate(context: typer.Context) -> None:
 
 @app.command("key-scales")
 def key_scales(
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write them.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
     model: Annotated[str, typer.Option(help="A folder, a .gguf file, or smollm2.")] = "smollm2",
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to measure on.", show_default="a module of Python's own")
+        Path | None, typer.Option(metavar="FILE", help="Text to measure on.", show_default="a module of Python's own")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=64, max=8192, help="How much of the text.")] = 512,
+    tokens: Annotated[int, typer.Option(min=64, max=8192, help="Tokens of the text to use.")] = 512,
 ) -> None:
     """Measure factors for the channels of int8 keys."""
     from mooncake.app.key_scales import ScaleOptions, measure
@@ -340,20 +344,22 @@ def key_scales(
 
 @variants_app.command("profile")
 def profile_variants(
-    sender: Annotated[str, typer.Argument(help="Whose KV is read: a folder, a .gguf file, or smollm2.")],
-    receiver: Annotated[str, typer.Argument(help="Who reads it.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the profile.")],
+    sender: Annotated[str, typer.Argument(help="Model whose KV is read: a folder, a .gguf file, or smollm2.")],
+    receiver: Annotated[str, typer.Argument(help="Model that reads it.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write the profile to.")],
     prompts: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE", help='Lines of {"prompt", "answer"} to compare on.', show_default="text of Python's own"
         ),
     ] = None,
-    keep: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of what is lost where all is read, to remove.")] = 0.9,
-    most_layers: Annotated[int, typer.Option(min=0, help="Of a group; 0: half of the model's.")] = 0,
-    stride: Annotated[int, typer.Option(min=1, help="Between first layers, and sizes, of groups.")] = 2,
+    keep: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share to recover of the quality lost when all KV is read.")
+    ] = 0.9,
+    most_layers: Annotated[int, typer.Option(min=0, help="Maximum layers of a group; 0: half of the model's.")] = 0,
+    stride: Annotated[int, typer.Option(min=1, help="Step between the first layers, and sizes, of groups.")] = 2,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as both are served.")] = "float32",
-    block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="As block.tokens.")] = 64,
+    block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Same as block.tokens.")] = 64,
 ) -> None:
     """Find the layers that one variant of a model has to compute itself to read another's KV."""
     from mooncake.app.variant_profile import ProfileOptions, profile
@@ -415,7 +421,7 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="The version of this installation.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Show the installed version.")
     ] = False,
 ) -> None: ...
 
@@ -433,7 +439,7 @@ def version() -> None:
 def config_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Say where each value came from.")] = False,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Every value that a cluster would start with."""

@@ -1,10 +1,10 @@
-"""How one step's attention is cut into equal pieces of work for a GPU: pure arithmetic over the host's lengths.
+"""How one step's attention is cut into pieces of equal work for a GPU: pure arithmetic over lengths on the host.
 
-A *tile* is a run of query tokens that read the same keys; a *piece* is a tile and a part of its context, small enough
-that all multiprocessors end together (split-K; Flash-Decoding, FlashInfer's plan). The pieces of a tile are merged
-afterwards by their log-sum-exps, and because merging is associative, a prefix shared by several sequences is one more
-tile whose rows come from all of them (cascade attention, Hydragen). A plan is made once a step and serves every layer.
-Nothing here knows about tensors or devices.
+A *tile* is a run of query tokens that read the same keys. A *piece* is a tile and part of its context, small enough
+that all multiprocessors finish together (split-K; Flash-Decoding, FlashInfer's plan). A tile's pieces are merged
+afterwards by their log-sum-exps. Because merging is associative, a prefix shared by several sequences is one more tile,
+whose rows come from all of them (cascade attention, Hydragen). A plan is made once per step and serves every layer.
+This module knows neither tensors nor devices.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ import numpy.typing as npt
 Int32s = npt.NDArray[np.int32]
 
 PIECE_FIELDS = 8
-"""table row, first query token, query tokens, first query's position, first key, end of keys, first row of its partial
-results, unused"""
+"""Block table row, first query token, query tokens, position of the first query, first key, end of keys, first row of
+its partial results, unused."""
 
-NO_ROW = -1  # a piece that is alone with its tile writes the output itself
-BEHIND_ALL_KEYS = 1 << 30  # the position of queries that see a shared prefix whole
+NO_ROW = -1  # the only piece of a tile writes the output itself
+BEHIND_ALL_KEYS = 1 << 30  # the position of queries that see all of a shared prefix
 
 PIECES_PER_PROCESSOR = 4
-"""Pieces a multiprocessor should get. More balance better and cost more merging."""
+"""Pieces per multiprocessor. More pieces balance better but cost more merging."""
 
 MIN_PIECE_TOKENS = 256
-"""Keys below which a piece costs more to start and to merge than to read."""
+"""With fewer keys, a piece costs more to start and to merge than to read."""
 
 CRUMB = 8
-"""A tile's rest of at most this part of a piece is no piece of its own."""
+"""A remainder of at most 1/CRUMB of a piece is not a piece of its own."""
 
 PIECE_START = 192
-"""What a piece of a shared prefix costs beside its keys, counted in them: it waits for its first pages, and as many
-partial results as its tile has rows are written and merged. A prediction: 4 µs, in which a tile of 128 rows reads so
-many at 430 TFLOP/s."""
+"""Cost of a piece of a shared prefix besides its keys, in keys: it waits for its first pages, and as many partial
+results as its tile has rows are written and merged. An estimate: in 4 µs a tile of 128 rows reads this many keys at 430
+TFLOP/s."""
 
 MIN_SHARED_TOKENS = 512
-"""Reads of shared keys, in tokens, that a cascade must save before its second pass pays."""
+"""A cascade must save reading at least this many shared keys, in tokens, to pay for its second pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Pieces of tiles of up to ``tile_tokens`` query tokens: one launch, since a tile's size is compiled in."""
+    """Pieces of tiles of up to ``tile_tokens`` query tokens. One launch, because the tile size is compiled in."""
 
     tile_tokens: int
     pieces: Int32s  # [pieces, PIECE_FIELDS]
@@ -53,7 +53,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The last pass reads what is left to each sequence; one before it, if there is one, reads what is shared."""
+    """The last pass reads what each sequence has on its own; a pass before it, if any, reads what is shared."""
 
     passes: tuple[Pass, ...]
     num_rows: int  # of partial results
@@ -68,7 +68,7 @@ class AttentionPlan:
 
     @property
     def keys_read(self) -> int:
-        """Tokens of keys and values that one layer reads, per key and value head."""
+        """Tokens of keys and values that one layer reads, per KV head."""
         pieces = self.pieces
         return int((pieces[:, 5] - pieces[:, 4]).sum())
 
@@ -99,11 +99,11 @@ def plan_attention(
 ) -> AttentionPlan:
     """Cut a ragged batch (shapes as in ``reference``) into pieces of nearly equal numbers of keys.
 
-    With ``block_tables`` ``[B, M]``, leading blocks that neighbouring one-token sequences share are read once for all
-    of them, by tiles of the first of ``shared_tile_tokens`` that the largest group fits into, else of the last; without
-    them of ``tile_tokens``. On such tiles a processor runs as many programs at once as ``shared_programs`` says, or 1.
-    ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on what else is in the batch;
-    otherwise it follows from the batch. ``window`` as in ``reference.paged_attention``; it excludes sharing.
+    With ``block_tables`` ``[B, M]``, leading blocks shared by neighbouring one-token sequences are read once for all of
+    them. Such tiles have the first of the sizes ``shared_tile_tokens`` that holds the largest group, otherwise the last
+    one; without sizes, ``tile_tokens``. ``shared_programs`` gives, per size, how many programs a processor runs at once
+    (default 1). ``piece_tokens`` > 0 fixes the split, so that a sequence's result does not depend on the rest of the
+    batch; otherwise it follows from the batch. ``window`` is as in ``reference.paged_attention``; it excludes sharing.
     """
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     groups: list[_Tile] = []
@@ -135,7 +135,7 @@ def _tiles(group: _Tile, size: int) -> Iterator[_Tile]:
 
 
 def _with_keys(tile: _Tile, window: int, block_tokens: int) -> _Tile:
-    """The keys that the tile's queries see: to its last query, from the block where the first one's window begins."""
+    """The keys that the tile's queries see: from the block where the first query's window begins, to the last query."""
     begin = tile.begin
     if window:
         begin = max(begin, (tile.position - window + 1) // block_tokens * block_tokens)
@@ -149,8 +149,8 @@ def _piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_
 
 
 def _shared_piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: int, num_programs: int) -> int:
-    """Of the splits that give each program one piece, two, and so on, that which ends first. Such tiles are few and
-    compute more than they read: a program that gets one piece more than others has them wait."""
+    """The split that finishes first among those that give each program one piece, two pieces, and so on. Such tiles are
+    few and compute-bound: if one program gets one piece more, the others wait for it."""
     keys = sum(tile.end - tile.begin for tile in tiles) * num_kv_heads
     longest = max(tile.end - tile.begin for tile in tiles)
     splits: list[int] = []
@@ -166,19 +166,20 @@ def _shared_piece_tokens(tiles: list[_Tile], block_tokens: int, num_kv_heads: in
 
 
 def _ends_after(tiles: list[_Tile], split: int, num_kv_heads: int, num_programs: int) -> int:
-    """Keys of the program that takes the longest piece of each round, as the kernel hands them out."""
+    """Keys read by the program that gets the longest piece of each round, in the order in which the kernel takes
+    pieces."""
     lengths = sorted((end - begin for tile in tiles for begin, end in pairwise(_bounds(tile, split))), reverse=True)
     rounds = range(0, len(lengths) * num_kv_heads, num_programs)
     return sum(lengths[work // num_kv_heads] + PIECE_START for work in rounds)
 
 
 def _cut(parts: list[tuple[int, list[_Tile], int]]) -> AttentionPlan:
-    """Passes, given as the size of tiles, tiles, and keys a piece; and the order in which tokens are merged.
+    """Cut passes, given as tile size, tiles, and keys per piece, and determine the order in which tokens are merged.
 
-    The longest pieces go first, so that the last ones to end are short; of these, such as read the same keys go
-    together, so that they find them in the cache of the GPU.
+    The longest pieces go first, so that the last ones to finish are short; of equally long ones, those that read the
+    same keys are adjacent, so that they find them in the GPU's cache.
     """
-    num_tiles: dict[int, int] = {}  # that a query token is in
+    num_tiles: dict[int, int] = {}  # tiles that contain each query token
     for _, tiles, _ in parts:
         for tile in tiles:
             for token in range(tile.first, tile.first + tile.count):
@@ -212,8 +213,8 @@ def _cut(parts: list[tuple[int, list[_Tile], int]]) -> AttentionPlan:
 
 
 def _bounds(tile: _Tile, split: int) -> list[int]:
-    """Where its pieces begin and the last one ends. A short rest goes to the piece before: alone it would cost a start
-    and a merge, and would be taken when everybody else has ended. Depends on the tile and the split alone."""
+    """Where its pieces begin and the last one ends. A short remainder joins the piece before it: alone it would cost a
+    start and a merge, and would be taken when all others have finished. Depends only on the tile and the split."""
     bounds = [*range(tile.begin, tile.end, split), tile.end]
     if len(bounds) > 2 and bounds[-1] - bounds[-2] <= split // CRUMB:
         del bounds[-2]
@@ -223,14 +224,14 @@ def _bounds(tile: _Tile, split: int) -> list[int]:
 def _shared_groups(
     starts: list[int], contexts: list[int], block_tables: Int32s, block_tokens: int
 ) -> tuple[list[_Tile], list[int]]:
-    """Tiles of any size over shared prefixes, and for every sequence the first key that is left to itself.
+    """Tiles of any size over shared prefixes, and for every sequence the first key it reads on its own.
 
-    Only neighbours in the batch are grouped, since a tile's rows are consecutive: whoever builds the batch keeps
-    siblings together. Prefixes may nest: a group shares some blocks, and parts of it share more, to any depth.
+    Only neighbours in the batch are grouped, since a tile's rows are consecutive; the caller must place siblings
+    together. Prefixes may nest: a group shares some blocks and parts of it share more, to any depth.
     """
     groups: list[_Tile] = []
     own_begin = [0] * len(contexts)
-    # The block that holds the step's own token differs between sequences, and so it is never shared.
+    # The block with the step's own token differs between sequences, so it is never shared.
     full_blocks = [(context - 1) // block_tokens for context in contexts]
 
     def descend(first: int, end: int, depth: int) -> None:

@@ -1,11 +1,11 @@
 """The functions of ``reference`` in C++ (``cpu_kernels.cpp``), called through ctypes on the tensors' own memory.
 
-Activations come and go as float32, whatever weights and pages are. What is narrow in memory is widened in registers;
-only where the processor multiplies bfloat16, activations are rounded to it for products with bfloat16 weights, and on
-its matrix unit queries for attention over narrow pages. What the library does not take (other activations, a head size
-that is no multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and positions: a
-wrong one is our bug and raises IndexError before a byte is written. Threads are the library's own, as many as torch has
-unless ``use_threads`` says otherwise.
+Activations are float32 on both sides, whatever the types of weights and pages. Narrow values are widened in registers;
+only if the processor multiplies bfloat16 are activations rounded to it, for products with bfloat16 weights and, on its
+matrix unit, queries for attention over narrow pages. What the library does not support (other activations, a head size
+that is not a multiple of 16, an unusual layout) goes to the reference. The C side checks block ids, slots and
+positions: a wrong one is our bug and raises IndexError before a byte is written. Threads are the library's own, as many
+as torch has unless ``use_threads`` says otherwise.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ _given_threads = 0
 
 
 def use_threads(count: int) -> None:
-    """Of this process, from now on; 0: as many as torch has."""
+    """Threads of this process from now on; 0: as many as torch has."""
     global _given_threads
     _given_threads = count
 
 
 @contextmanager
 def threads_for(count: int) -> Iterator[None]:
-    """So many for what is done meanwhile."""
+    """Use this many threads inside the ``with``."""
     before = _given_threads
     use_threads(count)
     try:
@@ -150,25 +150,26 @@ class _Experts(ctypes.Structure):
 
 
 def check_mirrors(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]]) -> None:
-    """That these are as large as their namesakes in C++: the library would read what is not there."""
+    """Check that these have the same size as their namesakes in C++; otherwise the library would read past their
+    end."""
     for name, mirror in mirrors.items():
         assert library.mc_size_of(name.encode()) == ctypes.sizeof(mirror), f"{name} has changed on one side alone"
 
 
 def activation_unit(library: ctypes.CDLL) -> int:
-    """Bytes of activations that products with bfloat16 weights take together: 0 when those are float32. Where they are
-    not, int8 weights of a bfloat16 model meet activations of 16 bits."""
+    """Bytes of activations that products with bfloat16 weights take at once; 0 if those are float32. If not 0, int8
+    weights of a bfloat16 model meet 16-bit activations."""
     return int(library.mc_activation_unit(_WEIGHT_KINDS[torch.bfloat16]))
 
 
 class PanelLinear:
-    """Weights interleaved in panels of some outputs each (see packed.h), in memory that lies in large pages.
+    """Weights interleaved in panels of some outputs each (see packed.h), in huge pages.
 
-    Each output is one sum in a fixed order: a token's result does not depend, to the bit, on which or how many tokens
-    are computed with it.
+    Each output is one sum in a fixed order: a token's result is bit-identical whichever and however many tokens are
+    computed with it.
 
-    ``is_gated``: ``weight`` is gates above ups and both are interleaved, for SwiGLU within the product; then only
-    ``address`` is of use.
+    ``is_gated``: ``weight`` is gates above ups; both are interleaved, for SwiGLU inside the product, and then only
+    ``address`` is useful.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class PanelLinear:
         self._library, self._memory = library, memory
         self._width = int(library.mc_panel_width())
         self._order = torch.arange(self._outputs)
-        if is_gated:  # as source_row of packed.h
+        if is_gated:  # like source_row of packed.h
             self._order = self._order.view(2, -1, self._width // 2).transpose(0, 1).flatten()
         self._layer = _PackedLinear(inputs=self._inputs, outputs=self._outputs, is_gated=is_gated, hadamard=1)
         self.address = ctypes.addressof(self._layer)
@@ -199,11 +200,11 @@ class PanelLinear:
 
     @property
     def num_bytes(self) -> int:
-        """What a product reads, but for activations."""
+        """Bytes that a product reads, except activations."""
         return sum(part.nbytes for part in self._kept.values())
 
     def _keep(self, name: str, values: torch.Tensor) -> None:
-        """A number for each output, in the order of the panels."""
+        """One number per output, in the order of the panels."""
         padded = torch.nn.functional.pad(values[self._order], (0, -self._outputs % self._width)).contiguous()
         self._kept[name] = padded
         setattr(self._layer, name, padded.data_ptr())
@@ -226,7 +227,7 @@ class PanelLinear:
         else:
             assert isinstance(weight, torch.Tensor)
             source, layer.kind = weight, _WEIGHT_KINDS[weight.dtype]
-        source = source.contiguous()  # packing reads it by its address
+        source = source.contiguous()  # packing reads it by address
         row_bytes = self._inputs * source.element_size()
         panels = self._take(self._width * (row_bytes + -row_bytes % _ROW_UNIT))
         self._library.mc_pack(self.address, source.data_ptr(), panels, num_threads())
@@ -253,7 +254,7 @@ class PanelLinear:
         return output
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Float32, whatever the weights are."""
+        """Float32 for all types of weights."""
         output = torch.empty((len(indices), self._inputs))
         _check(self._unpack_rows(self.address, indices.data_ptr(), len(indices), output.data_ptr()))
         return output
@@ -295,16 +296,16 @@ class PanelExperts:
 
 
 class WeightMemory:
-    """Memory for packed weights, in large pages where the system gives them: a step walks through all of it."""
+    """Memory for packed weights, in huge pages if the system gives them: a step reads all of it."""
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Bytes that live as long as the tensor does, or one from the same piece."""
+        """Bytes that live as long as the tensor, or any other tensor from the same piece."""
         rounded = num_bytes + -num_bytes % 4096
         if rounded > len(self._chunk):
-            # private: most systems have no large pages for memory that is shared
+            # private: most systems have no huge pages for shared memory
             area = mmap.mmap(-1, max(rounded, _CHUNK_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 area.madvise(mmap.MADV_HUGEPAGE)
@@ -373,9 +374,9 @@ class CpuKernels:
         draws: bytes | None = None,
         positions: Sequence[int] = (),
     ) -> list[int]:
-        """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row that is given instead, as
-        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW for each row,
-        whose token will have the position of that place; None: the most likely tokens."""
+        """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row given instead, as
+        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW per row, for a
+        token at that index of the positions; None: the most likely tokens."""
         count, size = logits.shape
         tokens, others = (_LONG * count)(), None
         if instead:
@@ -388,9 +389,9 @@ class CpuKernels:
     def score(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[float], list[list[int]], list[list[float]]]:
-        """After each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability of its token, NaN when the
-        row is not finite; and the most likely tokens with theirs, as many as its count says, as
-        ``mooncake.engine.sampler`` defines them."""
+        """For each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability of its token, NaN if the row
+        is not finite; and the most likely tokens with theirs, as many as its count says, as ``mooncake.engine.sampler``
+        defines them."""
         num_rows, most = len(rows), max(counts, default=0)
         given = [np.array(numbers, np.int64) for numbers in (rows, tokens, counts)]
         logprobs, ids, tops = np.empty(num_rows), np.empty((num_rows, most), np.int64), np.empty((num_rows, most))
@@ -505,7 +506,7 @@ class CpuKernels:
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
-        """``paged_attention`` but for the call of the library, which may be made any number of times, as long as the
+        """``paged_attention`` except for the call of the library, which may be made any number of times while the
         tensors live."""
         query_stride, *inner = query.stride()
         are_wide = sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
@@ -592,7 +593,7 @@ def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:
 def _pages(cache_layer: torch.Tensor) -> _Pages:
     num_blocks, num_kinds, num_kv_heads, block_tokens, _ = cache_layer.shape
     strides = [stride * cache_layer.element_size() for stride in cache_layer.stride()[:3]]
-    if num_kinds == 1:  # values lie where keys do
+    if num_kinds == 1:  # values are the keys
         strides[1] = 0
     kind = _PAGE_KINDS[cache_layer.dtype]
     head_dim = reference.head_dim_of(cache_layer)

@@ -1,4 +1,4 @@
-"""Which C++ the CPU kernels are: ``cpu_kernels.cpp`` with what it includes from ``cpp``, built at first use."""
+"""The sources of the CPU kernels: ``cpu_kernels.cpp`` and the headers it includes from ``cpp``, built at first use."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ HEADERS = Path(__file__).with_name("cpp")
 
 
 def load_library(flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """The kernels as a loaded library, built if need be; further ``flags`` can forbid what this processor has. Raises
-    BuildFailed."""
+    """The kernels as a loaded library, built if needed. Extra compiler ``flags`` can disable features of this
+    processor. Raises BuildFailed."""
     return load_native("cpu", SOURCE, sorted(HEADERS.glob("*.h")), flags)

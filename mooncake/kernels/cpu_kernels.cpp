@@ -1,7 +1,7 @@
-// The functions of reference.py for CPUs, and a whole decoder in one call. Activations come and go as float32; weights and
-// pages are what they are. A plain C interface (pointers, strides, int status), so that it compiles in seconds and depends on no
-// version of torch. What is behind it: cpp/vectors.h, pool.h, pages.h, steps.h, packed.h, tiles.h, activations.h,
-// grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h, in the order in which they build on each other.
+// The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32 on both sides;
+// weights and pages keep their types. The plain C interface (pointers, strides, int status) compiles in seconds and
+// does not depend on the version of torch. The headers, each built on those before: cpp/vectors.h, pool.h, pages.h,
+// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h.
 
 #include "cpp/decoder.h"
 #include "cpp/experts.h"
@@ -11,7 +11,7 @@ using namespace mooncake;
 
 extern "C" {
 
-// Bytes of a structure that Python lays out itself; 0 for one that is not here.
+// Size in bytes of a structure that Python mirrors; 0 if unknown.
 int mc_size_of(const char* name) {
     static constexpr std::pair<const char*, size_t> SIZES[] = {
         {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
@@ -49,7 +49,7 @@ int mc_rope_write_kv(float* qkv, int64_t qkv_stride, const Rope* rope, const int
     return OK;
 }
 
-// `update` may be null: then only the norm.
+// `update` may be null: then only normalises.
 int mc_add_rms_norm(float* residual, const float* update, const float* weight, float* out, int64_t tokens, int width, float eps,
                     int threads) {
     add_rms_norm(residual, update, weight, out, tokens, width, eps, threads);
@@ -63,10 +63,10 @@ int mc_silu_mul(const float* gate_up, float* out, int64_t tokens, int width, int
 
 int mc_panel_width() { return PANEL; }
 
-// Bytes of activations that products with such weights take together: 64 (tiles), 4 (lanes), 0 for float32 activations.
+// Bytes of activations that products with such weights take at once: 64 (tiles), 4 (lanes), 0 (float32 activations).
 int mc_activation_unit(int kind) { return unit_of(kind); }
 
-// `rows` is the published matrix [outputs][inputs]: float32, bfloat16 bits or int8 codes, as `layer->kind` says.
+// `rows` is the published matrix [outputs][inputs]: float32, bfloat16 bits or int8 codes, depending on `layer->kind`.
 int mc_pack(const PackedLinear* layer, const void* rows, void* panels, int threads) {
     with_kind(layer->kind, [&](auto kind) {
         using T = Held<kind>;
@@ -75,7 +75,8 @@ int mc_pack(const PackedLinear* layer, const void* rows, void* panels, int threa
     return OK;
 }
 
-// `codes` [outputs][inputs] are bytes: places in the levels, or int8; scales and offsets (null: none) are [outputs][inputs / group].
+// `codes` [outputs][inputs] are bytes: indices of levels, or int8; scales and offsets (null: none) are [outputs][inputs
+// / group].
 int mc_pack_groups(const PackedLinear* layer, const uint8_t* codes, const float* scales, const float* offsets, char* panels,
                    int threads) {
     pack_groups(*layer, codes, scales, offsets, panels, threads);
@@ -104,8 +105,8 @@ int mc_experts(const Experts* experts, const float* hidden, const int64_t* chose
     return OK;
 }
 
-// tokens[i]: the next token after row i of `logits`, or after instead[i] (either may be null), which are [vocab]; -1 when
-// they are not finite. positions[i]: where it will stand. No draws: the most likely tokens.
+// tokens[i]: the next token after row i of `logits`, or after instead[i] (either may be null), which are [vocab]; -1 if
+// they are not finite. positions[i]: that token's position. Null draws: the most likely tokens.
 int mc_sample(const float* logits, int64_t stride, const float* const* instead, int64_t count, int64_t vocab,
               const Draw* draws, const int64_t* positions, int64_t* tokens, int threads) {
     const auto row = [=](int64_t i) { return instead && instead[i] ? instead[i] : logits + i * stride; };
@@ -113,8 +114,8 @@ int mc_sample(const float* logits, int64_t stride, const float* const* instead, 
     return OK;
 }
 
-// Log-probabilities after the rows rows[i] of `logits`: of tokens[i] (NaN when the row is not finite), and of the counts[i] most
-// likely tokens, in top_ids and top_logprobs [count][most].
+// Log-probabilities after the rows rows[i] of `logits`: of tokens[i] (NaN if the row is not finite), and of the
+// counts[i] most likely tokens, in top_ids and top_logprobs [count][most].
 int mc_score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
              const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
     score(logits, stride, count, vocab, rows, tokens, counts, most, logprobs, top_ids, top_logprobs, threads);

@@ -1,9 +1,9 @@
 """The functions of ``reference`` on a GPU: Triton kernels for what moves memory and for experts, cuBLAS (through torch)
 for other products.
 
-``GpuKernels`` has the signatures of every other implementation and can be called as simply. A caller that runs many
-layers of one step plans its attention once (``plan``) and hands the plan in. Without a GPU the same code runs in
-Triton's interpreter when ``TRITON_INTERPRET=1`` was set before this module was imported: slow, and how it is tested.
+``GpuKernels`` has the signatures of every other implementation. A caller that runs many layers of one step plans its
+attention once (``plan``) and passes the plan in. Without a GPU the same code runs in Triton's interpreter if
+``TRITON_INTERPRET=1`` was set before this module was imported: slow, and used for tests.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.triton_launch import INTERPRETED
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
-COPY_WORDS = 4096  # of 8 bytes, that each has on their way: a thread loads eight times 16 bytes before it stores
-TURNED_PAIRS = 2048  # elements of query heads that a program rotates: 32 registers a thread
+COPY_WORDS = 4096  # 8-byte words in flight per program: a thread loads eight times 16 bytes before it stores
+TURNED_PAIRS = 2048  # elements of query heads that a program rotates: 32 registers per thread
 _INTERPRETED_PROCESSORS = 4
 
 
@@ -129,7 +129,7 @@ class GpuKernels:
     # The cache
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
-        """Without rotation, and so without a fused kernel: models that write this way are not on a hot path."""
+        """Without rotation, and so without a fused kernel: models that write this way are not performance-critical."""
         reference.write_kv(key, value, cache_layer, slots)
 
     def rope_write_kv(
@@ -147,7 +147,7 @@ class GpuKernels:
     ) -> torch.Tensor:
         """As ``reference.rope_write_kv``. With ``scales`` ``[N, K|V, Hkv, block_tokens]`` the cache has int8 or float8.
 
-        A negative slot is skipped: a token that only fills a captured graph.
+        A negative slot is skipped: a token that only pads a captured graph.
         """
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
@@ -215,7 +215,7 @@ class GpuKernels:
         """
         heads = pack(num_heads, num_kv_heads, wide, latent)
         longest = int(np.diff(query_starts).max(initial=1))
-        # float32 tiles of more rows than the least do not fit into registers
+        # float32 tiles with more than the fewest rows do not fit into registers
         most = DECODE_ROWS if wide else LATENT_ROWS if latent else most_rows(head_dim, scaled)
         few = DECODE_ROWS if latent else SHARED_ROWS
         rows = most if longest * heads.group_pad > few else DECODE_ROWS
@@ -227,7 +227,7 @@ class GpuKernels:
             for rows in shared_rows
         ]
         if heads.tile_tokens(shared_rows[-1]) == 1:
-            block_tables = None  # one token's heads fill a tile: there is no one to share what it reads
+            block_tables = None  # one token's heads fill a tile: nobody can share its reads
         plan = plan_attention(
             query_starts,
             context_lens,
@@ -263,7 +263,7 @@ class GpuKernels:
         window: int,
         scaled: bool,
     ) -> DevicePlan:
-        """For lengths that lie on the device: it waits for them."""
+        """For lengths on the device: it waits for them."""
         return self.plan(
             query_starts.cpu().numpy(),
             context_lens.cpu().numpy(),
@@ -291,7 +291,7 @@ class GpuKernels:
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``reference.paged_attention``. Without a ``plan`` it makes one, for which it waits for the lengths."""
+        """As ``reference.paged_attention``. Without a ``plan`` it makes one, and waits for the lengths."""
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
         if not len(query):
@@ -306,7 +306,7 @@ class GpuKernels:
 
 
 class Int8Linear:
-    """W8A8 on a GPU: int8 weights with a scale an output, activations coded a token at a time; sums are int32.
+    """W8A8 on a GPU: int8 weights with a scale per output, activations quantised per token; sums are int32.
 
     The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
     """
@@ -322,7 +322,7 @@ class Int8Linear:
         return (codes * self.scales[indices][:, None]).to(self._dtype)
 
     def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Activations as they are coded, ``[T, in]``."""
+        """Activations in the form in which they are quantised, ``[T, in]``."""
         return hidden if self._block == 1 else (hidden.reshape(len(hidden), -1, self._block) @ self._mixing).flatten(1)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -380,7 +380,7 @@ def copy_pages(
     programs: int = COPY_PROGRAMS,
     words: int = COPY_WORDS,
 ) -> None:
-    """``target[target_pages[i]] = source[source_pages[i]]`` by a few programs, in the current stream.
+    """``target[target_pages[i]] = source[source_pages[i]]`` with a few programs, in the current stream.
 
     ``source`` and ``target`` are ``[pages, ...]`` whose pages are runs of whole 8-byte words; each lies on the GPU or
     in pinned host memory (also memory registered with ``cudaHostRegister``). The page lists are int64 on the GPU.
@@ -416,7 +416,7 @@ def _as_words(pages: torch.Tensor) -> torch.Tensor:
 
 
 def codes_and_scales(cache_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes ``[N, K|V, Hkv, block_tokens, D]`` and float32 scales of an int8 cache whose rows carry their own scale."""
+    """Codes ``[N, K|V, Hkv, block_tokens, D]`` and float32 scales of an int8 cache whose rows contain their scale."""
     head_dim = cache_layer.shape[-1] - reference.SCALE_BYTES
     return cache_layer[..., :head_dim], cache_layer[..., head_dim:].view(torch.float32)[..., 0]
 
@@ -427,5 +427,5 @@ def _max_code(dtype: torch.dtype) -> float:
 
 @functools.cache
 def _warps(width: int) -> int:
-    """Warps for a program that holds a row: some 16 elements a thread."""
+    """Warps for a program that holds a row: about 16 elements per thread."""
     return int(min(max(triton.next_power_of_2(width) // 512, 1), 16))

@@ -1,4 +1,4 @@
-"""Attention on a GPU as the host starts it: a plan in device memory, and the launches of its pieces and their merge."""
+"""Host side of attention on a GPU: a plan in device memory, and the launches of its pieces and their merge."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mooncake.kernels.attention_plan import PIECE_FIELDS, AttentionPlan
 from mooncake.kernels.triton_coded_attention import attend_codes
 from mooncake.kernels.triton_launch import INTERPRETED
 
-DECODE_ROWS = 16  # rows of a tile: the least that a matrix unit takes
-SHARED_ROWS = 64  # where a few sequences share a prefix
+DECODE_ROWS = 16  # rows of a tile: the smallest a matrix unit takes
+SHARED_ROWS = 64  # if a few sequences share a prefix
 PREFILL_ROWS = 128
-MERGES_PER_PROCESSOR = 32  # as many as it holds: a merge is of one warp, and waits for memory most of its time
-MERGED_PARTS = 8  # of a token that a merge loads at a time
-ALIGNED = 4  # int32 words: pointers that are no multiples of 16 bytes would be compiled for once more
+MERGES_PER_PROCESSOR = 32  # as many as fit: a merge uses one warp, which mostly waits for memory
+MERGED_PARTS = 8  # parts of a token that a merge loads at a time
+ALIGNED = 4  # int32 words: Triton compiles again for pointers that are not multiples of 16 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How one attention kernel is compiled and started. ``keys`` a loop trip, ``per_processor`` programs on each."""
+    """How one attention kernel is compiled and started: ``keys`` per loop iteration, ``per_processor`` programs on
+    each."""
 
     tile_rows: int
     keys: int
@@ -36,13 +37,13 @@ class Launch:
 
 
 def attention_launch(tile_rows: int, head_dim: int, block_tokens: int, wide: bool, scaled: bool) -> Launch:
-    """The launch for tiles of so many rows; ``wide`` multiplies in float32, for exactness rather than speed; ``scaled``
-    pages hold codes and scales.
+    """The launch for tiles of this many rows. ``wide`` multiplies in float32, for exactness rather than speed;
+    ``scaled`` pages hold codes and scales.
 
-    The pipeline is deep because a page's address is itself loaded: of five stages two hold keys and values on their
-    way. Few rows stream, and two programs share a multiprocessor; many rows compute, and need its registers alone;
-    where a trip has pages of 64 or more, two of its widths in one need a quarter fewer instructions a key. Heads beyond
-    128 leave room for half of everything.
+    The pipeline is deep because a page's address must itself be loaded: of five stages two hold keys and values in
+    flight. Tiles of few rows are bound by memory, and two programs share a multiprocessor; tiles of many rows are bound
+    by computation and need all its registers. With pages of 64, or multiples of 128, joining two iterations into one
+    needs a quarter fewer instructions per key. Heads beyond 128 leave room for half of everything.
     """
     if wide:
         return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
@@ -50,25 +51,26 @@ def attention_launch(tile_rows: int, head_dim: int, block_tokens: int, wide: boo
         return Launch(tile_rows, keys=128, num_warps=8, num_stages=4, per_processor=1)
     if tile_rows >= most_rows(head_dim, scaled):
         return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
-    stages = 5 if tile_rows < SHARED_ROWS else 4  # of which two programs fit
+    stages = 5 if tile_rows < SHARED_ROWS else 4  # with 4, two programs fit
     return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=stages, per_processor=2)
 
 
 def most_rows(head_dim: int, scaled: bool) -> int:
-    """Of a tile, where there are queries enough. More would not stay in registers."""
+    """Rows of a tile if there are enough queries. More would not fit into registers."""
     if head_dim <= 128:
         return PREFILL_ROWS
     return SHARED_ROWS // 2 if scaled else SHARED_ROWS
 
 
 def reads_pairs(tile_rows: int, head_dim: int, pages: torch.dtype) -> bool:
-    """Whether coded pages are read two codes at a time: where few rows stream, and half a head fills a matrix unit."""
+    """Whether quantised pages are read two codes at a time: for tiles of few rows, if half a head fills a matrix
+    unit."""
     return pages is torch.int8 and tile_rows == DECODE_ROWS and head_dim >= 2 * DECODE_ROWS and head_dim % 2 == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How query heads become rows of tiles: ``parts`` programs have ``group`` of them each, in ``group_pad`` rows a
+    """How query heads become rows of tiles: ``parts`` programs have ``group`` heads each, in ``group_pad`` rows per
     token."""
 
     parts: int
@@ -83,7 +85,7 @@ class Packing:
 
 
 def pack_heads(num_heads: int, num_kv_heads: int) -> Packing:
-    """Those of one key and value head together."""
+    """The query heads of one KV head together."""
     return Packing(num_kv_heads, num_heads // num_kv_heads)
 
 
@@ -96,9 +98,9 @@ class DevicePass:
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """An ``AttentionPlan`` in device memory, with room for its partial results. Reused by every layer of a step."""
+    """An ``AttentionPlan`` in device memory, with buffers for partial results. Reused by every layer of a step."""
 
-    numbers: torch.Tensor  # int32: all that follow but the partial results, so that one copy brings them
+    numbers: torch.Tensor  # int32: all fields below except the partial results, so that one copy transfers them
     passes: tuple[DevicePass, ...]
     merge_tokens: torch.Tensor
     merge_starts: torch.Tensor
@@ -118,8 +120,8 @@ class DevicePlan:
         head_dim: int,
         device: torch.device,
     ) -> DevicePlan:
-        """Buffers for plans of up to these sizes: what a captured graph reads from. ``passes`` are tokens of a tile,
-        and pieces."""
+        """Buffers for plans up to these sizes, for a captured graph to read from. ``passes`` are (tokens per tile,
+        pieces)."""
         sizes = [size for _, pieces in passes for size in (max(pieces, 1) * PIECE_FIELDS, 1)]
         sizes += [max(num_merged, 1), num_merged + 1, max(num_merged_rows, 1), 1]
         starts = list(accumulate((-(-size // ALIGNED) * ALIGNED for size in sizes), initial=0))
@@ -155,9 +157,9 @@ class DevicePlan:
         return int((pieces[:, 5] - pieces[:, 4]).sum())
 
     def load(self, plan: AttentionPlan) -> None:
-        """Put ``plan`` into these buffers, in the order of the current stream; the host does not wait.
+        """Copy ``plan`` into these buffers, in the order of the current stream; the host does not wait.
 
-        It would, for more than 64 KB that are not pinned. Torch gives pinned memory out again once copies are done.
+        It would wait for more than 64 KB of unpinned memory. Torch reuses pinned memory only once its copies are done.
         """
         assert self.fits(plan)
         host = torch.empty(self.numbers.shape, dtype=torch.int32, pin_memory=self.numbers.is_cuda)
@@ -223,7 +225,7 @@ def run_plan(
 
 
 def merge_parts(plan: DevicePlan, num_processors: int, output: torch.Tensor, sinks: torch.Tensor | None = None) -> None:
-    """Of the tokens that were cut into several pieces, into ``output`` ``[T, Hq, D]``."""
+    """Merge tokens that were cut into several pieces, into ``output`` ``[T, Hq, D]``."""
     tokens, num_heads, head_dim = output.shape
     merges = min(num_processors * MERGES_PER_PROCESSOR, tokens * num_heads)
     kernels.merge[(merges,)](
@@ -245,13 +247,13 @@ def merge_parts(plan: DevicePlan, num_processors: int, output: torch.Tensor, sin
 
 
 def merge_warps(head_dim: int) -> int:
-    """One, whose registers hold the parts that it loads at a time, up to heads of 256."""
+    """One warp up to heads of 256: its registers hold the parts that it loads at a time."""
     return 1 if head_dim <= 256 else 4
 
 
 def _pairs(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...], dict[str, int]]:
-    """A coded layer as numbers of 16 bits that hold two codes, its strides from block to block and head to head and
-    those of its scales, and the strides inside a block, which are compiled in."""
+    """A quantised layer as 16-bit numbers of two codes each; its strides between blocks and between heads, and those of
+    its scales; and the strides inside a block, which are compiled in."""
     pairs = codes.view(torch.int16)
     inside = {"KV_STRIDE": pairs.stride(1), "ROW_STRIDE": pairs.stride(3)}
     inside |= {"SCALE_KV_STRIDE": scales.stride(1), "SCALE_ROW_STRIDE": scales.stride(3)}

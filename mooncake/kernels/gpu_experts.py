@@ -1,4 +1,4 @@
-"""How the launches of ``triton_experts`` follow each other, and what each of them gets."""
+"""Host side of ``triton_experts``: the sequence of launches, and their parameters."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mooncake.kernels import triton_experts as kernels
 from mooncake.kernels.reference import Bounds
 from mooncake.kernels.triton_launch import INTERPRETED
 
-FEW_ROWS = 16  # the least of tensor cores
-MANY_ROWS, MANY_PAIRS = 64, 8  # of Hopper's warpgroups; more pairs an expert often fill several tiles of few rows
-MOST_ROWS, MOST_PAIRS = 128, 192  # for fewer pairs, too much of such tiles would be empty
+FEW_ROWS = 16  # the smallest tensor core tile
+MANY_ROWS, MANY_PAIRS = 64, 8  # for warpgroups; with more pairs per expert, small tiles would fill repeatedly
+MOST_ROWS, MOST_PAIRS = 128, 192  # with fewer pairs, too much of such tiles would be empty
 SORTED_AT_ONCE = 2048
 ADDED_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of a product: rows of one expert, columns, and how much of their inputs a trip takes."""
+    """The tile of a product: rows of one expert, columns, and inputs per iteration."""
 
     rows: int
     columns: int
@@ -31,11 +31,11 @@ class Tiles:
 
 
 def tiles_of(pairs: int, num_experts: int, wide: bool, is_gated: bool) -> Tiles:
-    """For so many pairs. ``wide``: float32, which has no tensor cores; ``is_gated``: of two products at once.
+    """Tiles for this many pairs. ``wide``: float32, which has no tensor cores; ``is_gated``: for two products at once.
 
-    With few rows an expert its weights are all that matters: each program has 64 KB of gates and ups on their way, and
-    narrow columns give a step of one token more programs than there are multiprocessors. With many, the L2 is: a tile
-    of 128 rows and as many columns multiplies 64 times for each byte that it gets from there.
+    With few rows per expert only reading its weights matters: each program has 64 KB of gates and ups in flight, and
+    narrow columns give a step of one token more programs than there are multiprocessors. With many rows L2 matters: a
+    tile of 128 rows and as many columns multiplies 64 times for each byte it gets from there.
     """
     if wide:
         return Tiles(FEW_ROWS, 32, 64, num_warps=4, num_stages=2, per_processor=2)
@@ -49,7 +49,7 @@ def tiles_of(pairs: int, num_experts: int, wide: bool, is_gated: bool) -> Tiles:
 
 
 class GroupedExperts:
-    """``reference.Experts`` on a GPU; weights are ``[E, 2 * I, hidden]`` and ``[E, hidden, I]``, contiguous there."""
+    """``reference.Experts`` on a GPU; weights are ``[E, 2 * I, hidden]`` and ``[E, hidden, I]``, contiguous on it."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GroupedExperts:
         return output
 
     def _sorted(self, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs by expert, and where those of each end; both int32."""
+        """Pairs sorted by expert, and where those of each expert end; both int32."""
         pairs, count = chosen.numel(), len(self._down)
         order = torch.empty(pairs, dtype=torch.int32, device=chosen.device)
         ends = torch.empty(count, dtype=torch.int32, device=chosen.device)
@@ -145,5 +145,5 @@ class GroupedExperts:
 
 
 def _grid(tiles: Tiles, pairs: int, num_experts: int, columns: int) -> tuple[int, int]:
-    """As many tiles as there can be; programs next to each other have the same rows."""
+    """As many tiles as there can be; neighbouring programs have the same rows."""
     return triton.cdiv(columns, tiles.columns), min(pairs, pairs // tiles.rows + num_experts)

@@ -1,6 +1,6 @@
-"""Latent attention on a GPU as the host starts it: how heads share tiles, and the launches of a plan's pieces.
+"""Host side of latent attention on a GPU: how heads share tiles, and the launches of a plan's pieces.
 
-A plan is ``gpu_attention``'s, whose parts of the heads stand where others have heads of keys and values.
+Plans are those of ``gpu_attention``, with parts of the heads in place of KV heads.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from mooncake.kernels.triton_latent_attention import attend_latent
 from mooncake.kernels.triton_launch import INTERPRETED
 
 LATENT_ROWS = 32
-"""Of a tile, where there are queries enough. Sums of 576 numbers a row fill the registers of eight warps: of 64 rows
-they spill, and Hopper's warpgroups, which multiply no fewer, would make the scores of each twice."""
+"""Rows of a tile if there are enough queries. Sums of 576 numbers per row fill the registers of eight warps: 64 rows
+would spill, and Hopper's warpgroups, which multiply at least 64, would compute all scores twice."""
 
-MOST_LATENT_DIM = 576  # of a row: 512 and 64, as every published model has them
+MOST_LATENT_DIM = 576  # of a row: 512 and 64, as in every published model
 
 
 def latent_launch(tile_rows: int, wide: bool, scaled: bool) -> Launch:
     """As ``attention_launch``; both architectures hold them without spilling (``tests/kernels/compile_for_gpu.py``).
 
-    A page's address takes a trip, so of seven stages three hold rows. Few query rows stream, in two programs of
-    small trips a multiprocessor; of codes twice as many threads hold what becomes of them.
+    Loading a page's address takes an iteration, so three of seven stages hold rows. Tiles of few query rows are bound
+    by memory: two programs per multiprocessor, with small iterations. Over quantised pages, twice as many threads hold
+    the dequantised rows.
     """
     if wide:
         return Launch(tile_rows, keys=16, num_warps=8, num_stages=2, per_processor=1)
@@ -36,13 +37,13 @@ def latent_launch(tile_rows: int, wide: bool, scaled: bool) -> Launch:
 
 
 def pack_latent(num_heads: int, wide: bool) -> Packing:
-    """All heads read the same rows: as few parts as tiles of the most rows need, of equally many heads."""
+    """All heads read the same rows: use as few parts as the largest tiles allow, with equally many heads each."""
     parts = -(-num_heads // (DECODE_ROWS if wide else LATENT_ROWS))
     return Packing(parts, -(-num_heads // parts))
 
 
 def column_parts(head_dim: int) -> tuple[int, int]:
-    """The powers of two in which a row's columns are held: 512 and 64 of 576."""
+    """The powers of two that hold a row's columns: 512 and 64 for 576."""
     main = max(1 << (head_dim.bit_length() - 1), 16)
     return main, max(triton.next_power_of_2(head_dim - main), 16)
 

@@ -1,7 +1,7 @@
-"""Matrices that came as codes of 4 or 8 bits in groups: what GGUF, GPTQ, AWQ and compressed-tensors publish.
+"""Matrices stored as 4- or 8-bit codes in groups, as GGUF, GPTQ, AWQ and compressed-tensors publish them.
 
-CPU kernels keep the codes in memory and make weights of them as they multiply (``cpp/grouped.h``); the results are
-those of the weights, to the bit.
+CPU kernels keep the codes in memory and dequantise them as they multiply (``cpp/grouped.h``). Results equal those of
+the dequantised weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GroupedCodes:
-    """A matrix ``[out, in]`` that came as codes with a scale for each group of adjacent inputs of an output.
+    """A matrix ``[out, in]`` stored as codes, with a scale for each group of adjacent inputs of an output.
 
-    A weight is ``level * scale + offset`` in float32, rounded to ``dtype``: what the published weight is, to the bit.
+    A weight is ``level * scale + offset`` in float32, rounded to ``dtype``: exactly the published weight.
     """
 
-    codes: torch.Tensor  # [out, in]: uint8 places in ``levels``, or int8 levels
+    codes: torch.Tensor  # [out, in]: uint8 indices of ``levels``, or int8 levels
     scales: torch.Tensor  # float32 [out, in / group], of at most 16 significant bits
     offsets: torch.Tensor | None  # float32 [out, in / group]
     levels: torch.Tensor | None  # float32 [16]
@@ -34,7 +34,7 @@ class GroupedCodes:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def weights(self) -> torch.Tensor:
-        """``[out, in]`` of ``dtype``."""
+        """The dequantised matrix, ``[out, in]`` of ``dtype``."""
         levels = self.codes.float() if self.levels is None else self.levels[self.codes.int()]
         groups = levels.view(len(levels), -1, self.group) * self.scales.unsqueeze(-1)
         if self.offsets is not None:
@@ -43,17 +43,17 @@ class GroupedCodes:
         return weights
 
     def of_rows(self, order: torch.Tensor) -> GroupedCodes:
-        """Outputs in another order."""
+        """The same matrix with its outputs in another order."""
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
     def scaled(self, rows: torch.Tensor) -> GroupedCodes:
-        """Each output times its number of ``rows`` ``[out]``, powers of two."""
+        """Each output multiplied by its factor in ``rows`` ``[out]``; the factors are powers of two."""
         offsets = None if self.offsets is None else self.offsets * rows[:, None]
         return replace(self, scales=self.scales * rows[:, None], offsets=offsets)
 
     def joins(self, other: GroupedCodes) -> bool:
-        """Whether rows of both can be one matrix."""
+        """Whether rows of both can be stacked into one matrix."""
         same_levels = (
             self.levels is other.levels
             if self.levels is None or other.levels is None
@@ -64,7 +64,7 @@ class GroupedCodes:
 
     @staticmethod
     def stacked(parts: Sequence[GroupedCodes]) -> GroupedCodes:
-        """Of parts that join."""
+        """One matrix of the rows of all ``parts``; every pair must join."""
         offsets = [part.offsets for part in parts if part.offsets is not None]
         return GroupedCodes(
             torch.cat([part.codes for part in parts]),

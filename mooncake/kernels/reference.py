@@ -7,12 +7,11 @@ Letters for shapes, here and in every kernel file:
     D  head size                   G    Hq / Hkv             P  positions of the RoPE tables
 
 ``cache_layer`` is one layer of the paged cache, ``[N, 2, Hkv, block_tokens, D]``, usually a strided view. ``slots[t]``
-is ``block_id * block_tokens + offset``. A cache of int8 codes has rows of D codes and the 4 bytes of their float32
-scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so that whoever shares or
-moves a block has the same bits. A cache of keys alone, ``[N, 1, Hkv, block_tokens, D]``, has them as values, too: of
-multi-head latent attention, where what is kept of a token is one vector. Tokens of sequence b are
-``query_starts[b] ≤ t < query_starts[b + 1]``: the last of its ``context_lens[b]`` tokens. Sums are float32 whatever the
-inputs are. Nothing here knows about models.
+is ``block_id * block_tokens + offset``. An int8 cache has rows of D codes followed by the 4 bytes of their float32
+scale, ``[N, 2, Hkv, block_tokens, D + 4]``: a row is quantised once, when it is written, so sharing or moving a block
+keeps its bits. In a cache of keys only, ``[N, 1, Hkv, block_tokens, D]``, the keys are also the values: multi-head
+latent attention keeps one vector per token. Tokens of sequence b are ``query_starts[b] ≤ t < query_starts[b + 1]``: the
+last of its ``context_lens[b]`` tokens. Sums are float32 for all input types. Nothing here knows about models.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ import torch
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.precision import Coding as Coding
 
-SCALE_BYTES = 4  # a float32 behind the codes of each row of an int8 cache
+SCALE_BYTES = 4  # a float32 after the codes of each int8 cache row
 MAX_CODE = 127
 
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """A matrix ``[out, in]`` that came as int8 codes with a scale an output: products take them as they are."""
+    """A matrix ``[out, in]`` stored as int8 codes with a scale per output, which products use directly."""
 
     values: torch.Tensor  # int8 [out, in]
     scales: torch.Tensor  # float32 [out]
-    coding: Coding  # "int8", or "w8a8": activations are coded too
-    dtype: torch.dtype  # of the model around it
+    coding: Coding  # "int8", or "w8a8": activations are quantised too
+    dtype: torch.dtype  # the model's
 
     @property
     def shape(self) -> torch.Size:
         return self.values.shape
 
     def scaled(self, rows: torch.Tensor) -> Codes:
-        """Each output times its number of ``rows`` ``[out]``."""
+        """Each output multiplied by its factor in ``rows`` ``[out]``."""
         return replace(self, scales=self.scales * rows)
 
     def to(self, device: torch.device) -> Codes:
@@ -77,7 +76,7 @@ class Linear:
 
 
 class CodedLinear(Linear):
-    """int8 weights with a scale an output, activations as they are."""
+    """int8 weights with a scale per output; activations are not quantised."""
 
     def __init__(self, weight: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> None:
         self.codes, self.scales, _ = coded(weight, "int8")
@@ -85,10 +84,10 @@ class CodedLinear(Linear):
 
 
 class W8A8Linear(Linear):
-    """Activations are coded too, a token at a time; sums of products of codes are exact.
+    """Activations are quantised too, per token; sums of products of codes are exact.
 
-    Both sides go through the same Hadamard transform first, which leaves the product as it is and spreads the few large
-    channels that would take all of a row's codes (QuaRot, Ashkboos et al. 2024). ``Codes`` were made without it.
+    Both sides first go through the same Hadamard transform, which leaves the product unchanged and spreads the few
+    large channels that would use up a row's codes (QuaRot, Ashkboos et al. 2024). ``Codes`` were made without it.
     """
 
     def __init__(self, weight: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> None:
@@ -114,7 +113,7 @@ def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def coded(weight: torch.Tensor | Codes, coding: Coding) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """int8 codes ``[out, in]``, float32 scales ``[out]``, and how many inputs are mixed with each other first."""
+    """int8 codes ``[out, in]``, float32 scales ``[out]``, and how many inputs were mixed with each other first."""
     if isinstance(weight, Codes):
         return weight.values, weight.scales, 1
     block = hadamard_size(weight.shape[1]) if coding == "w8a8" else 1
@@ -122,15 +121,16 @@ def coded(weight: torch.Tensor | Codes, coding: Coding) -> tuple[torch.Tensor, t
 
 
 def hadamard_size(length: int) -> int:
-    """How many elements of rows of this length are mixed with each other: 64, 32, 16, or 1 where none divides."""
+    """How many elements of rows of this length are mixed with each other: 64, 32, 16, or 1 if none of these divides
+    it."""
     size = math.gcd(length, 64)
     return size if size >= 16 else 1
 
 
 def hadamard(rows: torch.Tensor) -> torch.Tensor:
-    """Float32: each block of ``hadamard_size(n)`` elements of rows ``[..., n]`` times Sylvester's matrix of ±1.
+    """Float32: multiplies each block of ``hadamard_size(n)`` elements of rows ``[..., n]`` by Sylvester's matrix of ±1.
 
-    Applied twice it is a multiplication by that size.
+    Applied twice, it multiplies by that size.
     """
     size = hadamard_size(rows.shape[-1])
     mixed = rows.float().reshape(-1, size).T.clone(memory_format=torch.contiguous_format)  # long runs to add
@@ -145,8 +145,8 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
 
 
 def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
-    """A linear layer over these weights, in whatever form is fast; ``weight`` need not be kept. ``Codes`` have a coding
-    of their own; ``GroupedCodes`` become the weights that they stand for."""
+    """A linear layer over these weights, in the fastest form; ``weight`` need not be kept. ``Codes`` have their own
+    coding; ``GroupedCodes`` are dequantised."""
     if isinstance(weight, GroupedCodes):
         weight = weight.weights()
     coding = weight.coding if isinstance(weight, Codes) else coding
@@ -158,8 +158,8 @@ def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = ""
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of a SwiGLU of gpt-oss's kind (OpenAI 2025): ``g · sigmoid(alpha · g) · (u + 1)``, g at most and u within
-    ``limit``."""
+    """Limits of gpt-oss's SwiGLU (OpenAI 2025): ``g · sigmoid(alpha · g) · (u + 1)``, with g at most ``limit`` and u
+    within ±``limit``."""
 
     alpha: float
     limit: float
@@ -167,7 +167,7 @@ class Bounds:
 
 class Experts:
     """A layer's gated MLPs, ``gate_up`` ``[E, 2 * I, hidden]`` with gates above ups and ``down`` ``[E, hidden, I]``, as
-    tensors or as lists of matrices. Experts are numbered from ``first`` on; others live on other ranks."""
+    tensors or as lists of matrices. Experts are numbered from ``first`` on; other ranks hold the others."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ class Experts:
 
 
 def biases_of(biases: torch.Tensor | None, weights: Matrices) -> Iterable[torch.Tensor | None]:
-    """One for each of the experts that have these ``weights``."""
+    """One for each of the experts with these ``weights``."""
     return [None] * len(weights) if biases is None else biases
 
 
@@ -246,7 +246,7 @@ def head_dim_of(cache_layer: torch.Tensor) -> int:
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor | None, cache_layer: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put ``key`` and ``value``, ``[T, Hkv, D]``, where ``slots`` says; no values into a cache of keys alone."""
+    """Write ``key`` and ``value``, ``[T, Hkv, D]``, to ``slots``; a cache of keys only gets no values."""
     block_tokens = cache_layer.shape[3]
     blocks, offsets = slots // block_tokens, slots % block_tokens
     cache_layer[blocks, 0, :, offsets] = as_page_rows(key, cache_layer.dtype)
@@ -255,7 +255,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor | None, cache_layer: torch.T
 
 
 def as_page_rows(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of keys or values ``[..., D]`` as a cache of this type holds them."""
+    """Rows of keys or values ``[..., D]`` in the form of a cache of this type."""
     if dtype is not torch.int8:
         return rows.to(dtype)
     codes, scales = quantise_rows(rows)
@@ -281,11 +281,10 @@ def rope_write_kv(
     key_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """What lies between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
+    """Everything between the fused projection and attention: norms of query and key heads if given, RoPE, cache write.
 
-    ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads, which are left out over
-    a cache of keys alone; it may be overwritten. Over a cache of no heads (Hkv = 0) queries are turned and nothing is
-    written.
+    ``qkv`` is ``[T, (Hq + 2 * Hkv) * D]``: all query heads, then key heads, then value heads (omitted with a cache of
+    keys only); it may be overwritten. With a cache of no heads (Hkv = 0) queries are rotated and nothing is written.
     Returns the queries, ``[T, Hq, D]``, possibly a view of ``qkv``.
     """
     num_kinds, num_kv_heads, head_dim = *cache_layer.shape[1:3], head_dim_of(cache_layer)
@@ -313,11 +312,11 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
-    Query head h reads key and value head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it;
-    blocks before the windows of all queries of a sequence are not read, whatever its table has there.
-    With ``softcap`` c > 0 a score s counts as ``c * tanh(s / c)`` (Gemma 2).
-    With ``sinks`` ``[Hq]`` each query also has its head's own as a score, of a value of zeros: it takes a share of the
-    attention and adds nothing (gpt-oss, after StreamingLLM, Xiao et al. 2023).
+    Query head h reads KV head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it; blocks
+    before the windows of all of a sequence's queries are not read, whatever its table contains there. With ``softcap``
+    c > 0 a score s becomes ``c * tanh(s / c)`` (Gemma 2). With ``sinks`` ``[Hq]`` each query has one more score, its
+    head's, for a value of zeros: it takes a share of the attention and adds nothing (gpt-oss, after StreamingLLM, Xiao
+    et al. 2023).
     """
     output, block_tokens = torch.empty_like(query), cache_layer.shape[3]
     starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -342,11 +341,11 @@ def partial_attention(
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over a part of each sequence's context; ``merge_attention`` puts parts together.
+    """Attention over part of each sequence's context; ``merge_attention`` combines parts.
 
     The t-th query of sequence b sees the first ``first_positions[b] + t + 1`` of its ``context_lens[b]`` tokens here,
-    at most all of them, which may be none. Returns the output ``[T, Hq, D]`` and its log-sum-exp ``[T, Hq]``,
-    float32; of a query that sees nothing zeros and -inf.
+    at most all of them; there may be none. Returns the output ``[T, Hq, D]`` and its log-sum-exp ``[T, Hq]``, float32;
+    zeros and -inf for a query that sees nothing.
     """
     output, log_sums = torch.zeros_like(query), query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
     starts, contexts, firsts = query_starts.tolist(), context_lens.tolist(), first_positions.tolist()
@@ -367,10 +366,10 @@ def partial_attention(
 def merge_attention(
     output: torch.Tensor, log_sums: torch.Tensor, other: torch.Tensor, other_log_sums: torch.Tensor
 ) -> None:
-    """Add to attention over one part of a context, in place, that of the same queries over another part (Milakov and
-    Gimelshein 2018): outputs ``[T, Hq, D]`` are weighted by their shares of the sum of exponentials."""
+    """Combine, in place, attention over one part of a context with that of the same queries over another part (Milakov
+    and Gimelshein 2018): outputs ``[T, Hq, D]`` are weighted by their shares of the sum of exponentials."""
     weight = torch.sigmoid(other_log_sums - log_sums)
-    weight.nan_to_num_(0.0)  # of two queries that see nothing
+    weight.nan_to_num_(0.0)  # if both saw nothing
     output.lerp_(other, weight.unsqueeze(-1))
     torch.logaddexp(log_sums, other_log_sums, out=log_sums)
 
@@ -378,8 +377,8 @@ def merge_attention(
 def _scores(
     query: torch.Tensor, cache_layer: torch.Tensor, table: torch.Tensor, context: int, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of one sequence's queries ``[t, Hq, D]`` with its first ``context`` tokens, ``[Hkv, G, t, context]``, whatever
-    they may see; and those tokens' values, ``[Hkv, context, D]``."""
+    """Scores of one sequence's queries ``[t, Hq, D]`` with its first ``context`` tokens, ``[Hkv, G, t, context]``,
+    unmasked; and those tokens' values, ``[Hkv, context, D]``."""
     num_kv_heads = cache_layer.shape[2]
     num_blocks = -(-context // cache_layer.shape[3])
     pages = from_page_rows(cache_layer[table[:num_blocks].long()])  # [n, K|V, Hkv, block_tokens, D]
@@ -391,7 +390,7 @@ def _scores(
 
 
 def _shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of ``[Hkv, G, t, context]``, of which a sink takes its part."""
+    """Softmax of ``[Hkv, G, t, context]``, of which a sink takes a share."""
     if sinks is None:
         return scores.softmax(-1)
     beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)

@@ -1,9 +1,9 @@
 """Paged attention on a GPU, in Triton: one kernel for prefill chunks, decode steps and shared prefixes, and its merge.
 
-The kernel walks the pieces of an ``AttentionPlan``. A tile's rows are its query tokens times the query heads of one key
-and value head (GQA packing), so that every key and value is read once a tile. Pages are read in place through the block
-table; they may be float32, bfloat16, float16, int8 or float8 with one scale per token and head. Sums are float32.
-The launch grid does not depend on the batch: a captured CUDA graph replays it with another plan in the same buffers.
+The kernel processes the pieces of an ``AttentionPlan``. A tile's rows are its query tokens times the query heads of one
+KV head (GQA packing), so every key and value is read once per tile. Pages are read in place through the block table;
+they may be float32, bfloat16, float16, or int8 or float8 with one scale per token and head. Sums are float32. The
+launch grid does not depend on the batch: a captured CUDA graph replays it with another plan in the same buffers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def product(left, right, sums, WIDE: tl.constexpr):
 
 @triton.jit
 def pages_of(table, start, end, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """int64 [KEYS]: the page of each key from ``start`` on; with ``MASKED`` 0 for those behind ``end``, perhaps."""
+    """int64 [KEYS]: the page of each key from ``start`` on; with ``MASKED``, possibly 0 for keys past ``end``."""
     keys = start + tl.arange(0, KEYS)
-    if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are a straight run
+    if BLOCK_TOKENS % KEYS == 0:  # all in one page: addresses are one contiguous run
         pages = tl.load(table + start // BLOCK_TOKENS).to(tl.int64) + tl.zeros([KEYS], dtype=tl.int64)
-    elif KEYS == 2 * BLOCK_TOKENS:  # two such runs, whose pages are loaded once and not for every key
+    elif KEYS == 2 * BLOCK_TOKENS:  # two such runs: load two page numbers instead of one per key
         one = start // BLOCK_TOKENS
         low = tl.load(table + one).to(tl.int64)
         if MASKED:
@@ -57,13 +57,13 @@ def pages_of(table, start, end, BLOCK_TOKENS: tl.constexpr, KEYS: tl.constexpr, 
 
 @triton.jit
 def capped(scores, softcap):
-    """tanh, as 1 - 2 / (e^2x + 1): exact enough at both ends, where e^2x is 0 or infinite."""
+    """tanh as 1 - 2 / (e^2x + 1): exact enough at both ends, where e^2x is 0 or infinite."""
     return softcap - 2.0 * softcap / (tl.exp2(scores * (2.0 * _LOG2_E / softcap)) + 1.0)
 
 
 @triton.jit
 def divisor(peak, total, row, sinks, heads, row_ok, SINKS: tl.constexpr):
-    """Of the rows of a piece: the sum of their weights. A sink counts once, in the merge if a tile has several."""
+    """The sum of weights of each row of a piece. A sink counts once: in the merge, if a tile has several pieces."""
     result = tl.where(total == 0.0, 1.0, total)
     if SINKS:
         sink = tl.load(sinks + heads, mask=row_ok, other=0.0).to(tl.float32) * _LOG2_E
@@ -76,7 +76,8 @@ def put(
     result, peak, total, first, row, row_token, heads, row_ok, row_mask, output, partial, partial_lse,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr,
 ):  # fmt: skip
-    """A piece's rows: into the output if it is alone with its tile, else to the partial results from ``row`` on."""
+    """Store a piece's rows: in the output if it is its tile's only piece, otherwise as partial results from ``row``
+    on."""
     dims = tl.arange(0, HEAD_PAD)
     if row < 0:
         at = (first + row_token).to(tl.int64)[:, None] * (NUM_HEADS * HEAD_DIM)
@@ -128,7 +129,7 @@ def _visit(
     pages = pages_of(table, start, end, BLOCK_TOKENS, KEYS, MASKED)
     in_page = keys % BLOCK_TOKENS
     at = pages[:, None] * block_stride + head_offset + in_page[:, None] * row_stride + dims[None, :]
-    if MASKED:  # what lies behind the last token was never written and may be anything
+    if MASKED:  # past the last token, memory was never written and may hold anything
         loaded = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
         key = tl.load(cache + at, mask=loaded, other=0.0)
         value = tl.load(cache + at + kv_stride, mask=loaded, other=0.0)
@@ -154,7 +155,7 @@ def _visit(
         if WINDOWED:
             visible = visible & (keys[None, :] > row_positions[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
-    # Plain scores are scaled where the peak is subtracted, in one instruction: the scale is positive.
+    # Without a cap, scores are scaled when the peak is subtracted, in one instruction; the scale is positive.
     new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
     weights = tl.exp2((scores if SCALED or CAPPED else scores * softmax_scale) - base[:, None])
@@ -170,13 +171,13 @@ def _visit(
 def attend(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]
-    scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED; may lie between the rows of the cache
+    scales,  # float32 [N, 2, Hkv, block_tokens], if SCALED; may be interleaved with the rows of the cache
     block_tables,  # int32 [B, M]
     pieces,  # int32 [>= num_pieces, PIECE_FIELDS]
     num_pieces,  # int32 [1]
     output,  # [T, Hq, D]
     partial,  # float32 [rows, Hq, D]
-    partial_lse,  # float32 [rows, Hq], in powers of two
+    partial_lse,  # float32 [rows, Hq], base 2
     sinks,  # [Hq], if SINKS
     query_stride,
     block_stride,
@@ -204,9 +205,9 @@ def attend(
     SCALED: tl.constexpr,
     SINKS: tl.constexpr,
     WIDE: tl.constexpr,
-    ROW_UNIT: tl.constexpr,  # divides row_stride, for the compiler to know how wide it may load
+    ROW_UNIT: tl.constexpr,  # divides row_stride; tells the compiler how wide it may load
 ):
-    """Every program takes pieces in turn, heads of one piece next to each other since they lie in the same blocks."""
+    """Programs take pieces in turn, with the heads of one piece adjacent because they read the same blocks."""
     softmax_scale = softmax_scale * _LOG2_E
     softcap = softcap * _LOG2_E
     row_stride = row_stride // ROW_UNIT * ROW_UNIT
@@ -232,7 +233,7 @@ def attend(
         accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
         total = tl.zeros([TILE_TOKENS * GROUP_PAD], dtype=tl.float32)
-        # Keys that every row sees need no mask: up to the first query's own position, in whole strides.
+        # Keys that every row sees need no mask: those up to the first query's own position, in whole iterations.
         whole = tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
         if WINDOWED:
             whole = 0
@@ -274,7 +275,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     SINKS: tl.constexpr,
-    PARTS: tl.constexpr,  # loaded at a time: one after the other would be waited for as often
+    PARTS: tl.constexpr,  # loaded at a time: loaded one by one, each would be waited for
 ):
     """``sum(2^lse_i · o_i) / sum(2^lse_i)`` over the parts of each token and head, in the plan's order."""
     dims = tl.arange(0, HEAD_PAD)

@@ -1,14 +1,14 @@
-"""Paged attention over int8 pages for few query rows, in Triton: what ``triton_attention.attend`` computes, for less.
+"""Paged attention over int8 pages for few query rows, in Triton: a cheaper ``triton_attention.attend``.
 
-A decode step over int8 pages has half the bytes to wait for and the same products to make, so what counts is the
-instructions that a byte takes. Codes are loaded two at a time, as a 16-bit number that holds an even and an odd
-dimension: such pairs come out of shared memory as matrix units want 16-bit operands, and become two float16 in five
-instructions for four codes (one by one, as bfloat16, they took thirteen). So queries and sums are kept apart by even
-and odd dimensions too.
+A decode step over int8 pages waits for half as many bytes but computes the same products, so the number of instructions
+per byte matters. Codes are loaded two at a time, as a 16-bit number with an even and an odd dimension. Such pairs come
+out of shared memory in the layout that matrix units want for 16-bit operands, and five instructions turn four codes
+into two float16 pairs (converting codes one by one to bfloat16 took thirteen). For the same reason queries and sums are
+split into even and odd dimensions.
 
-What is multiplied with codes is a key's weight times its value's scale, in float16, which knows no number below 6e-8.
-So the peak that is followed is not that of the scores ``s`` but of ``s + log2 scale``: the largest of those products is
-near 2^14 whatever the scales are, and the weights themselves stay float32.
+Codes are multiplied by a key's weight times its value's scale, in float16, which cannot represent numbers below 6e-8.
+So the running peak is not that of the scores ``s`` but of ``s + log2 scale``: the largest of those products is near
+2^14 for any scales, and the weights themselves stay float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_LEAST_LOG2 = tl.constexpr(-90.0)  # of values that are all zeros: sums of their keys' weights are float32 all the same
-_SPREAD = tl.constexpr(14.0)  # float16 has no small numbers but large ones: the heaviest key weighs 2^14
+_LEAST_LOG2 = tl.constexpr(-90.0)  # for values that are all zeros: the sums of their keys' weights stay within float32
+_SPREAD = tl.constexpr(14.0)  # float16 has more room above 1 than below: the heaviest key weighs 2^14
 
 _UNPACK = tl.constexpr("""{
 .reg .b32 odd, even, bias;
@@ -34,7 +34,7 @@ lop3.b32 odd, odd, 0x00ff00ff, bias, 0x6a;
 sub.rn.f16x2 $0, even, bias;
 sub.rn.f16x2 $1, odd, bias;
 }""")
-"""Of two pairs: a byte x, flipped at its sign, in the mantissa of the float16 1024 is 1152 + x."""
+"""Converts two pairs: byte x with its sign bit flipped, as the mantissa of the float16 number 1024, gives 1152 + x."""
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def _unpacked(pairs, WIDE: tl.constexpr):
 
 @triton.jit
 def _about_log2(scale):
-    """Within 0.1, for what float32 has bits: its exponent, and its mantissa behind the point."""
+    """log2 to within 0.1, from the bits of the float32: its exponent plus its mantissa as a fraction."""
     bits = scale.to(tl.int32, bitcast=True).to(tl.float32)
     return tl.maximum(bits * (1.0 / (1 << 23)) - 127.0, _LEAST_LOG2)
 
@@ -89,7 +89,7 @@ def _visit_codes(
     CAPPED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """As ``triton_attention._visit``, of queries that are scaled already."""
+    """As ``triton_attention._visit``, for queries already scaled."""
     keys = start + tl.arange(0, KEYS)
     halves = tl.arange(0, HALF_PAD)
     if BLOCK_TOKENS % KEYS == 0:
@@ -134,7 +134,7 @@ def _visit_codes(
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
     weights = tl.exp2(scores - base[:, None])
     fade = tl.exp2(peak - base)
-    total = total * fade[:, None] + weights  # added up behind the loop: it would be waited for in each trip
+    total = total * fade[:, None] + weights  # summed after the loop: here each iteration would wait for it
     value_even, value_odd = _unpacked(value, WIDE)
     weights = (weights * value_scale[None, :]).to(value_even.dtype)
     even = product(weights, value_even, even * fade[:, None], WIDE)
@@ -146,13 +146,13 @@ def _visit_codes(
 def attend_codes(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache as pairs of codes, int16 [N, 2, Hkv, block_tokens, D / 2]
-    scales,  # float32 [N, 2, Hkv, block_tokens]; may lie between the rows of the cache
+    scales,  # float32 [N, 2, Hkv, block_tokens]; may be interleaved with the rows of the cache
     block_tables,  # int32 [B, M]
     pieces,  # int32 [>= num_pieces, PIECE_FIELDS]
     num_pieces,  # int32 [1]
     output,  # [T, Hq, D]
     partial,  # float32 [rows, Hq, D]
-    partial_lse,  # float32 [rows, Hq], in powers of two
+    partial_lse,  # float32 [rows, Hq], base 2
     sinks,  # [Hq], if SINKS
     query_stride,
     block_stride,
@@ -180,7 +180,7 @@ def attend_codes(
     SCALE_KV_STRIDE: tl.constexpr,
     SCALE_ROW_STRIDE: tl.constexpr,
 ):
-    """Every program takes pieces in turn, as in ``triton_attention.attend``."""
+    """Programs take pieces in turn, as in ``triton_attention.attend``."""
     softcap = softcap * _LOG2_E
     rows = tl.arange(0, TILE_TOKENS * GROUP_PAD)
     row_token, row_head = rows // GROUP_PAD, rows % GROUP_PAD

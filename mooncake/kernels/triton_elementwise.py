@@ -1,4 +1,4 @@
-"""What lies between the matrix products and attention, in Triton: norms, SiLU-mul, RoPE and cache write, page copies.
+"""Everything between the matrix products and attention, in Triton: norms, SiLU-mul, RoPE and cache write, page copies.
 
 Each kernel makes one pass over its data; sums are float32. Shapes and meaning are those of ``reference``.
 """
@@ -24,7 +24,7 @@ def add_rms_norm(
     HAS_UPDATE: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
 ):
-    """One token a program: ``residual += update`` if there is one, then the norm of it."""
+    """One program per token: ``residual += update`` if there is one, then its norm."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH_PAD)
     inside = at < width
@@ -43,7 +43,7 @@ def add_rms_norm(
 
 @kernel()
 def silu_mul(gate_up, output, width, stride, BLOCK: tl.constexpr):
-    """``silu(gate) * up`` of ``[T, 2 * width]``; a program does ``BLOCK`` elements of one token."""
+    """``silu(gate) * up`` of ``[T, 2 * width]``; a program computes ``BLOCK`` elements of one token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
@@ -67,7 +67,7 @@ def _head_norm(low, high, weight, halves, half_ok, HALF: tl.constexpr, eps, kind
 
 @triton.jit
 def _rounded(x):
-    """To the nearest whole number, halves away from zero; spelt out because the interpreter has no ``rint``."""
+    """Round to the nearest integer, halves away from zero; written out because the interpreter has no ``rint``."""
     return tl.where(x < 0, tl.ceil(x - 0.5), tl.floor(x + 0.5))
 
 
@@ -76,7 +76,8 @@ def _store_head(
     cache, scales, at, scale_at, low, high, halves, ok, head_ok, HALF: tl.constexpr, SCALED: tl.constexpr,
     MAX_CODE: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys or values into the cache, ``[H, HALF]`` twice; coded with a scale per head if ``SCALED``."""
+    """Write one token's keys or values to the cache, ``[H, HALF]`` twice; quantised with a scale per head if
+    ``SCALED``."""
     if SCALED:
         largest = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
         scale = largest / MAX_CODE
@@ -112,7 +113,7 @@ def rope_write_kv(
     scale_head_stride,
     scale_row_stride,
     NUM_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,  # that a program turns
+    HEADS: tl.constexpr,  # query heads per program
     NUM_KV_HEADS: tl.constexpr,
     KV_HEADS_PAD: tl.constexpr,
     HALF: tl.constexpr,
@@ -124,10 +125,10 @@ def rope_write_kv(
     HAS_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr,
 ):
-    """Some query heads of one token a program: norms and rotation; the first one also does its keys, and writes them
-    and its values into the token's slot.
+    """Each program normalises and rotates some query heads of one token. The first one also does the token's keys, and
+    writes them and the values to its slot.
 
-    A negative slot is a token that exists only to fill a captured graph: nothing of it is stored in the cache.
+    A negative slot marks a token that only pads a captured graph: nothing of it is stored in the cache.
     """
     token = tl.program_id(0).to(tl.int64)
     kind: tl.constexpr = qkv.dtype.element_ty
@@ -192,9 +193,10 @@ def copy_pages(
     page_words,
     BLOCK: tl.constexpr,
 ):
-    """Copy scattered pages by a few programs, between pinned host memory and the GPU as well as inside either.
+    """Copy scattered pages with a few programs: between pinned host memory and the GPU, or inside either.
 
-    Thousands of small copies by the copy engine reach a fraction of the link; a handful of multiprocessors fill it.
+    With thousands of small copies the copy engine reaches a fraction of the link's bandwidth; a handful of
+    multiprocessors saturate it.
     """
     parts = tl.cdiv(page_words, BLOCK)
     for work in range(tl.program_id(0), num_pages * parts, tl.num_programs(0)):
@@ -208,7 +210,7 @@ def copy_pages(
 
 @kernel()
 def quantise_rows(rows, codes, scales, width, stride, WIDTH_PAD: tl.constexpr):
-    """int8 codes and one float32 scale a row, ``max|x| / 127``: the activations of W8A8."""
+    """int8 codes and one float32 scale per row, ``max|x| / 127``: the activations of W8A8."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH_PAD)
     inside = at < width
@@ -237,7 +239,8 @@ def int8_product(
     GROUP_ROWS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """``(codes @ weight.T) * scales``, summed in int32. Programs walk the output in strips: tiles stay in L2."""
+    """``(codes @ weight.T) * scales``, summed in int32. Programs traverse the output in strips, so that tiles stay in
+    L2."""
     program = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(tokens, ROWS), tl.cdiv(outputs, COLUMNS)
     strip = program // (GROUP_ROWS * column_tiles)
@@ -260,7 +263,7 @@ def int8_product(
             mask=column_ok[:, None] & deep_ok[None, :],
             other=0,
         )
-        if WIDE:  # the interpreter multiplies int8 in int8
+        if WIDE:  # the interpreter would multiply int8 as int8
             sums += tl.dot(left.to(tl.float32), tl.trans(right).to(tl.float32), input_precision="ieee").to(tl.int32)
         else:
             sums += tl.dot(left, tl.trans(right))

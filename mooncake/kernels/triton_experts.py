@@ -1,9 +1,9 @@
 """Mixtures of experts in Triton: a product with the weights of all experts of a layer is one launch.
 
-A *pair* is a token and one of its experts. ``sort_pairs`` puts them down by expert, on the device: the host need not
-know who chose whom. The products go over *tiles* of some rows of one expert; each program finds its tile from where
-the experts' pairs end, and a grid has as many tiles as any choice can make. Sums are float32. ``reference.Experts`` is
-the definition, but for the order in which a token's experts are added: as it chose them.
+A *pair* is a token and one of its experts. ``sort_pairs`` sorts pairs by expert on the device: the host need not know
+who chose whom. Products are divided into *tiles* of some rows of one expert. Each program finds its tile from where the
+experts' pairs end, and the grid has as many tiles as any choice can need. Sums are float32. ``reference.Experts`` is
+the definition, except that a token's experts are added in the order it chose them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from mooncake.kernels.triton_launch import kernel
 def sort_pairs(
     chosen,  # int64 [P]: each pair's expert
     order,  # int32 [P]: the pairs by expert, written
-    ends,  # int32 [E]: where in ``order`` those of each expert end, written
+    ends,  # int32 [E]: where in ``order`` each expert's pairs end, written
     pairs,
-    first,  # number of expert 0; pairs of experts that are not here are left out
+    first,  # number of expert 0; pairs of experts held elsewhere are omitted
     BLOCK: tl.constexpr,
 ):
-    """One expert a program: it counts the pairs of those before it, and puts its own down behind."""
+    """One program per expert: it counts the pairs of earlier experts, and writes its own after them."""
     expert = tl.program_id(0) + first
     place = 0
     for start in range(0, pairs, BLOCK):
@@ -40,7 +40,7 @@ def sort_pairs(
 
 @triton.jit
 def _tile(ends, tile, NUM_EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Whose ``tile`` it is, and where in the order it begins and ends: nowhere, of one behind the last tile."""
+    """The expert that ``tile`` belongs to, and where it begins and ends in the order; empty past the last tile."""
     experts = tl.arange(0, EXPERTS_PAD)
     known = experts < NUM_EXPERTS
     end = tl.load(ends + experts, mask=known, other=0)
@@ -85,7 +85,7 @@ def gate_and_up(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """SwiGLU of a tile's tokens, some columns a program."""
+    """SwiGLU of a tile's tokens; some columns per program."""
     expert, first, last = _tile(ends, tl.program_id(1), NUM_EXPERTS, EXPERTS_PAD, ROWS)
     if first == last:
         return
@@ -126,7 +126,7 @@ def down(
     weight,  # [E, width, inner]
     bias,  # [E, width], if HAS_BIAS
     shares,  # float32 [P]
-    parts,  # [P, width]: of each pair, written
+    parts,  # [P, width]: one row per pair, written
     order,
     ends,
     inner,
@@ -139,7 +139,7 @@ def down(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """What a tile's pairs give to their tokens, by their shares; some columns a program."""
+    """The weighted contribution of a tile's pairs to their tokens; some columns per program."""
     expert, first, last = _tile(ends, tl.program_id(1), NUM_EXPERTS, EXPERTS_PAD, ROWS)
     if first == last:
         return
@@ -172,7 +172,7 @@ def add_parts(
     PER_TOKEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each token's sum; a program does ``BLOCK`` elements of one token."""
+    """Each token's sum; a program computes ``BLOCK`` elements of one token."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

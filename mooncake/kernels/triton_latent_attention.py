@@ -1,9 +1,9 @@
-"""Paged attention over one row a token whose keys are its values, in Triton: multi-head latent attention.
+"""Paged attention over one row per token whose keys are also its values, in Triton: multi-head latent attention.
 
-What ``triton_attention.attend`` computes over a cache of keys alone, for rows of up to 576 numbers and query heads that
-all read them (the shape of FlashMLA). A row is loaded once and multiplied twice, so its bytes are half of what keys and
-values would be. Neither products nor registers have a width of 576: rows are held in two parts, of 512 and of 64.
-Where a token has more heads than a tile has rows, programs share them out: they read the same keys side by side.
+It computes what ``triton_attention.attend`` does, over a cache of keys only: rows of up to 576 numbers that all query
+heads read (the shape of FlashMLA). A row is loaded once and multiplied twice, so its bytes are half of what keys and
+values would be. Neither products nor registers have a width of 576: rows are held in two parts, of 512 and of 64. If a
+token has more heads than a tile has rows, several programs share them, and read the same keys at the same time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _columns(at, dims, row_ok, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """``dims`` of the rows that begin at the pointers ``at``; zeros for rows that are not there."""
+    """``dims`` of the rows that begin at the pointers ``at``; zeros for masked rows."""
     if MASKED or PADDED:
         values = tl.load(at[:, None] + dims[None, :], mask=row_ok[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     else:
@@ -67,7 +67,7 @@ def _visit(
         in_page = keys % BLOCK_TOKENS
     at = cache + pages * block_stride + in_page * ROW_STRIDE
     main_dims, rest_dims = tl.arange(0, MAIN), MAIN + tl.arange(0, REST)
-    kind: tl.constexpr = tl.float32 if WIDE else query.dtype  # the interpreter makes no bfloat16 of codes
+    kind: tl.constexpr = tl.float32 if WIDE else query.dtype  # the interpreter cannot convert codes to bfloat16
     row = _columns(at, main_dims, keys < end, HEAD_DIM, MAIN > HEAD_DIM, MASKED).to(kind)
     rest = _columns(at, rest_dims, keys < end, HEAD_DIM, MAIN + REST > HEAD_DIM, MASKED).to(kind)
     scores = product(query_rest, tl.trans(rest), tl.zeros([query.shape[0], KEYS], dtype=tl.float32), WIDE)
@@ -96,21 +96,21 @@ def _visit(
 def attend_latent(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 1, 1, block_tokens, D]
-    scales,  # float32 [N, 1, 1, block_tokens], if SCALED; may lie between the rows of the cache
+    scales,  # float32 [N, 1, 1, block_tokens], if SCALED; may be interleaved with the rows of the cache
     block_tables,  # int32 [B, M]
     pieces,  # int32 [>= num_pieces, PIECE_FIELDS]
     num_pieces,  # int32 [1]
     output,  # [T, Hq, D]
     partial,  # float32 [rows, Hq, D]
-    partial_lse,  # float32 [rows, Hq], in powers of two
+    partial_lse,  # float32 [rows, Hq], base 2
     query_stride,
     block_stride,
     scale_block_stride,
     table_stride,
     softmax_scale,
     NUM_HEADS: tl.constexpr,
-    PARTS: tl.constexpr,  # of the heads, each of a program
-    GROUP: tl.constexpr,  # heads of a part; the last one may have fewer
+    PARTS: tl.constexpr,  # of the heads; one program each
+    GROUP: tl.constexpr,  # heads per part; the last one may have fewer
     GROUP_PAD: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     MAIN: tl.constexpr,
@@ -123,7 +123,7 @@ def attend_latent(
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """As ``triton_attention.attend``, with parts of the heads where that has heads of keys and values."""
+    """As ``triton_attention.attend``, with parts of the heads in place of KV heads."""
     softmax_scale = softmax_scale * _LOG2_E
     rows = tl.arange(0, TILE_TOKENS * GROUP_PAD)
     row_token, row_head = rows // GROUP_PAD, rows % GROUP_PAD
@@ -147,7 +147,7 @@ def attend_latent(
         mixed_rest = tl.zeros([TILE_TOKENS * GROUP_PAD, REST], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
         total = tl.zeros([TILE_TOKENS * GROUP_PAD], dtype=tl.float32)
-        # Keys that every row sees need no mask: up to the first query's own position, in whole strides.
+        # Keys that every row sees need no mask: those up to the first query's own position, in whole iterations.
         whole = tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
         for start in range(begin, begin + whole, KEYS):
             mixed, mixed_rest, peak, total = _visit(

@@ -1,6 +1,6 @@
-"""Triton kernels as the host launches them: compiled for a GPU, or in Triton's interpreter when TRITON_INTERPRET=1.
+"""How the host launches Triton kernels: compiled for a GPU, or in Triton's interpreter if TRITON_INTERPRET=1.
 
-It must not know what any kernel computes.
+This module does not know what any kernel computes.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DoesNotFit = OutOfResources
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 _INTERPRETING = threading.Lock()
-_LAUNCHED: list[Any] = []  # what ``kernel`` made
+_LAUNCHED: list[Any] = []  # made by ``kernel``
 
 
 class _OneAtATime:
-    """The interpreter puts its own functions into Triton's modules while a kernel runs: one thread at a time."""
+    """While a kernel runs, the interpreter patches Triton's modules: only one thread at a time."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
@@ -37,9 +37,10 @@ class _OneAtATime:
 
 
 def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
-    """``triton.jit`` for what the host launches; what kernels call takes that itself.
+    """``triton.jit`` for kernels that the host launches; functions that kernels call use that directly.
 
-    ``varying`` are numbers that differ from step to step: Triton would compile once more for 1 and for multiples of 16.
+    ``varying`` are numbers that change from step to step: Triton would otherwise compile again for 1 and for multiples
+    of 16.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -53,7 +54,7 @@ def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
 
 
 def built_kernels() -> Iterator[dict[str, str | int]]:
-    """``facts`` of what this process has compiled for its GPUs so far; none in the interpreter."""
+    """``facts`` of all kernels this process has compiled for its GPUs so far; none in the interpreter."""
     for jitted in _LAUNCHED:
         for kernels, *_ in jitted.device_caches.values():
             for built in list(kernels.values()):
@@ -61,7 +62,7 @@ def built_kernels() -> Iterator[dict[str, str | int]]:
 
 
 def facts(built: Any) -> dict[str, str | int]:
-    """What the compiler made of a kernel, a ``CompiledKernel``: from its PTX, and once it is loaded from the driver."""
+    """Facts about a compiled kernel, a ``CompiledKernel``: from its PTX, and from the driver once it is loaded."""
     ptx, metadata = built.asm["ptx"], built.metadata
     constants = {built.src.fn.arg_names[path[0]]: value for path, value in built.src.constants.items()}
     return {

@@ -1,8 +1,9 @@
-"""Attention of one step over ranks that each have a part of its tokens: three ways round.
+"""Attention of one step over ranks that each hold part of its tokens, by three methods.
 
-``context_plan`` says who has what and sees what; here it is sent and computed, with every send under way while
-attention is computed. Keys and values travel as the cache's own rows, ``[K|V, Hkv, tokens, row width]``, and are
-attended where they arrive, as pages of one token. It must not know how ranks are reached (``Post``), start or end.
+``context_plan`` decides who holds what and sees what; this module sends it and computes attention, with sends in flight
+during the computation. Keys and values travel as the cache's own rows, ``[K|V, Hkv, tokens, row width]``, and are
+attended to where they arrive, as pages of one token. It knows nothing of how ranks are reached (``Post``), or how they
+start or end.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from mooncake.model.context_plan import ContextPlan, Ints, Method, Run, Shape, S
 from mooncake.model_config import ModelConfig
 
 Partial = tuple[torch.Tensor, torch.Tensor]
-"""An output ``[T, Hq, D]`` over some keys and its log-sum-exp ``[T, Hq]``."""
+"""An output ``[T, Hq, D]`` over some of the keys, and its log-sum-exp ``[T, Hq]``."""
 
 
 class Kind(IntEnum):
-    """Of a message: those of a kind arrive in the order in which they were sent."""
+    """The kind of a message; those of one kind arrive in the order in which they were sent."""
 
     NEW = 1  # rows of new tokens
     PREFIX = 2  # rows of tokens before them
@@ -37,7 +38,7 @@ class Kind(IntEnum):
 
 class Awaited(Protocol):
     def wait(self) -> torch.Tensor:
-        """What has arrived; may be asked for again. Raises when it will not come."""
+        """Wait for the message and return it; may be called again. Raises if it cannot arrive."""
         ...
 
 
@@ -48,19 +49,19 @@ class Post(Protocol):
     size: int
 
     def send(self, values: torch.Tensor, to: int, kind: Kind) -> None:
-        """Starts to; the values, which lie together, must not change before ``settle`` returns."""
+        """Start sending; the values must be contiguous and must not change before ``settle`` returns."""
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, kind: Kind) -> Awaited: ...
 
     def settle(self) -> None:
-        """Returns once all that was sent is on its way. Raises when it cannot be sent."""
+        """Return once everything has been sent. Raises if it cannot be."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A ``Sight`` as attention over pages of one token takes it."""
+    """A ``Sight`` in the form that attention over one-token pages takes."""
 
     tables: torch.Tensor
     lengths: torch.Tensor
@@ -75,7 +76,7 @@ class _Look:
 
 class ContextAttention:
     """``batch.Attention`` of one rank for one step. ``own`` is where the pass writes the keys and values of the rank's
-    tokens: those of its runs, and behind them, on the first rank alone, those of residents."""
+    tokens: those of its runs, followed on the first rank by those of residents."""
 
     def __init__(
         self,
@@ -88,8 +89,8 @@ class ContextAttention:
         method: Method | None = None,
         home: Home | None = None,
     ) -> None:
-        """``method`` None: the plan's choice; layers with a sliding window always go by heads. ``home``: on the first
-        rank."""
+        """``method`` None: the plan chooses; layers with a sliding window always go by heads. ``home``: only on the
+        first rank."""
         self._plan, self._post, self._kernels, self._config = plan, post, kernels, config
         self._own, self._home = own, home
         self._shape = shape
@@ -120,7 +121,7 @@ class ContextAttention:
         self._post.settle()
         return mixed
 
-    # Keys and values go round
+    # Keys and values circulate
 
     def _pass_kv(self, layer: int, query: torch.Tensor, own: Rows) -> _Seen:
         post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
@@ -155,14 +156,14 @@ class ContextAttention:
         return seen
 
     def _deal(self, layer: int) -> Awaited:
-        """Its part of the prefixes to each rank; returns the own one."""
+        """Send each rank its part of the prefixes; returns this rank's own."""
         if self._home is None:
             return self._rows_from(0, self._part_tokens[self._post.rank], Kind.PREFIX)
         for other in range(1, self._plan.size):
             self._send_rows(self._home.part(layer, other), other, Kind.PREFIX)
-        return _Here(self._own[:, :, :0])  # the first rank reads its part where it lies
+        return _Here(self._own[:, :, :0])  # the first rank reads its part in place
 
-    # Queries go round
+    # Queries circulate
 
     def _pass_q(self, layer: int, query: torch.Tensor, own: Rows) -> _Seen:
         post, rank, size, home = self._post, self._post.rank, self._plan.size, self._home
@@ -201,7 +202,7 @@ class ContextAttention:
             seen.add((both[..., :-1], both[..., -1]))
         return seen
 
-    # Each rank has all tokens of some heads
+    # Each rank gets all tokens of some heads
 
     def _by_heads(self, layer: int, query: torch.Tensor, own: Rows, sinks: torch.Tensor | None) -> torch.Tensor:
         rank, size, shape, order = self._post.rank, self._plan.size, self._shape, self._order
@@ -229,7 +230,8 @@ class ContextAttention:
         return torch.cat([each.wait() for each in outputs], dim=1)
 
     def _send_heads(self, layer: int, query: torch.Tensor, own: Rows) -> Awaited:
-        """Their heads to the others, all keys and values to the first rank; returns the prefixes' of the own heads."""
+        """Send the other ranks their heads, and the first rank all keys and values; returns the prefixes' rows for its
+        own heads."""
         size, shape, home = self._plan.size, self._shape, self._home
         for other in self._others:
             heads, kv_heads = shape.heads_of(other, size), shape.kv_heads_of(other, size)
@@ -244,7 +246,7 @@ class ContextAttention:
         return _Here(prefix[:, mine])
 
     def _from_all(self, own: torch.Tensor, kind: Kind, counts: Sequence[int]) -> list[Awaited]:
-        """By rank, ``[count, Hq / S, D]`` each."""
+        """``[count, Hq / S, D]`` from each rank."""
         found: list[Awaited] = [
             self._post.receive((counts[other], *own.shape[1:]), torch.float32, other, kind) for other in self._others
         ]
@@ -255,10 +257,10 @@ class ContextAttention:
     def _order(self) -> _HeadsOrder:
         return _HeadsOrder(self._plan)
 
-    # Parts of them all
+    # Parts shared by the three methods
 
     def _new_of_others(self) -> dict[int, Awaited]:
-        """Keys and values of all heads, on their way to the first rank."""
+        """Keys and values of all heads, being sent to the first rank."""
         return {other: self._rows_from(other, self._num_tokens[other], Kind.NEW) for other in self._others}
 
     def _residents(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
@@ -283,7 +285,7 @@ class ContextAttention:
         return self._kernels.paged_attention(query, pages, tables, starts, lengths, *rest)
 
     def _in_place(self, layer: int, query: torch.Tensor, origin: int, lengths: Sequence[int]) -> Partial | None:
-        """Of the queries of ``origin``'s runs, over the first tokens of each sequence where the cache has them."""
+        """Attention of ``origin``'s queries over the first tokens of each sequence, in place in the cache."""
         assert self._home is not None
         sequences = [run.sequence for run in self._plan.runs(origin)]
         seen = torch.tensor([lengths[sequence] for sequence in sequences], dtype=torch.int32)
@@ -300,7 +302,7 @@ class ContextAttention:
         return self._kernels.partial_attention(query, pages, look.tables, starts, look.lengths, look.firsts, scale, cap)
 
     def _look(self, what: str, rank: int, origin: int) -> _Look:
-        """The same for every layer."""
+        """Cached: the same for every layer."""
         key = (what, rank, origin)
         if key not in self._looks:
             plan = self._plan
@@ -320,7 +322,7 @@ class ContextAttention:
 
 
 class _Seen:
-    """Attention over what has been seen so far."""
+    """Attention over everything seen so far."""
 
     def __init__(self) -> None:
         self._so_far: Partial | None = None
@@ -332,7 +334,7 @@ class _Seen:
             merge_attention(*self._so_far, *part)
 
     def with_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The output, once all has been seen: a sink is a part with a score and no value."""
+        """The output, once everything has been seen: a sink is a part with a score and no value."""
         assert self._so_far is not None, "every token sees itself"
         output, log_sums = self._so_far
         if sinks is not None:
@@ -340,7 +342,7 @@ class _Seen:
         return output
 
     def partial(self, query: torch.Tensor) -> Partial:
-        """For queries that may have seen nothing."""
+        """The state, also for queries that may have seen nothing."""
         if self._so_far is None:
             return torch.zeros_like(query), query.new_full(query.shape[:2], float("-inf"))
         return self._so_far
@@ -355,19 +357,19 @@ class _Here:
 
 
 class _HeadsOrder:
-    """Tokens of all ranks as sequences again."""
+    """The order that turns tokens of all ranks back into sequences."""
 
     def __init__(self, plan: ContextPlan) -> None:
         runs = [run for rank in range(plan.size) for run in plan.runs(rank)]
         rows = torch.from_numpy(plan.rows(runs))
-        self.by_sequence = rows.argsort()  # from ranks' tokens, behind each other
+        self.by_sequence = rows.argsort()  # from the ranks' tokens, concatenated
         self.by_rank = self.by_sequence.argsort()
         self.sequences = [index for index, is_cut in enumerate(plan.is_cut) if is_cut]
         counts = [plan.counts[sequence] for sequence in self.sequences]
         prefixes = [plan.prefixes[sequence] for sequence in self.sequences]
         self.query_starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
         self.context_lens = _int32(np.add(counts, prefixes))
-        # where they lie: the ranks' parts of the prefixes behind each other, then the ranks' new tokens
+        # Where they are: first the ranks' parts of the prefixes, then the ranks' new tokens.
         parts = [(sequence, first, end) for rank in range(plan.size) for sequence, first, end in plan.part(rank)]
         ends = np.cumsum([end - first for _, first, end in parts])
         self.tables = torch.zeros((len(counts), int(self.context_lens.max())), dtype=torch.int32)
@@ -381,7 +383,7 @@ class _HeadsOrder:
 
 
 def _pages(rows: Rows) -> torch.Tensor:
-    """As a layer of a paged cache with blocks of one token, which lie where the rows do."""
+    """The rows in place, as a layer of a paged cache with blocks of one token."""
     num_kinds, num_heads, count, width = rows.shape
     kind, head, token, _ = rows.stride()
     return rows.as_strided((count, num_kinds, num_heads, 1, width), (token, kind, head, width, 1))

@@ -1,6 +1,7 @@
-"""The first rank's paged cache during a step that is cut over ranks: the only one, so it holds all before and after.
+"""The first rank's paged cache during a step split over ranks. It is the only cache, so it keeps everything between
+steps.
 
-It must not know what is sent or attended.
+This module knows nothing of what is sent or attended to.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from mooncake.model.context_plan import ContextPlan
 from mooncake.model.page_rows import page_rows, row_numbers
 
 Rows = torch.Tensor
-"""Of keys and values, ``[K|V, Hkv, tokens, row width]``: one kind where keys are the values."""
+"""Keys and values, ``[K|V, Hkv, tokens, row width]``; one kind if keys are the values."""
 
 
 class Home:
-    """Prefixes are read from it, and all that is computed is kept there."""
+    """Prefixes are read from it, and everything computed is written to it."""
 
     def __init__(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor) -> None:
         self.batch = batch
@@ -44,7 +45,7 @@ class Home:
         return torch.cat(found)
 
     def keep(self, layer: int, origin: int, rows: Rows) -> None:
-        """What a rank has computed."""
+        """Store what a rank has computed."""
         numbers = self._rows_of["new", origin]
         page_rows(self.layers[layer]).index_copy_(0, numbers.flatten(), rows.flatten(0, 2))
 

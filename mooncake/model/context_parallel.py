@@ -1,10 +1,10 @@
-"""One prompt over several processes: each has the whole model and a part of a step's tokens (context parallelism).
+"""Context parallelism: one prompt over several processes, each with the whole model and part of a step's tokens.
 
-The first rank is the engine's model; the paged cache is its own, so whatever else happens to sequences (decode steps,
-copies, loads from the pool, hand-offs) happens without the others, which keep nothing between two steps. Steps with few
-new tokens are its own, too. For the others it sends the step to all ranks; each computes its tokens through all layers,
-and ranks meet in attention alone (``context_attention``). Before each layer the first rank says whether the step goes
-on, so that one that its hook abandons ends on all of them.
+The first rank is the engine's model. It alone owns the paged cache, so everything else that happens to sequences
+(decode steps, copies, loads from the pool, hand-offs) does not involve the other ranks, which keep nothing between two
+steps. It also computes steps with few new tokens alone. Otherwise it sends the step to all ranks; each computes its
+tokens through all layers, and ranks communicate only in attention (``context_attention``). Before each layer the first
+rank signals whether the step goes on, so that a step abandoned by its hook ends on all ranks.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _STOP, _STEP = 0, 1
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What all ranks must know; the others have it on their command line."""
+    """What all ranks must know; the other ranks get it on their command line."""
 
     size: int
-    model: str  # as for ``open_checkpoint``, and so the next one
+    model: str  # as for ``open_checkpoint``, like the next field
     max_model_len: int
-    positions: int  # that sequences may reach: the length of the RoPE tables
+    positions: int  # maximum length of a sequence: that of the RoPE tables
     dtype: str
     kv_dtype: str
     coding: Coding
     codes: Coding
     keeps_groups: bool
-    threads: int  # of each rank
-    method: Method | None = None  # None: by bytes
-    least_tokens: int = LEAST_TOKENS  # new ones of a sequence that is cut over the ranks
+    threads: int  # per rank
+    method: Method | None = None  # None: by bytes sent
+    least_tokens: int = LEAST_TOKENS  # sequences with fewer new tokens are not split
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    methods: tuple[Method, ...]  # of the layers
+    methods: tuple[Method, ...]  # by layer
     ranks: tuple[RankReport, ...]
 
     @property
@@ -68,15 +68,16 @@ class StepReport:
 
 
 class ContextParallelModel:
-    """``engine.CausalModel`` over ``setup.size`` processes. Close it: else the others end when it is collected.
+    """``engine.CausalModel`` over ``setup.size`` processes. Close it; otherwise the other ranks end when it is
+    collected.
 
-    Batches with adapters or reuse are computed by the first rank alone.
+    The first rank computes batches with adapters or reuse alone.
     """
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
-        """``model`` is the first rank's, of ``checkpoint``, and as ``setup`` says. Raises ModelError for one whose
-        prompts cannot be cut so, ConfigError for a second one in this process, NodeUnavailable when the others do not
-        start."""
+        """``model`` is the first rank's, from ``checkpoint``, and matches ``setup``. Raises ModelError if its prompts
+        cannot be split this way, ConfigError for a second one in this process, NodeUnavailable if the other ranks do
+        not start."""
         check_can_cut(checkpoint, setup)
         if dist.is_initialized():
             raise ConfigError("this process has a model over several ranks already; it can have one")
@@ -100,8 +101,8 @@ class ContextParallelModel:
             raise
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``. Raises NodeUnavailable when a rank has died; then, and after an interrupt, the first
-        rank computes later steps alone."""
+        """As ``CausalLM.forward``. Raises NodeUnavailable when a rank has died. After that, or after an interrupt, the
+        first rank computes later steps alone."""
         if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
             return self._model.forward(batch, cache, hook)
         plan = self._rank.plan(batch)
@@ -116,7 +117,7 @@ class ContextParallelModel:
             raise error from broken.__cause__
         except Exception:
             raise
-        except BaseException:  # an interrupt, between any two messages: those under way would reach the next step
+        except BaseException:  # an interrupt, between any two messages: those in flight would reach the next step
             self.workers.end()
             raise
 
@@ -140,7 +141,7 @@ class ContextParallelModel:
                 own = rank.compute(plan, batch, hook, Home(plan, batch, cache))
         except Broken:
             raise
-        except Exception:  # of the hook, or of the batch: between layers, where the others wait for a word
+        except Exception:  # raised by the hook, or by a bad batch: between layers, where the others wait for a signal
             rank.post.signal(goes_on=False)
             raise
         rank.post.signal(goes_on=True)
@@ -158,7 +159,7 @@ class ContextParallelModel:
 
 
 def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
-    """Raises ModelError when prompts of the model cannot be cut over so many ranks in this way."""
+    """Raises ModelError if the model's prompts cannot be split over this many ranks this way."""
     config = checkpoint.config
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
     shape = shape_of(checkpoint, setup)
@@ -177,7 +178,7 @@ def shape_of(checkpoint: Checkpoint, setup: Setup) -> Shape:
 
 
 class _Rank:
-    """One of them: its model, and its way to the others."""
+    """One of the ranks: its model, and its connection to the others."""
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, group: Group, checkpoint: Checkpoint) -> None:
         self.group = group
@@ -192,7 +193,7 @@ class _Rank:
         return ContextPlan.of(self._setup.size, starts, lengths, self._setup.least_tokens)
 
     def compute(self, plan: ContextPlan, batch: ForwardBatch, hook: LayerHook, home: Home | None) -> torch.Tensor:
-        """Logits of the rank's rows. On the first rank, the hook hears of a layer once its cache has all of it."""
+        """Logits of the rank's rows. On the first rank, the hook is called for a layer once the cache has all of it."""
         rank, config = self.post.rank, self._model.config
         self.post.begin()
         rows = torch.from_numpy(plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else [])))
@@ -207,13 +208,13 @@ class _Rank:
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        """Of the layers, in the last step."""
+        """By layer, for the last step."""
         assert self._attention is not None
         return tuple(self._attention.method_of(layer) for layer in range(self._model.config.num_layers))
 
 
 class _Told:
-    """The hook of a rank's pass, and its attention: between the two, ranks wait for each other."""
+    """The hook and the attention of a rank's pass; between the two, ranks wait for each other."""
 
     def __init__(self, hook: LayerHook, post: GroupPost, attention: ContextAttention, *, is_first: bool) -> None:
         self.wants_layers = hook.wants_layers
@@ -221,7 +222,7 @@ class _Told:
         self._hook, self._post, self._attention, self._is_first = hook, post, attention, is_first
 
     def after_layer(self, layer: int) -> None:
-        """The rank's own tokens are written, the others' are not here yet."""
+        """The rank's own tokens are written; those of other ranks have not arrived."""
 
     def attend(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         if self._is_first:
@@ -241,7 +242,7 @@ class _Told:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """So many of the kernels and of torch, for as long as the other ranks have theirs."""
+    """Use this many threads in the kernels and in torch while the other ranks use theirs."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -252,21 +253,21 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _room_for(layout: KVLayout, num_tokens: int) -> torch.Tensor:
-    """For one layer's keys and values, ``[K|V, Hkv, tokens, row width]``."""
+    """Room for one layer's keys and values, ``[K|V, Hkv, tokens, row width]``."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
     shape = (layout.num_kinds, layout.num_kv_heads, num_tokens, layout.row_bytes // layout.itemsize)
     return torch.empty(shape, dtype=dtype)
 
 
 def _as_cache(own: torch.Tensor, num_layers: int) -> torch.Tensor:
-    """As a paged cache with blocks of one token, whose layers all lie in the same place."""
+    """The same memory as a paged cache with blocks of one token, in which all layers share one place."""
     num_kinds, num_heads, count, width = own.shape
     kind, head, token, _ = own.stride()
     return own.as_strided((count, num_layers, num_kinds, num_heads, 1, width), (token, 0, kind, head, width, 1))
 
 
 def _logit_rows(plan: ContextPlan, batch: ForwardBatch, rank: int) -> tuple[Ints, Ints]:
-    """Of the step's logits, which come from ``rank``, and from which of its rows."""
+    """Which of the step's logits come from ``rank``, and from which of its rows."""
     wanted = batch.logit_rows.numpy()
     rows = plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else []))
     order = rows.argsort()
@@ -288,7 +289,7 @@ def _serve(rank: _Rank) -> None:
             continue
         except Broken:
             raise
-        except Exception:  # what is wrong with a step is so for the first rank, too, and it will say so
+        except Exception:  # a faulty step fails on the first rank too, which reports it
             if rank.post.await_signal():
                 raise
             continue
@@ -297,7 +298,7 @@ def _serve(rank: _Rank) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One of the other ranks, until the first one stops it or dies."""
+    """Run another rank until the first one stops it or dies."""
     live_with_first()
     setup = msgspec.json.decode(argv[0], type=Setup)
     index, port = int(argv[1]), int(argv[2])
@@ -311,7 +312,7 @@ def main(argv: Sequence[str]) -> None:
     try:
         rank.post.say_ready()
         _serve(rank)
-    except Broken as error:  # another rank is gone, and so the step
+    except Broken as error:  # another rank is gone, so this step is lost
         log.warning("a context parallel rank ends: %s", error)
     finally:
         leave_group()

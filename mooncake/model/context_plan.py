@@ -1,14 +1,14 @@
-"""Who computes which tokens of a step, sees which keys, and sends how much: context parallelism as arithmetic, no I/O.
+"""Context parallelism as arithmetic: who computes which tokens of a step, sees which keys, and sends how much. No I/O.
 
-The first rank's cache holds every sequence, for there the pool's blocks, decode steps and hand-offs have it; the other
-ranks keep nothing between two steps. A step's new tokens are cut over all ranks, and what earlier steps left of their
-sequences (the *prefix*) is dealt out from the first rank, layer by layer. Letters as in ``kernels/reference.py``, with
-``S`` ranks.
+The first rank's cache holds every sequence, because the pool's blocks, decode steps and hand-offs use it; the other
+ranks keep nothing between two steps. A step's new tokens are split over all ranks. What earlier steps left of their
+sequences (the *prefix*) is distributed by the first rank, layer by layer. Letters are as in ``kernels/reference.py``,
+with ``S`` ranks.
 
     new tokens   chunk 0 ┆ 1 ┆ … ┆ 2S-1, of equal length; rank r has chunks r and 2S-1-r: under a causal mask each
                  rank then has the same work with any other's keys (Dubey et al. 2024)
-    prefix       part 0 ┆ 1 ┆ … ┆ S-1, for rank r part r; read where it lies by the first rank
-    residents    sequences of a step with few new tokens (decodes): the first rank's, as a whole
+    prefix       part 0 ┆ 1 ┆ … ┆ S-1, part r for rank r; the first rank reads its part in place
+    residents    sequences of a step with few new tokens (decodes): the first rank's, undivided
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-LEAST_TOKENS = 64  # new ones of a sequence that is cut; fewer are computed before a message a layer has gone round
+LEAST_TOKENS = 64  # sequences with fewer new tokens are not split: computing them is faster than a message per layer
 
 Ints = npt.NDArray[np.int64]
 
 
 class Method(StrEnum):
-    """How ranks come to see each other's keys."""
+    """How ranks see each other's keys."""
 
-    PASS_KV = "pass-kv"  # keys and values go round; queries stay (ring attention, Liu et al. 2023)
-    PASS_Q = "pass-q"  # queries go round, and come home as parts of their outputs (Yang et al. 2024)
-    HEADS = "ulysses"  # all tokens of some heads to each rank and back (Jacobs et al. 2023): any mask, nothing overlaps
+    PASS_KV = "pass-kv"  # keys and values circulate; queries stay (ring attention, Liu et al. 2023)
+    PASS_Q = "pass-q"  # queries circulate and return as partial outputs (Yang et al. 2024)
+    HEADS = "ulysses"  # all tokens of some heads to each rank and back (Jacobs et al. 2023): any mask, but no overlap
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of one layer's attention, in bytes of what is sent."""
+    """The shape of one layer's attention; sizes are bytes to send."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    row_bytes: int  # of one head's key of one token, as pages hold it
-    num_kinds: int = 2  # as of ``KVLayout``
+    row_bytes: int  # of one token's key in one head, as pages hold it
+    num_kinds: int = 2  # as in ``KVLayout``
 
     @property
     def kv_bytes(self) -> int:
@@ -54,11 +54,11 @@ class Shape:
 
     @property
     def partial_bytes(self) -> int:
-        """Of a query's output over a part of the keys, with its log-sum-exp."""
+        """Bytes of a query's output over part of the keys, with its log-sum-exp."""
         return self.query_bytes + 4 * self.num_heads
 
     def can_part_heads(self, size: int) -> bool:
-        """Whether every rank can have as many heads: with KV heads of its own, or one that is repeated."""
+        """Whether heads divide evenly over the ranks, with KV heads of their own or one that is repeated."""
         return self.num_heads % size == 0 and (self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0)
 
     def heads_of(self, rank: int, size: int) -> slice:
@@ -71,7 +71,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Adjacent new tokens ``first`` ≤ t < ``end`` of a sequence, counted from its first new one."""
+    """Adjacent new tokens ``first`` ≤ t < ``end`` of a sequence, counted from its first new token."""
 
     sequence: int
     first: int
@@ -83,10 +83,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What runs of queries see of one stretch of tokens, which lie by sequence and then by position; int64 arrays along
-    the runs. The t-th query of a run sees ``firsts + t + 1`` of ``lengths`` tokens, at most all."""
+    """What runs of queries see of one stretch of tokens, which is ordered by sequence and then by position; int64
+    arrays with one entry per run. The t-th query of a run sees ``firsts + t + 1`` of ``lengths`` tokens, at most all of
+    them."""
 
-    starts: Ints  # where in the stretch the tokens of the run's sequence begin
+    starts: Ints  # where the tokens of the run's sequence begin in the stretch
     lengths: Ints
     firsts: Ints
 
@@ -114,12 +115,12 @@ class ContextPlan:
 
     @cached_property
     def num_cut(self) -> int:
-        """New tokens of the sequences that are cut."""
+        """New tokens of all split sequences."""
         return sum(self.counts[sequence] for sequence in self._cut)
 
     @cached_property
     def num_prefix(self) -> int:
-        """Tokens before them."""
+        """Prefix tokens of all split sequences."""
         return sum(self.prefixes[sequence] for sequence in self._cut)
 
     @cached_property
@@ -127,7 +128,7 @@ class ContextPlan:
         return [Run(index, 0, count) for index, count in enumerate(self.counts) if not self.is_cut[index]]
 
     def runs(self, rank: int) -> list[Run]:
-        """Of cut sequences, the rank's tokens; two runs a sequence."""
+        """The rank's tokens of split sequences; two runs per sequence."""
         found = []
         for sequence in self._cut:
             for chunk in (rank, 2 * self.size - 1 - rank):
@@ -136,7 +137,7 @@ class ContextPlan:
         return found
 
     def rows(self, runs: Sequence[Run]) -> Ints:
-        """Of the step's tokens, those of the runs."""
+        """Indices of the runs' tokens in the step."""
         starts = np.concatenate([[0], np.cumsum(self.counts)])
         return np.concatenate(
             [np.arange(run.first, run.end) + starts[run.sequence] for run in runs] or [np.empty(0)]
@@ -169,15 +170,15 @@ class ContextPlan:
         )
 
     def sight_of_part(self, origin: int) -> Sight:
-        """What any rank's runs see of the prefixes' part that was dealt to ``origin``: all of it."""
+        """What any rank's runs see of ``origin``'s part of the prefixes: all of it."""
         part = self.part(origin)
         lengths = np.array([end - first for _, first, end in part], np.int64)
         starts, twice = _starts(lengths.tolist())[:-1], np.repeat(lengths, 2)  # a sequence has two runs
         return Sight(np.repeat(starts, 2), twice, twice)
 
     def work(self) -> Ints:
-        """``[S hops, S ranks]``: pairs of a new query and a key that it sees, where rank r meets the new tokens and the
-        part of rank r - h at hop h."""
+        """``[S hops, S ranks]``: the number of pairs of a new query and a key it sees; at hop h rank r meets the new
+        tokens and the part of rank r - h."""
         size = self.size
         found = np.zeros((size, size), np.int64)
         for rank in range(size):
@@ -185,32 +186,32 @@ class ContextPlan:
             for hop in range(size):
                 origin = (rank - hop) % size
                 for sight in (self.sight_of_new(rank, origin), self.sight_of_part(origin)):
-                    # keys 0 … firsts are seen by the first query; each next one sees one more, up to all
+                    # the first query sees keys 0 … firsts; each later one sees one more, up to all
                     hidden = np.maximum(sight.lengths - sight.firsts - 1, 0)
                     found[hop, rank] += (sight.lengths * counts - hidden * (hidden + 1) // 2).sum()
         return found
 
-    # What is sent, and which way is the shortest
+    # What is sent, and which method sends least
 
     def sent_bytes(self, method: Method, shape: Shape) -> int:
-        """By all ranks together, for one layer, with what makes the first rank's cache complete."""
+        """By all ranks together, for one layer, including what completes the first rank's cache."""
         others, tokens, prefix = self.size - 1, self.num_cut, self.num_prefix
-        theirs_new = (tokens - self.num_tokens(0)) * shape.kv_bytes  # to the first rank, where it does not pass anyway
-        if method is Method.PASS_KV:  # the first rank sees all, and has the prefix: as much as if it were dealt out
+        theirs_new = (tokens - self.num_tokens(0)) * shape.kv_bytes  # to the first rank, unless sent anyway
+        if method is Method.PASS_KV:  # the prefix circulates: as many bytes as distributing it
             return others * (tokens + prefix) * shape.kv_bytes
         if method is Method.PASS_Q:
             dealt = (prefix - self.part_tokens(0)) * shape.kv_bytes
             return dealt + others * tokens * (shape.query_bytes + shape.partial_bytes) + theirs_new
-        there = others * (prefix + tokens) - (tokens - self.num_tokens(0))  # of keys that go to other ranks' heads
+        there = others * (prefix + tokens) - (tokens - self.num_tokens(0))  # keys that go to other ranks' heads
         part = max(shape.num_kv_heads // self.size, 1)
         heads = there * shape.kv_bytes * part // shape.num_kv_heads
         return heads + theirs_new + 2 * others * tokens * shape.query_bytes // self.size
 
     def choose(self, shape: Shape) -> Method:
-        """Of the two that overlap with attention, the one that sends less.
+        """Of the two methods that overlap with attention, the one that sends less.
 
-        The published rule, pass-Q when T / (T + P) < 2 Hkv / Hq, compares what goes round. Ours also counts what
-        pass-Q sends back and what it takes to fill the first rank's cache and to deal its prefix out.
+        The published rule, pass-Q if T / (T + P) < 2 Hkv / Hq, compares what circulates. Ours also counts what pass-Q
+        sends back, and what it takes to fill the first rank's cache and to distribute its prefix.
         """
         return min((Method.PASS_KV, Method.PASS_Q), key=lambda method: self.sent_bytes(method, shape))
 
@@ -220,10 +221,10 @@ class ContextPlan:
 
 
 def _starts(lengths: Sequence[int]) -> Ints:
-    """Of stretches behind each other, and the end of the last one."""
+    """Start of each stretch when they are concatenated, and the end of the last."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def _below(runs: Sequence[Run], position: int) -> int:
-    """Tokens of the runs before this one."""
+    """Tokens of the runs before this position."""
     return sum(min(max(position - run.first, 0), len(run)) for run in runs)

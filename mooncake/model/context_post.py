@@ -1,7 +1,8 @@
-"""How the ranks of a step reach each other: ``context_attention.Post`` through torch.distributed (gloo), bytes counted.
+"""Communication between the ranks of a step: ``context_attention.Post`` over torch.distributed (gloo), with bytes
+counted.
 
-Beside what attention sends there are the first rank's word, before each layer, on whether the step goes on, and the
-others' answers at its end. A connection that breaks is ``Broken``, and nothing else is.
+Besides what attention sends, there are the first rank's signals, before each layer, whether the step goes on, and the
+other ranks' answers at its end. Only a broken connection raises ``Broken``.
 """
 
 from __future__ import annotations
@@ -17,37 +18,37 @@ import torch.distributed as dist
 
 from mooncake.model.context_attention import Awaited
 
-WAIT = timedelta(seconds=120)  # for a message within a step: longer than any attention that somebody waits for
-_SIGNAL, _LOGITS, _REPORT = 10, 11, 12  # kinds of messages beside those of attention
+WAIT = timedelta(seconds=120)  # for a message within a step: longer than any attention computation
+_SIGNAL, _LOGITS, _REPORT = 10, 11, 12  # kinds of messages besides those of attention
 
 
 class Broken(Exception):
-    """A rank cannot be reached any more, or waits for what will not come."""
+    """A rank is unreachable, or a message cannot arrive."""
 
 
 class StepAbandoned(Exception):
-    """The first rank has given the step up. Not an error of this one."""
+    """The first rank has abandoned the step. Not an error of this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Of one rank's part in a step."""
+    """One rank's part in a step."""
 
     sent_bytes: int  # for attention
-    waited_s: float  # for what had not arrived when it was needed
+    waited_s: float  # for messages that had not arrived when needed
 
 
 @contextmanager
 def breaking() -> Iterator[None]:
-    """Raises what torch says of connections as ``Broken``."""
+    """Turns torch's connection errors into ``Broken``."""
     try:
         yield
     except RuntimeError as error:
-        raise Broken(str(error).partition(". This is")[0]) from None  # what follows is for gloo's own users
+        raise Broken(str(error).partition(". This is")[0]) from None  # the rest of the message is for gloo's own users
 
 
 class GroupPost:
-    """For a process that has joined the group of ranks. ``begin`` before each step."""
+    """For a process that has joined the ranks' group. Call ``begin`` before each step."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -80,7 +81,7 @@ class GroupPost:
     # Around layers and steps
 
     def await_others(self) -> None:
-        """On the first rank: until each has said that it is ready."""
+        """On the first rank: wait until all others are ready."""
         for other in range(1, self.size):
             self.receive((1,), torch.uint8, other, _SIGNAL).wait()
 
@@ -89,20 +90,20 @@ class GroupPost:
         self.settle()
 
     def signal(self, *, goes_on: bool) -> None:
-        """From the first rank to all the others."""
+        """From the first rank to all others."""
         for other in range(1, self.size):
             self._send(torch.tensor([goes_on], dtype=torch.uint8), other, _SIGNAL)
         self.settle()
 
     def await_signal(self) -> bool:
-        """As long as it takes: whether the step goes on."""
+        """Wait, without a limit, for the signal whether the step goes on."""
         goes_on = torch.empty(1, dtype=torch.uint8)
         with breaking():
             dist.recv(goes_on, 0, tag=_SIGNAL)
         return bool(goes_on.item())
 
     def answer(self, logits: torch.Tensor) -> None:
-        """To the first rank, at the end of a step."""
+        """Send to the first rank, at the end of a step."""
         report = torch.tensor([self._sent_bytes, round(self._waited_s * 1e6)])
         if len(logits):
             self._send(logits, 0, _LOGITS)
@@ -141,5 +142,5 @@ class _Arriving:
 
 
 def _as_bytes(values: torch.Tensor) -> torch.Tensor:
-    """gloo knows few types, and moves bytes."""
+    """gloo supports few types, so it gets bytes."""
     return values.view(-1).view(torch.uint8)

@@ -1,7 +1,7 @@
-"""What every family's forward pass shares: a step over the paged cache, and the loop over layers.
+"""Shared by the forward passes of all families: a step over the paged cache, and the loop over layers.
 
-A family says how tokens are embedded, what a layer does and how logits are made (``Decoder``); ``Step.attend`` is the
-only way to the cache. The Llama family has a faster pass of its own in ``llama``; these are over the same kernels.
+A family defines how tokens are embedded, what a layer does and how logits are computed (``Decoder``); ``Step.attend``
+is the only access to the cache. The Llama family has its own, faster pass in ``llama``; both use the same kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mooncake.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One batch on its way through the layers."""
+    """One batch in progress through the layers."""
 
     config: ModelConfig
     kernels: Kernels
@@ -83,8 +83,8 @@ class Decoder(ABC):
         experts: range | None = None,
         layers: range | None = None,
     ) -> None:
-        """``reduce`` completes what attention and the MLP of each layer give, where this is one rank's part of a
-        mixture, with these ``experts`` (None: all). ``layers`` are those of this stage of a model (None: all), for
+        """``reduce`` completes the output of attention and MLP in each layer, if this is one rank's part of a model,
+        with these ``experts`` (None: all). ``layers`` are those of this stage of a model (None: all), for
         ``gated.GatedDecoder``."""
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
@@ -98,7 +98,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def _build(self) -> None:
-        """Take the weights (``self.linear``, ``self.vector``) into the form that ``forward`` wants."""
+        """Prepare the weights (``self.linear``, ``self.vector``) for ``forward``."""
 
     @abstractmethod
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -106,11 +106,11 @@ class Decoder(ABC):
 
     @abstractmethod
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        """The residual stream behind layer ``index``; must call ``step.attend`` once."""
+        """The residual stream after layer ``index``; must call ``step.attend`` once."""
 
     @abstractmethod
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the wanted rows ``[R, hidden]``, ``[R, V]``."""
+        """``[R, V]`` from the wanted rows ``[R, hidden]``."""
 
     @torch.inference_mode()
     def forward(
@@ -153,7 +153,7 @@ class Decoder(ABC):
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
 
     def tables(self, made: Tables) -> Tables:
-        """Where the kernels run."""
+        """The tables on the kernels' device."""
         cos, sin = (table.to(getattr(self.kernels, "device", table.device)) for table in made)
         return cos, sin
 

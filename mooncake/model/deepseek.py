@@ -1,10 +1,10 @@
-"""DeepSeek-V2 and -V3 over a paged cache of latent vectors: attention by one key a token that all heads share.
+"""DeepSeek-V2 and -V3 over a paged cache of latent vectors: attention with one key per token, shared by all heads.
 
-A head's key is W_k c for the token's latent vector c, beside the common key that has the positions, and its value is
-W_v c. So q · W_k c = (W_kᵀ q) · c, and the mixture of values is W_v times the mixture of c: queries go to where the
-latent vectors are, and what was mixed comes back ("absorbed", DeepSeek-V2 2024, section 2.1.2). To the kernels that is
-one KV head whose keys are its values. Long prompts cost more products so than with keys and values made anew for each
-head, and nothing is made of what is cached but what is read once for all heads.
+A head's key is W_k c for the token's latent vector c, joined with a shared key that carries the position; its value is
+W_v c. So q · W_k c = (W_kᵀ q) · c, and the weighted sum of values is W_v times the weighted sum of c: queries are
+projected to the latent space, and results are projected back ("absorbed", DeepSeek-V2 2024, section 2.1.2). Kernels see
+one KV head whose keys are its values. Long prompts need more arithmetic this way than with keys and values computed per
+head, but cached rows are read once for all heads and never expanded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
 from mooncake.model_config import LatentAttention
 
 LATENT_EPS = 1e-6
-"""Of the norms within attention, whatever config.json says of the others."""
+"""Epsilon of the norms inside attention, whatever config.json says about the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class _Layer:
     attention_norm: torch.Tensor
     down: Linear  # of queries, unless they have no latent vector, and of keys and values
     query_norm: torch.Tensor | None
-    query: Linear  # for each head what turns, then for each head what does not
+    query: Linear  # the rotating parts of all heads, then the other parts
     latent_norm: torch.Tensor
-    key_up: list[Linear]  # of each head: W_kᵀ
+    key_up: list[Linear]  # per head: W_kᵀ
     value_up: list[Linear]
     output: Linear
     mlp_norm: torch.Tensor
@@ -45,7 +45,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
 
     @property
     def _turning(self) -> torch.Tensor:
-        """An order of what turns: pairs are published side by side."""
+        """Order of the rotating elements; published pairs are adjacent."""
         return rotary_order(self.latent.rope_dim, self.latent.rope_dim, in_turn=True)
 
     def _take(self, prefix: str) -> _Layer:
@@ -72,7 +72,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
         )
 
     def _by_part(self, query: torch.Tensor) -> torch.Tensor:
-        """Rows of the published queries, head by head of two parts, as ``_Layer.query`` has them."""
+        """Reorders rows of published queries, in which each head has two parts, to the order of ``_Layer.query``."""
         heads = query.view(self.config.num_heads, -1, query.shape[1])
         nope, rope = heads.tensor_split([self.latent.nope_dim], dim=1)
         return torch.cat([rope[:, self._turning].flatten(0, 1), nope.flatten(0, 1)])
@@ -101,13 +101,14 @@ class DeepSeek(RoutedDecoder[_Layer]):
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:
-    """Queries or keys ``[..., D]`` of these parts, in the order in which kernels turn them (``rotary_order``)."""
+    """Join these parts into queries or keys ``[..., D]``, in the order in which kernels rotate them
+    (``rotary_order``)."""
     first, second = rotating.chunk(2, -1)
     before, behind = still.chunk(2, -1)
     return torch.cat([first, before, second, behind], -1)
 
 
 def _latent_of(rows: torch.Tensor, rope_dim: int) -> torch.Tensor:
-    """The still part of such rows."""
+    """The non-rotating part of such rows."""
     first, second = rows.chunk(2, -1)
     return torch.cat([first[..., rope_dim // 2 :], second[..., rope_dim // 2 :]], -1)

@@ -1,6 +1,6 @@
-"""Codes of quantised checkpoints as values, or as int8 codes that products take as they are.
+"""Turns codes of quantised checkpoints into values, or into int8 codes that products take directly.
 
-One weight at a time, from mapped files: nothing is kept. ``mooncake.quantised`` has the layouts.
+It works on one weight at a time, from mapped files, and keeps nothing. ``mooncake.quantised`` has the layouts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from mooncake.quantised import CodedWeight
 
 Tensors = Mapping[str, torch.Tensor]
 
-_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # of E2M1's codes
-_FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # of a byte, the low bits first
-_NOT_A_POWER = 255  # the exponent that says NaN (OCP MX 1.0, E8M0)
-_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in its word each of eight outputs is
+_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # values of E2M1 codes
+_FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # for each byte, low bits first
+_NOT_A_POWER = 255  # the exponent that means NaN (OCP MX 1.0, E8M0)
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position in its word of each of eight outputs
 
 
 def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-    """Of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError for groups that the
-    scales do not have, and for scales that are no numbers."""
+    """A tensor of the weight's shape, computed in float32 and rounded to ``dtype`` once. Raises ModelError if it refers
+    to groups without scales, or if a scale is NaN."""
     if weight.layout == "mxfp4":
         return _of_experts(tensors[weight.codes], _exponents(weight, tensors), dtype)
     codes, scales, zeros = _parts(weight, tensors)
@@ -50,14 +50,14 @@ def dequantised(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> to
 
 
 def as_codes(weight: CodedWeight, tensors: Tensors, coding: Coding, dtype: torch.dtype) -> Codes:
-    """Of a weight that has a ``coding``; ``dtype`` is that of the model around it."""
+    """The codes of a weight that has a ``coding``; ``dtype`` is the model's."""
     codes, scales, _ = _parts(weight, tensors)
     return Codes(codes, scales.flatten().expand(weight.shape[0]).contiguous(), coding, dtype)
 
 
 def as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype) -> GroupedCodes | None:
-    """Codes of 4 or 8 bits as products unpack them. None for other weights: of other codes, of groups that are cut
-    otherwise, or of scales so fine that products with codes are no longer exact."""
+    """Codes of 4 or 8 bits in the form that products unpack. None for other codes, for groups of another layout, and
+    for scales with so many bits that products with codes would not be exact."""
     if (
         not weight.keeps_groups
         or weight.layout == "mxfp4"
@@ -125,7 +125,8 @@ def _parts(weight: CodedWeight, tensors: Tensors) -> tuple[torch.Tensor, torch.T
 
 
 def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``[experts, inputs, outputs]`` of mxfp4, one after the other: on their way, codes take many times as much."""
+    """``[experts, inputs, outputs]`` from mxfp4, one expert at a time: intermediate results take many times the
+    memory."""
     values = torch.empty((*exponents.shape, 2 * blocks.shape[-1]), dtype=dtype)
     for expert, codes, powers in zip(values, blocks, exponents, strict=True):
         numbers = torch.nn.functional.embedding(codes.int(), _FLOAT4_PAIRS).flatten(-2)
@@ -134,13 +135,13 @@ def _of_experts(blocks: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtyp
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """uint8 codes ``[rows, columns * 32 / bits]`` of int32 words ``[rows, columns]``, the lowest bits first."""
+    """uint8 codes ``[rows, columns * 32 / bits]`` from int32 words ``[rows, columns]``, lowest bits first."""
     octets = words.contiguous().view(torch.uint8)
     return octets.clone() if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
 def _signed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """In place."""
+    """Unsigned codes to signed ones, in place."""
     return codes.view(torch.int8).add_(-(1 << bits - 1))
 
 
@@ -150,14 +151,14 @@ def _awq_unpacked(words: torch.Tensor) -> torch.Tensor:
 
 
 def _with_carry(words: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-    """Words with ``shift`` added to each of their codes. A zero of 0 was stored by borrowing from the next code, so the
-    sum is that of whole words."""
+    """Words with ``shift`` added to each of their codes. A zero of 0 was stored by borrowing from the next code, so
+    whole words are added."""
     each = sum(shift << place for place in range(0, 32, bits))
     return (words.long() + each).to(torch.int32)
 
 
 def _uneven_groups(weight: CodedWeight, tensors: Tensors) -> torch.Tensor | None:
-    """Of each input, its column of scales; None where they follow each other, tile after tile (or -1 is stored)."""
+    """For each input, its column of scales; None if groups are consecutive tiles (or -1 is stored)."""
     groups, inputs = tensors[weight.groups].long(), weight.shape[1]
     if torch.equal(groups, torch.arange(inputs) // weight.tile[1]) or (groups == -1).all():
         return None

@@ -1,4 +1,4 @@
-"""Granite and OLMo-2 over a paged cache: Llama's parts, put together in other ways. Mixtures share their frame."""
+"""Granite and OLMo-2 over a paged cache: Llama's parts in other combinations. Mixture models share this frame."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Layer = TypeVar("Layer")
 
 
 class GatedDecoder(Decoder, Generic[Layer]):
-    """Embedding, layers of one kind, norm and head, named as Llama's are."""
+    """Embedding, layers of one kind, norm and head, with Llama's names."""
 
     def _build(self) -> None:
         config = self.config
@@ -32,7 +32,7 @@ class GatedDecoder(Decoder, Generic[Layer]):
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:
-        """The layer whose weights' names begin so."""
+        """The layer whose weights' names begin with ``prefix``."""
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         assert self._embedding is not None, "a stage with layers before it is given what they left"
@@ -47,8 +47,8 @@ class GatedDecoder(Decoder, Generic[Layer]):
 
 
 def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: bool) -> Linear:
-    """The projections of queries, keys and values below ``attention`` as one, each head of queries and keys in
-    ``order`` ``[D]``."""
+    """The query, key and value projections below ``attention`` as one, with each query and key head in ``order``
+    ``[D]``."""
     head_dim = model.config.head_dim
 
     def stacked(part: str) -> torch.Tensor:
@@ -63,7 +63,7 @@ def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: b
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor | None  # of all heads together, OLMo-2
+    query_norm: torch.Tensor | None  # over all heads together; OLMo-2
     key_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
@@ -72,7 +72,7 @@ class _Layer:
 
 
 class _Dense(GatedDecoder[_Layer]):
-    _norm_names: ClassVar[tuple[str, str]]  # of attention's and of the MLP's
+    _norm_names: ClassVar[tuple[str, str]]  # before attention and before the MLP
     _has_query_norm: ClassVar[bool]
 
     def _take(self, prefix: str) -> _Layer:
@@ -94,7 +94,7 @@ class _Dense(GatedDecoder[_Layer]):
 
 
 class Granite(_Dense):
-    """Granite 3 (Granite team, IBM 2024): a factor for embeddings, for what each layer adds, and for logits."""
+    """Granite 3 (Granite team, IBM 2024): factors for embeddings, for each layer's contributions, and for logits."""
 
     _norm_names = "input_layernorm", "post_attention_layernorm"
     _has_query_norm = False
@@ -113,7 +113,7 @@ class Granite(_Dense):
 
 
 class Olmo2(_Dense):
-    """OLMo-2 (OLMo team 2025): norms behind attention and the MLP, and of all queries and of all keys of a token."""
+    """OLMo-2 (OLMo team 2025): norms after attention and the MLP, and over all queries and all keys of a token."""
 
     _norm_names = "post_attention_layernorm", "post_feedforward_layernorm"
     _has_query_norm = True

@@ -1,8 +1,8 @@
-"""Gemma 2 and Gemma 3's text model over a paged cache (Gemma team 2024, 2025): local layers among global ones.
+"""Gemma 2 and Gemma 3's text model over a paged cache (Gemma team 2024, 2025): local and global layers.
 
-Norms stand before and behind attention and the MLP, and their weights are stored less one. Gemma 2 bends the scores of
-attention and the logits to within a cap; Gemma 3 norms queries and keys instead, and its local layers, those with a
-window, rotate by a frequency base of their own.
+Norms come before and after attention and the MLP, and stored norm weights have 1 subtracted. Gemma 2 soft-caps
+attention scores and logits; Gemma 3 normalises queries and keys instead, and its local layers, those with a window,
+have their own RoPE base.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Gemma(Decoder):
         self._embedding = self._head = self.linear("model.embed_tokens")
         if not config.tie_embeddings:
             self._head = self.linear("lm_head")
-        # As published: the factor is rounded to the weights' own type.
+        # As published: the factor is rounded to the weights' type.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.weight("model.norm.weight").dtype)
         self._final_norm = self._norm("model.norm")
         self._global_tables, self._local_tables = (

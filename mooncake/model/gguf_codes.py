@@ -1,7 +1,7 @@
-"""Blocks of quantised GGUF tensors as codes with scales, where CPU kernels multiply those (``kernels.grouped``).
+"""Blocks of quantised GGUF tensors as codes with scales, for CPU kernels that multiply those (``kernels.grouped``).
 
-Layouts as ggml defines them (``ggml-common.h``): a row is cut into blocks of 32 weights, or of 256 in the K-quants,
-whose scales are small integers times one or two float16. What is not here is dequantised by the ``gguf`` package.
+Layouts are ggml's (``ggml-common.h``): a row is divided into blocks of 32 weights, or of 256 in the K-quants, whose
+scales are small integers times one or two float16. Kinds not listed here are dequantised by the ``gguf`` package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NIBBLES = np.arange(16, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """``codes`` are [blocks, weights of a block]; scales and offsets [blocks, groups of a block]."""
+    """``codes`` are [blocks, weights per block]; scales and offsets [blocks, groups per block]."""
 
     codes: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
     scales: Floats
@@ -33,7 +33,7 @@ class _Blocks:
 
 
 def grouped_codes(kind: str, raw: Bytes, shape: tuple[int, int], dtype: torch.dtype) -> GroupedCodes | None:
-    """A matrix ``[out, in]`` from the bytes of its blocks; None for a kind whose codes are not taken as they are."""
+    """A matrix ``[out, in]`` from its blocks' bytes; None for a kind whose codes are not multiplied directly."""
     read = _READERS.get(kind)
     if read is None:
         return None
@@ -51,12 +51,12 @@ def grouped_codes(kind: str, raw: Bytes, shape: tuple[int, int], dtype: torch.dt
 
 
 def _halves(raw: Bytes, at: int) -> Floats:
-    """float16 numbers at a byte of each block, [blocks, 1]."""
+    """The float16 at this byte of each block, [blocks, 1]."""
     return raw[:, at : at + 2].copy().view(np.float16).astype(np.float32)
 
 
 def _nibbles(octets: Bytes) -> npt.NDArray[np.uint8]:
-    """The low halves of all bytes, then the high ones, along the last axis."""
+    """The low nibbles of all bytes, then the high ones, along the last axis."""
     return np.concatenate([octets & 15, octets >> 4], axis=-1)
 
 
@@ -69,7 +69,7 @@ def _q4_1(raw: Bytes) -> _Blocks:
 
 
 def _q5_bits(raw: Bytes, at: int) -> npt.NDArray[np.int8]:
-    """5-bit codes whose fifth bits are a 32-bit word at byte ``at``, before the others."""
+    """5-bit codes; their fifth bits are a 32-bit word at byte ``at``, before the other bits."""
     fifth = np.unpackbits(raw[:, at : at + 4], axis=-1, bitorder="little") << 4
     return (_nibbles(raw[:, at + 4 :]) | fifth).astype(np.int8)
 
@@ -87,7 +87,8 @@ def _q8_0(raw: Bytes) -> _Blocks:
 
 
 def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
-    """Scales and offsets of the 8 groups of Q4_K's and Q5_K's blocks: 6 bits each in 12 bytes, times a float16 each."""
+    """Scales and offsets of the 8 groups in a Q4_K or Q5_K block: 6 bits each, in 12 bytes, each kind times a
+    float16."""
     low, middle, high = raw[:, 4:8], raw[:, 8:12], raw[:, 12:16]
     scales = np.concatenate([low & 63, (high & 15) | (low >> 6 << 4)], axis=-1)
     mins = np.concatenate([middle & 63, (high >> 4) | (middle >> 6 << 4)], axis=-1)
@@ -95,7 +96,7 @@ def _k_scales(raw: Bytes) -> tuple[Floats, Floats]:
 
 
 def _in_runs(octets: Bytes) -> npt.NDArray[np.uint8]:
-    """Nibbles of bytes in runs of 32: the low halves of a run, then its high ones."""
+    """Nibbles of bytes in runs of 32: first the low nibbles of a run, then its high ones."""
     return _nibbles(octets.reshape(len(octets), -1, 32)).reshape(len(octets), -1)
 
 

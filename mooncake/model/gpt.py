@@ -205,7 +205,7 @@ class Falcon(_Gpt):
 
 
 class StarCoder2(_Gpt):
-    """StarCoder2 (Lozhkov et al. 2024): shared key and value heads, and a window."""
+    """StarCoder2 (Lozhkov et al. 2024): grouped-query attention, and a window."""
 
     def _build(self) -> None:
         config = self.config

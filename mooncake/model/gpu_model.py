@@ -1,12 +1,12 @@
 """A model on a GPU behind the same ``forward`` as on a CPU: plans attention, moves the batch, replays decode steps.
 
 A decode step of a small model is hundreds of short kernels, and launching them one by one takes longer than running
-them. So decode-only batches are captured once a bucket of batch sizes as a CUDA graph, before the first request, and
+them. So decode-only batches are captured as CUDA graphs before the first request, one per bucket of batch sizes, and
 replayed with new contents in the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
 
-A step of decodes can be started without waiting for it (``start``): its tokens are drawn on the device, and are the
-next one's input before the host knows them. All that such a step needs of the host goes through pinned memory, which
-torch gives out again only once it has been copied.
+A decode step can be started without waiting for it (``start``): its tokens are sampled on the device, and are the next
+step's input before the host knows them. Everything such a step needs from the host goes through pinned memory, which
+torch reuses only once it has been copied.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Decode batch sizes that get a graph; a batch is padded to the next one, by at most a half."""
 
 CASCADE_BYTES = 40e9
-"""Keys and values that a decode step must save by reading shared prefixes once, for which it runs kernel by kernel:
-some 10 ms of a card's reads, against the 5 that launching a step of an 8B model may take. A prediction; ``mooncake
+"""Bytes of keys and values that a decode step must save by reading shared prefixes once to run kernel by kernel for it:
+about 10 ms of a card's reads, against the 5 ms that launching a step of an 8B model may take. An estimate; ``mooncake
 bench gpu`` times both ways."""
 
-NO_SLOT = -1  # where a padding token's keys and values go: nowhere
+NO_SLOT = -1  # slot of a padding token: its keys and values are not written
 WARM_UP_TOKENS = (512, 128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all
 
 Plans = Mapping[int, DevicePlan]
-"""A step's plan for each sliding window that layers have, 0 for none."""
+"""A step's plan for each sliding window in use, 0 for none."""
 
 
 class PlannedKernels(GpuKernels):
-    """Kernels whose attention follows the plans of the step that is running.
+    """Kernels whose attention follows the plans of the running step.
 
-    Where layers share KV, the last ones of a step compute a part of its rows (``ForwardBatch.narrowed``): that is
+    If layers share KV, the last ones of a step compute only some of its rows (``ForwardBatch.narrowed``): this is
     planned when the first of them asks.
     """
 
@@ -62,7 +62,7 @@ class PlannedKernels(GpuKernels):
         self._planned: torch.Tensor | None = None  # the query starts that they are for
 
     def follow(self, plans: Plans, query_starts: torch.Tensor) -> None:
-        """In attention with these ``query_starts``."""
+        """Use these plans in attention with these ``query_starts``."""
         self.step_plans, self._planned = dict(plans), query_starts
 
     def paged_attention(
@@ -107,7 +107,7 @@ class _Graph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Rerun:
-    """In Triton's interpreter: the step is computed anew each time."""
+    """For Triton's interpreter: recomputes the step on each replay."""
 
     step: Callable[[], torch.Tensor]
     logits: torch.Tensor
@@ -126,7 +126,7 @@ class _Captured:
 
 
 class _Started:
-    """``engine.StartedStep``: its tokens are on their way to the host."""
+    """``engine.StartedStep``: its tokens are being copied to the host."""
 
     def __init__(self, drawn: torch.Tensor) -> None:
         self._tokens = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=drawn.is_cuda)
@@ -146,7 +146,7 @@ class _Started:
 class GpuModel:
     """``engine.StartingModel`` on one GPU. One thread may call it at a time.
 
-    Block tables that have been handed in must not be changed: those of the step before are not copied again.
+    Block tables passed in must not be modified: those of the previous step are not copied again.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class GpuModel:
     ) -> None:
         """``build`` makes the model over these kernels, which compute in ``dtype``.
 
-        A sequence has ``max_blocks`` blocks at most. Without ``buckets`` nothing is captured. ``host_logits`` brings
+        A sequence has at most ``max_blocks`` blocks. Without ``buckets`` nothing is captured. ``host_logits`` copies
         the logits to the host, where the engine samples.
         """
         self.kernels = PlannedKernels(device)
@@ -189,9 +189,9 @@ class GpuModel:
 
     @torch.inference_mode()
     def warm_up(self, cache: torch.Tensor, max_sequences: int) -> None:
-        """Compile what steps over ``cache`` need and capture their graphs, before anybody waits for it.
+        """Compile what steps over ``cache`` need and capture their graphs, before anyone waits for them.
 
-        The cache is left as it is: nothing of these steps has a slot in it.
+        The cache is unchanged: these steps have no slots in it.
         """
         if not self._buckets:
             return
@@ -255,14 +255,14 @@ class GpuModel:
         return self._model.forward(moved, cache, hook)
 
     def _is_cascade(self, batch: ForwardBatch, cache: torch.Tensor) -> bool:
-        """Whether so much is shared by neighbours of the batch that it should be read once, which no graph can."""
+        """Whether neighbours in the batch share so much that it should be read once, which no graph can do."""
         if self._shared[0] is not batch.block_tables:  # else as many blocks as before
             self._shared = batch.block_tables, self._shared_bytes(batch, cache) >= self.cascade_bytes
         return self._shared[1]
 
     def _shared_bytes(self, batch: ForwardBatch, cache: torch.Tensor) -> float:
-        """What reading each shared block once saves, in layers without a window. Latent rows are all heads' already: a
-        tile has few more queries than one token's, so a graph is worth more."""
+        """Bytes saved by reading each shared block once, in layers without a window. Latent rows are already shared by
+        all heads: a tile has few more queries than one token's, so a graph is worth more."""
         if self.config.latent is not None:
             return 0.0
         tables = batch.block_tables.numpy()
@@ -274,8 +274,8 @@ class GpuModel:
         return float(blocks) * cache[0, 0].nbytes * layers
 
     def _newest(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What those rows of the last started step drew, and ``tokens`` where a row is below 0. A row that could draw
-        none gives any: nobody gets what follows it."""
+        """The tokens sampled by these rows of the last started step, and ``tokens`` where a row is negative. For a row
+        that could not sample one, the result is arbitrary: nobody uses what follows."""
         drawn = self._drawn.index_select(0, rows.clamp(min=0)).clamp_(min=0)
         return torch.where(rows < 0, tokens, drawn)
 
@@ -294,7 +294,8 @@ class GpuModel:
         return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
 
     def _draw_once(self, captured: _Captured, cache: torch.Tensor) -> None:
-        """Kernel by kernel and in all ways, so that what such a step needs is loaded and known to fit."""
+        """Run once kernel by kernel in all variants, so that everything such a step needs is loaded and known to
+        fit."""
         self.kernels.follow(self._decode_plans, captured.batch.query_starts)
         logits = self._model.forward(captured.batch, cache, NoHook())
         rows = len(logits)
@@ -358,13 +359,13 @@ class GpuModel:
             captured.batch.block_tables[:size, :blocks].copy_(self._moved(batch.block_tables.numpy()))
 
     def _use(self, cache: torch.Tensor) -> None:
-        """Graphs hold addresses: those over another cache are of no use."""
+        """Graphs contain addresses: those over another cache are useless."""
         if self._cache is not None and self._cache.data_ptr() != cache.data_ptr():
             self._graphs.clear()
         self._cache = cache
 
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
-        """Run the step once as it is, for what is initialised lazily, and record it the second time."""
+        """Run the step once normally, for lazy initialisation, and capture it the second time."""
         numbers = torch.zeros((4, bucket), dtype=torch.int64, device=self._device)
         buffers = self._empty_batch(numbers)
         self._decode_plans = self._decode_plans or {window: self._largest_decode_plan() for window in self._windows}
@@ -407,7 +408,7 @@ class GpuModel:
         )
 
     def _empty_chunk(self, length: int) -> ForwardBatch:
-        """A prompt of which nothing is kept; on the host, as the engine's batches are."""
+        """A prompt of which nothing is kept; on the host, like the engine's batches."""
         return ForwardBatch(
             tokens=torch.zeros(length, dtype=torch.int64),
             positions=torch.zeros(length, dtype=torch.int64),
@@ -432,7 +433,7 @@ class GpuModel:
         )
 
     def _largest_decode_plan(self) -> DevicePlan:
-        """Room for any decode plan: each sequence may have one piece more than equal shares of the whole give it."""
+        """Room for any decode plan: each sequence may have one piece more than with equal shares of the whole."""
         config = self.config
         is_latent, is_wide = config.latent is not None, self._dtype is torch.float32
         heads = pack(config.num_heads, config.num_kv_heads, is_wide, is_latent)

@@ -1,6 +1,6 @@
-"""GLM-4 and Command R over a paged cache: heads that rotate neighbouring elements, 2i and 2i + 1, with each other.
+"""GLM-4 and Command R over a paged cache: RoPE rotates neighbouring elements, 2i and 2i + 1, with each other.
 
-They are reordered at load, so kernels know nothing of it.
+They are reordered at load, so kernels need not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.model_config import ModelConfig
 
 
 def interleaved_qkv(model: Decoder, attention: str, biased: bool = False) -> Linear:
-    """Of weights below ``attention``: queries and keys in ``rotary_order``."""
+    """The weights below ``attention``, with queries and keys in ``rotary_order``."""
     return reordered_qkv(model, attention, _order(model.config), biased)
 
 
@@ -40,7 +40,8 @@ class _GlmLayer:
 
 
 class Glm(GatedDecoder[_GlmLayer]):
-    """GLM-4 (GLM team 2024): half of each head rotates. Since 0414 ("glm4") what a layer adds is normed, too."""
+    """GLM-4 (GLM team 2024): half of each head rotates. Since 0414 ("glm4") the layers' contributions are also
+    normalised."""
 
     def _take(self, prefix: str) -> _GlmLayer:
         attention, mlp, is_late = prefix + "self_attn.", prefix + "mlp.", self.config.architecture == "glm4"
@@ -77,7 +78,7 @@ class _CohereLayer:
 
 
 class Cohere(GatedDecoder[_CohereLayer]):
-    """Command R (Cohere 2024): attention and MLP behind one norm. Of "cohere2", only layers with a window rotate."""
+    """Command R (Cohere 2024): attention and MLP share one norm. In "cohere2" only layers with a window rotate."""
 
     def _build(self) -> None:
         super()._build()
@@ -102,7 +103,7 @@ class Cohere(GatedDecoder[_CohereLayer]):
         return vector(stored[:, _order(self.config)], self.kernels)
 
     def _normed_heads(self, qkv: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Queries and keys, each head by itself and with its own weight."""
+        """Normalise queries and keys, each head on its own and with its own weight."""
         heads = qkv.view(len(qkv), -1, self.config.head_dim)
         turning, value = torch.split(heads, [len(weight), self.config.num_kv_heads], dim=1)
         normed = torch.nn.functional.layer_norm(turning, turning.shape[2:], eps=self.config.rms_eps) * weight

@@ -1,7 +1,7 @@
-"""Weights whose queries and keys have been scaled by channel (``mooncake.key_scales``).
+"""Weights whose queries and keys are scaled by channel (``mooncake.key_scales``).
 
-Factors are powers of two and equal for the two channels that RoPE turns into each other, so nothing is rounded: over
-float32 pages the model's answers are the same bits.
+Factors are powers of two and equal for the two channels that RoPE rotates into each other, so nothing is rounded: over
+float32 pages the model's answers are bit-identical.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from mooncake.model.layers import Weights, WeightsOnDemand
 
 
 def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -> Weights:
-    """The weights of a model of the Llama family, those of keys divided and those of queries multiplied. Where keys
-    are normed, all heads of a layer have the weights of one norm and so the factors of the first.
+    """Weights of a Llama family model, with keys divided and queries multiplied by the factors. If keys are normalised,
+    all heads of a layer share one norm's weights, and so the factors of the first head.
 
-    Raises ModelError when the scales are not this model's.
+    Raises ModelError if the scales are not for this model.
     """
     shape = len(config.kv_owners), config.num_kv_heads, config.head_dim // 2
     if scales.exponents.shape != shape:

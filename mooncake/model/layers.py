@@ -1,7 +1,7 @@
-"""Linear layers, and the weights of one decoder layer in the form the forward pass wants them: fused.
+"""Linear layers, and the weights of one decoder layer in the form the forward pass needs: fused.
 
 Query, key and value projections are one matrix, and so are gate and up: fewer and larger products. This module knows
-names of weights as Hugging Face publishes them; it must not know about files or caches.
+the names of weights as Hugging Face publishes them; it knows nothing of files or caches.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class WeightsOnDemand(Weights):
-    """Each is made anew whenever it is asked for: who packs one after the other never holds all of them twice.
+    """Creates each weight anew on every access, so that packing them one after another never holds all of them twice.
 
-    ``codes`` gives a matrix, and ``experts`` a tensor of all experts, as codes that products take as they are, if it
-    came so and they are wanted; otherwise None.
+    ``codes`` gives a matrix, and ``experts`` a tensor of all experts, as codes that products take directly, if it is
+    stored so and codes are wanted; otherwise None.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class WeightsOnDemand(Weights):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """As published, but for the fusing."""
+    """As published, except for the fusion."""
 
     attention_norm: torch.Tensor  # [hidden]
-    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]; of a layer without KV of its own [Hq * D, hidden]
+    qkv: Matrix  # [(Hq + 2 * Hkv) * D, hidden]; in a layer without its own KV [Hq * D, hidden]
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None  # [D], Qwen3
     key_norm: torch.Tensor | None
@@ -72,7 +72,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The same, with the matrices as kernels want them."""
+    """The same, with matrices in the kernels' form."""
 
     attention_norm: torch.Tensor
     qkv: Linear
@@ -85,7 +85,7 @@ class DecoderLayer:
 
 
 def layer_weights(weights: Weights, layer: int, config: ModelConfig) -> LayerWeights:
-    """Gather and fuse the weights of one layer. Raises ModelError when one is missing."""
+    """Gather and fuse one layer's weights. Raises ModelError if one is missing."""
     owns_kv, qk_norm = config.owns_kv(layer), config.qk_norm
     prefix = f"model.layers.{layer}."
     attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -119,8 +119,8 @@ def decoder_layer(source: LayerWeights, kernels: Kernels, coding: Coding = "") -
 def embedding_and_head(
     weights: Weights, config: ModelConfig, places: range, linear: Callable[[Matrix], T]
 ) -> tuple[T | None, T | None]:
-    """Of a stage with the layers ``places``: who has the first one embeds, who has the last one gives logits, by the
-    same product where a model has one matrix for both. Raises ModelError when it is missing."""
+    """For a stage with the layers ``places``: the stage with the first layer embeds, the one with the last layer
+    computes logits. If a model has one matrix for both, they share the product. Raises ModelError if it is missing."""
     embeds, has_head = places.start == 0, places.stop == config.num_layers
     is_tied = config.tie_embeddings
     embedding = linear(matrix(weights, "model.embed_tokens.weight")) if embeds or (has_head and is_tied) else None
@@ -129,7 +129,7 @@ def embedding_and_head(
 
 
 def weight(weights: Weights, name: str) -> torch.Tensor:
-    """One weight by its published name. Raises ModelError when the model lacks it."""
+    """One weight by its published name. Raises ModelError if the model lacks it."""
     try:
         return weights[name]
     except KeyError:
@@ -137,7 +137,7 @@ def weight(weights: Weights, name: str) -> torch.Tensor:
 
 
 def matrix(weights: Weights, *names: str) -> Matrix:
-    """Matrices above each other as one: of codes, where all of them are. Raises ModelError when the model lacks one."""
+    """Matrices stacked into one; as codes, if all of them are. Raises ModelError if the model lacks one."""
     given = [weights.codes(name) for name in names] if isinstance(weights, WeightsOnDemand) else []
     codes = [each for each in given if isinstance(each, Codes)]
     if len(codes) == len(names) and len({each.coding for each in codes}) == 1:
@@ -152,9 +152,9 @@ def matrix(weights: Weights, *names: str) -> Matrix:
 
 
 def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-    """A small weight as these kernels' activations are: float32 on CPUs.
+    """A small weight in the type of these kernels' activations: float32 on CPUs.
 
-    A copy: a small view of a mapped file would keep the whole of it in memory.
+    It is a copy, because a small view would keep a whole mapped file in memory.
     """
     dtype = torch.float32 if isinstance(kernels, CpuKernels) else values.dtype
     return values.to(getattr(kernels, "device", values.device), dtype, copy=True)

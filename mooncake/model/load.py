@@ -65,13 +65,12 @@ def load_model(
     layers: range | None = None,
     keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
-    """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches name ``adapters`` by
-    their places. ``codes`` is for the int8 codes that the checkpoint has itself, ``coding`` for all other weights;
-    ``keeps_groups`` as of ``Precision``.
-    ``can_blend``: takes batches with ``reuse``, which a fused pass does not. ``layers``: only those, as a stage.
-    ``keep_hidden``: layers whose inputs the cache keeps.
+    """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches refer to ``adapters`` by
+    index. ``codes`` applies to int8 codes stored in the checkpoint, ``coding`` to all other weights; ``keeps_groups``
+    is as in ``Precision``. ``can_blend``: accept batches with ``reuse``, which a fused pass does not. ``layers``: load
+    only those, as a stage. ``keep_hidden``: layers whose inputs the cache keeps.
 
-    Raises ModelError when weights are missing, broken or of an unsupported kind.
+    Raises ModelError if weights are missing, broken or of an unsupported kind.
     """
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")

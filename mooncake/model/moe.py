@@ -17,7 +17,7 @@ from mooncake.model.gated import GatedDecoder
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """The expert that every token uses, by a share that the token says."""
+    """The expert that every token uses, weighted by a gate computed from the token."""
 
     share: Linear  # [1, hidden]
     gate_up: Linear

@@ -1,4 +1,4 @@
-"""Rows of a paged cache by their slots: the bytes of a head's key or value of one token, whatever type they have."""
+"""Addresses rows of a paged cache by slot. A row is the bytes of one token's key or value in one head, of any type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 def row_numbers(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = slice(0, 2)) -> torch.Tensor:
     """Int64 ``[T, kinds, Hkv]``: which of ``page_rows`` hold the keys (kind 0) and values (1) in ``slots`` [T].
 
-    The same for every layer. By such numbers torch copies rows several times faster than by blocks and offsets.
+    The same for every layer. Torch copies rows several times faster by these numbers than by blocks and offsets.
     """
     _, num_kinds, num_heads, block_tokens, width = cache_layer.shape
     block, kind, head, token = (stride // width for stride in cache_layer.stride()[:4])

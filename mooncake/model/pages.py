@@ -1,6 +1,6 @@
-"""The paged cache as models see it, over memory that may be mapped by several processes.
+"""The paged cache as models see it, over memory that several processes may map.
 
-It must not know which block is whose.
+It does not know who owns a block.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 def pages_over(memory: npt.NDArray[np.uint8], layout: KVLayout, num_blocks: int) -> torch.Tensor:
-    """``memory``, of exactly so many blocks, as ``[N, layers, K|V, Hkv, block_tokens, D]`` of the layout's type."""
+    """``memory``, of exactly ``num_blocks`` blocks, as ``[N, layers, K|V, Hkv, block_tokens, D]`` of the layout's
+    type."""
     flat = torch.from_numpy(memory).view(TORCH_DTYPES[layout.dtype])
     return flat.view(num_blocks, layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, -1)
 
 
 class SharedMemory:
-    """A memfd, zeroed, which has no name and goes with the last process that maps it. The system gives its pages as
-    they are touched."""
+    """A zeroed memfd. It has no name and disappears with the last process that maps it. The system allocates its pages
+    when they are touched."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
-        """Takes ``fd`` over. Raises OSError or ValueError when it cannot be mapped."""
+        """Takes ownership of ``fd``. Raises OSError or ValueError if it cannot be mapped."""
         self.fd = fd
         self._area = mmap.mmap(fd, num_bytes)
-        with contextlib.suppress(OSError):  # most systems have no large pages for memory that is shared
+        with contextlib.suppress(OSError):  # most systems have no huge pages for shared memory
             self._area.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._area, np.uint8)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Raises ConfigError when the system has no such memory."""
+        """Raises ConfigError if the system has no such memory."""
         fd = os.memfd_create("mooncake", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, num_bytes)
@@ -49,7 +50,7 @@ class SharedMemory:
             raise ConfigError(f"cannot get {num_bytes / 1e9:.2f} GB of shared memory: {error}") from None
 
     def close(self) -> None:
-        """Give the descriptor back. What is mapped stays until nobody looks at it any more. Idempotent."""
+        """Close the descriptor. Mapped memory stays until nothing references it. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

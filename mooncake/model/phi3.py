@@ -1,7 +1,7 @@
 """Phi-3's weights (Abdin et al. 2024) as those of the Llama family, whose arithmetic it shares.
 
-It publishes the projections of queries, keys and values as one matrix and those of gate and up as another, and
-Phi-4-mini rotates only the first elements of each head.
+It publishes the query, key and value projections as one matrix and gate and up as another, and Phi-4-mini rotates only
+the first elements of each head.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mooncake.model_config import ModelConfig
 
 
 def as_llama(weights: Weights, config: ModelConfig) -> Weights:
-    """The same weights under Llama's names: fused ones parted, rows of queries and keys in ``rotary_order``."""
+    """The same weights under Llama's names: fused ones split, query and key rows in ``rotary_order``."""
     dim, inner = config.head_dim, config.intermediate_size
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     parts = {

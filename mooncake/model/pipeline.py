@@ -1,10 +1,10 @@
-"""One model over several processes in a row: each holds a run of its layers (chunked pipeline parallelism, Mooncake,
-FAST'25, section 3.3).
+"""Chunked pipeline parallelism (Mooncake, FAST'25, section 3.3): one model over several processes in a row, each with a
+run of its layers.
 
-A step is cut into pieces (``pieces``), and while a stage computes one of them, the stage before computes the next. A
-piece needs the keys and values of those before it in its own layers alone, so nothing crosses between two stages but
-the residual stream: tokens · hidden size · 4 bytes. All stages map one cache, in the layout of every other node. This
-process, the first rank, computes nothing: it cuts, tells, and calls the hook.
+A step is split into pieces (``pieces``); while a stage computes one of them, the stage before computes the next. A
+piece needs the keys and values of earlier pieces only in its own layers, so only the residual stream crosses between
+two stages: tokens · hidden size · 4 bytes. All stages map one cache, in the same layout as on every other node. This
+process, the first rank, computes nothing: it splits steps, sends messages, and calls the hook.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ STAGE = "mooncake.model.pipeline_stage"
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What the last step took. ``pieces_ms`` is ``[stages, pieces, 3]``: when each began and ended, since the step did,
-    and for how long it waited for reused keys and values meanwhile."""
+    """What the last step took. ``pieces_ms`` is ``[stages, pieces, 3]``: start and end of each piece, counted from the
+    start of the step, and how long it waited for reused keys and values."""
 
     cuts: list[int]
     pieces_ms: npt.NDArray[np.float64]
     elapsed_ms: float
-    bytes_between: list[int]  # by boundary
+    bytes_between: list[int]  # one per boundary
 
 
 class PipelineModel:
-    """``engine.CausalModel`` over ``num_stages`` processes, for one cache. Close it: else they end when it is
+    """``engine.CausalModel`` over ``num_stages`` processes, for one cache. Close it; otherwise they end when it is
     collected."""
 
     def __init__(
@@ -66,16 +66,17 @@ class PipelineModel:
         cores: Sequence[int] = (),
         cut: Cutter = fastest,
     ) -> None:
-        """``model`` and ``max_model_len`` as for ``open_checkpoint``; ``cache`` is of ``num_blocks`` blocks of
-        ``layout``. A stage has ``threads`` (0: its share of torch's) and as many of ``cores``, where there are enough.
+        """``model`` and ``max_model_len`` are as for ``open_checkpoint``; ``cache`` has ``num_blocks`` blocks of
+        ``layout``. Each stage has ``threads`` threads (0: its share of torch's) on as many of ``cores``, if there are
+        enough.
 
-        Raises ModelError when the model cannot be cut so, ConfigError when memory is short.
+        Raises ModelError if the model cannot be split this way, ConfigError if there is too little memory.
         """
         self.config: ModelConfig = open_checkpoint(model, max_model_len).config
         self.last_step: StepTimes | None = None
         threads = threads or max(torch.get_num_threads() // num_stages, 1)
         self._stages = layers_of_stages(self.config, num_stages)
-        self.cut = cut  # that of the next step
+        self.cut = cut  # for the next step
         self._costs = [CostFit(guessed_cost(self.config, len(layers), threads)) for layers in self._stages]
         self._step = 0
         self._failure: MooncakeError | None = None
@@ -102,11 +103,11 @@ class PipelineModel:
             raise
 
     def _start(self, shared: StageTask, cores: Sequence[int]) -> None:
-        """A process a stage, each with its own ends of what lies between it and others."""
+        """Start one process per stage, each with its ends of the connections to others."""
         # No step has more tokens than the cache has slots.
         room = bytes_between(shared.num_blocks * shared.layout.block_tokens, self.config.hidden_size)
         with contextlib.ExitStack() as opened:
-            behind, memory_behind = -1, -1  # of the stage before
+            behind, memory_behind = -1, -1  # of the previous stage
             for index, layers in enumerate(self._stages):
                 control, its_control = Pipe()
                 self._controls.append(control)
@@ -134,8 +135,8 @@ class PipelineModel:
                 self._workers.start(STAGE, [msgspec.json.encode(task).decode()], [fd for fd in fds if fd >= 0])
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``, over the one cache that the stages have. When it returns or raises, no stage is at
-        work any more. Raises NodeUnavailable when a stage has died, then and ever after."""
+        """As ``CausalLM.forward``, over the cache shared by all stages. When it returns or raises, all stages are idle.
+        Raises NodeUnavailable if a stage has died, and then on every later call."""
         if batch.adapters is not None or batch.reuse is not None:
             raise InternalError("a pipeline takes neither adapters nor reuse")
         if self._failure is not None:
@@ -153,7 +154,7 @@ class PipelineModel:
         except StageLost as error:
             raise self._failed(error) from None
         except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C, in the middle of a message perhaps
+            if not isinstance(error, Exception):  # perhaps Ctrl-C in the middle of a message
                 self._failure = InternalError("the pipeline was interrupted in the middle of a step")
                 self._end()
             raise
@@ -165,7 +166,7 @@ class PipelineModel:
 
     @property
     def costs(self) -> list[PieceCost]:
-        """Of the stages, as they are known now."""
+        """The stages' current estimates."""
         return [fit.cost for fit in self._costs]
 
     @property
@@ -173,7 +174,7 @@ class PipelineModel:
         return [process.pid for process in self._workers.processes]
 
     def watch(self, tell: Callable[[MooncakeError], None]) -> None:
-        """Have ``tell`` called, on a thread of its own, once a stage has died before ``close``."""
+        """Call ``tell`` on a thread of its own if a stage dies before ``close``."""
 
         def wait_for(process: subprocess.Popen[bytes]) -> None:
             process.wait()
@@ -205,7 +206,7 @@ class PipelineModel:
                 raise ModelError(text)
 
     def _failed(self, error: BaseException) -> NodeUnavailable:
-        """A pipeline without one of its stages is none."""
+        """A pipeline that has lost a stage cannot continue."""
         self._failure = failure = self._workers.failed(error)
         self._end()
         return failure
@@ -229,7 +230,7 @@ def _speaking() -> Iterator[None]:
 
 
 class _Step:
-    """One step on its way through the stages."""
+    """One step, in progress through the stages."""
 
     def __init__(self, model: PipelineModel, batch: ForwardBatch, cuts: list[int], hook: LayerHook) -> None:
         self._controls = model._controls
@@ -239,7 +240,7 @@ class _Step:
         self._hook = hook
         self._batch = batch
         self._at_work = set(model._controls)
-        self._computed: set[int] = set()  # layers, complete and not told yet
+        self._computed: set[int] = set()  # complete, but not yet reported
         self._next_told = 0
         rows = batch.logit_rows
         wanted = [((rows >= begin) & (rows < end)).nonzero().flatten() for begin, end in pairwise(cuts)]
@@ -248,7 +249,7 @@ class _Step:
         self._times: dict[Connection, tuple[int, npt.NDArray[np.int64]]] = {}
 
     def run(self) -> None:
-        """Raises what the hook raises, InternalError when a stage cannot compute it, StageLost."""
+        """Raises what the hook raises, InternalError if a stage cannot compute it, StageLost."""
         self._started_ns = time.monotonic_ns()
         told = Told.NOTHING
         if self._hook.wants_layers:
@@ -271,13 +272,13 @@ class _Step:
         self._elapsed_ms = (time.monotonic_ns() - self._started_ns) / 1e6
 
     def abandon(self) -> None:
-        """Return once no stage is at work. Raises StageLost."""
-        self._hook = NoHook()  # nothing is told any more
+        """Return once all stages are idle. Raises StageLost."""
+        self._hook = NoHook()  # report nothing more
         with _speaking():
             for control in self._at_work:
                 send(control, Kind.ABANDON, self._number)
         while self._at_work:
-            with contextlib.suppress(InternalError):  # it would have failed, too
+            with contextlib.suppress(InternalError):  # a failure no longer matters
                 self._listen(None)
 
     def times(self) -> StepTimes:
@@ -287,7 +288,7 @@ class _Step:
         return StepTimes(self._cuts, times_ns / 1e6, self._elapsed_ms, [sent for sent, _ in told[:-1]])
 
     def _listen(self, timeout_s: float | None) -> None:
-        """Take a message of each stage that has sent one."""
+        """Take one message from each stage that has sent one."""
         for control in wait(list(self._at_work), timeout_s):
             assert isinstance(control, Connection)
             with _speaking():
@@ -309,7 +310,7 @@ class _Step:
             raise InternalError(f"a stage of the pipeline failed: {data.decode()}")
 
     def _tell_layer(self, layer: int, num_tokens: int) -> None:
-        """Complete layers in order, whichever stage has said so first."""
+        """Report complete layers in order, whichever stage finishes first."""
         if num_tokens < self._cuts[-1]:
             if isinstance(self._hook, PieceHook):
                 self._hook.after_piece(layer, num_tokens)
@@ -321,7 +322,7 @@ class _Step:
 
 
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[range]:
-    """As even as they divide. Raises ModelError when a stage would have none."""
+    """Divide the layers as evenly as possible. Raises ModelError if a stage would have none."""
     if num_stages > config.num_layers:
         raise ModelError(f"{config.num_layers} layers are not enough for {num_stages} stages")
     cuts = [config.num_layers * stage // num_stages for stage in range(num_stages + 1)]

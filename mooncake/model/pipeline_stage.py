@@ -1,8 +1,9 @@
 """One stage of a pipeline: a process with a run of a model's layers, over a cache that all stages map.
 
-It takes the pieces of a step in order, each as soon as the stage before has left its rows of the residual stream in the
-memory between them, and tells the next. The first rank (``pipeline``) hears of layers that are complete, of logits and
-of the end of the step. Messages are bytes over socket pairs, whose end is how everybody learns of a death.
+It takes the pieces of a step in order, each as soon as the previous stage has left its rows of the residual stream in
+the memory between them, and notifies the next stage. The first rank (``pipeline``) gets messages about completed
+layers, logits and the end of the step. Messages are bytes over socket pairs; when a process dies, the others notice
+because its sockets close.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mooncake.types import KVLayout
 
 
 class StageTask(msgspec.Struct, frozen=True):
-    """What a stage is started with. File descriptors are its own; -1 where it has no neighbour."""
+    """What a stage is started with. File descriptors are its own; -1 if it has no such neighbour."""
 
     model: str
     max_model_len: int
@@ -49,32 +50,33 @@ class StageTask(msgspec.Struct, frozen=True):
     cache: int
     first_layer: int = 0
     end_layer: int = 0
-    cores: tuple[int, ...] = ()  # (): those of the first rank
-    control: int = -1  # to the first rank and back
-    before: int = -1  # from the stage before
-    behind: int = -1  # to the next one
-    entering: int = -1  # memory that the stage before leaves rows in
+    cores: tuple[int, ...] = ()  # (): the first rank's
+    control: int = -1  # connection with the first rank
+    before: int = -1  # from the previous stage
+    behind: int = -1  # to the next stage
+    entering: int = -1  # memory in which the previous stage leaves rows
     leaving: int = -1
 
 
 class Kind(IntEnum):
-    """Of a message, its first number; the step's number is the second."""
+    """The kind of a message: its first number. The second is the step's number."""
 
     READY = 0
-    FAILED = 1  # why, as data
-    STEP = 2  # which layers it wants told (Told), sizes of its arrays; the arrays, the cuts first, as data
-    OPEN = 3  # a layer, whose reused keys and values are there
+    FAILED = 1  # the reason, as data
+    STEP = 2  # which layers to report (Told), sizes of its arrays; the arrays, cuts first, as data
+    OPEN = 3  # a layer whose reused keys and values have been loaded
     ABANDON = 4
     STOP = 5
-    PIECE = 6  # that the stage before has left
-    LAYER = 7  # whose keys and values are in the cache, of how many of the step's tokens
-    LOGITS = 8  # how many rows; and they, as data
-    DONE = 9  # bytes that went to the next stage; when each piece began and ended and how long it waited, ns, as data
+    PIECE = 6  # a piece that the previous stage has finished
+    LAYER = 7  # a layer whose keys and values are in the cache, and for how many of the step's tokens
+    LOGITS = 8  # number of rows; the rows as data
+    DONE = 9  # bytes sent to the next stage; start, end and waiting time of each piece, ns, as data
     ABANDONED = 10
 
 
 class Told(IntEnum):
-    """Of which layers the first rank is told, and in which pieces; layers that are told are also waited for."""
+    """Which layers are reported to the first rank, and by which pieces; layers that are reported are also waited
+    for."""
 
     NOTHING = 0
     LAST_PIECE = 1
@@ -82,7 +84,7 @@ class Told(IntEnum):
 
 
 WITH_DATA = frozenset({Kind.FAILED, Kind.STEP, Kind.LOGITS, Kind.DONE})
-"""These are two messages, the second of which is data."""
+"""These consist of two messages; the second is the data."""
 
 
 def send(connection: Connection, kind: Kind, *numbers: int) -> None:
@@ -95,7 +97,7 @@ def receive(connection: Connection) -> tuple[Kind, list[int]]:
 
 
 class Abandoned(Exception):
-    """The first rank does not want the rest of this step."""
+    """The first rank has given up the rest of this step."""
 
 
 class Stage:
@@ -113,11 +115,12 @@ class Stage:
         self._before = Connection(task.before) if task.before >= 0 else None
         self._behind = Connection(task.behind) if task.behind >= 0 else None
         self._step = 0
-        self._num_open = 0  # layers before it may be read
-        self._waited_ns = 0  # in this piece, for what others do
+        self._num_open = 0  # layers below this may be read
+        self._waited_ns = 0  # in this piece, for others
 
     def serve(self) -> None:
-        """Until the first rank says so or dies. When a neighbour dies, that one ends us, and knows whom to blame."""
+        """Runs until the first rank stops it or dies. If a neighbour dies, the first rank ends this stage, and knows
+        which one to blame."""
         try:
             self._serve()
         except (EOFError, OSError):
@@ -131,7 +134,7 @@ class Stage:
             kind, numbers = receive(self._control)
             if kind is Kind.STOP:
                 return
-            if kind is Kind.STEP:  # others are of a step that has ended here
+            if kind is Kind.STEP:  # other messages belong to a step that has ended here
                 self._serve_step(*numbers)
 
     def open_up_to(self, layer: int) -> None:
@@ -183,7 +186,7 @@ class Stage:
         return self._model.forward(piece, self._cache, hook, entering, leaving)
 
     def _await_piece(self, piece: int) -> None:
-        """Of the stage before. Raises Abandoned, also where there is none before."""
+        """Wait for the previous stage. Raises Abandoned, also without a previous stage."""
         while self._control.poll():
             self._obey()
         while self._before is not None:
@@ -191,7 +194,7 @@ class Stage:
             if self._control in ready:
                 self._obey()
             elif receive(self._before) == (Kind.PIECE, [self._step, piece]):
-                return  # else it is of a step that was abandoned
+                return  # otherwise it belongs to an abandoned step
 
     def _obey(self) -> None:
         """Wait for a message of the first rank to this step."""
@@ -205,7 +208,7 @@ class Stage:
 
 
 class _Gate:
-    """Waits until a layer may be read, and tells that it is in the cache up to so many tokens, if any."""
+    """Waits until a layer may be read, and reports how many tokens of it are in the cache, if wanted."""
 
     wants_layers = True
 
@@ -222,7 +225,7 @@ class _Gate:
 
 
 def rows_between(fd: int, most_tokens: int, width: int) -> torch.Tensor:
-    """Memory between two stages: the residual stream, float32 ``[most_tokens, width]``."""
+    """The memory between two stages: the residual stream, float32 ``[most_tokens, width]``."""
     memory = SharedMemory(fd, bytes_between(most_tokens, width))
     return torch.from_numpy(memory.bytes).view(torch.float32).view(most_tokens, width)
 
@@ -232,7 +235,7 @@ def bytes_between(num_tokens: int, width: int) -> int:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Until the first rank stops it or dies."""
+    """Run until the first rank stops this stage or dies."""
     live_with_first()
     task = msgspec.json.decode(argv[0], type=StageTask)
     if task.cores:

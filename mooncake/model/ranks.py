@@ -1,8 +1,8 @@
-"""What models over several processes of one machine share: how their ranks live and die, and a step as a message.
+"""What models over several processes of one machine share: how their ranks start and end, and a step as a message.
 
-The first rank is the engine's model. It starts the others as processes of their own (``python -m MODULE``), which end
-with it, whatever they are doing: each reads from a pipe that only the first one's end closes. ``Group`` is for those
-that speak through torch.distributed (gloo). It must not know how a model is cut.
+The first rank is the engine's model. It starts the others as separate processes (``python -m MODULE``), which end with
+it, whatever they are doing: each reads from a pipe that closes when the first rank ends. ``Group`` is for ranks that
+communicate through torch.distributed (gloo). This module does not know how a model is split.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import torch.distributed as dist
 from mooncake.errors import NodeUnavailable
 from mooncake.model.batch import ForwardBatch
 
-START_S = 120  # for every rank to load its weights
-END_S = 10  # for one that was told to end
-DEATH_S = 1  # from the end of its connections to that of a process
-IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this
+START_S = 120  # for all ranks to load their weights
+END_S = 10  # for a rank that was told to end
+DEATH_S = 1  # between the end of a process's connections and its own
+IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this timeout
 
 _HEADER = 8  # int64: kind, then sizes
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
 class Workers:
-    """The other ranks' processes. They are killed when this object is collected, at the latest."""
+    """The other ranks' processes. They are killed at the latest when this object is collected."""
 
     def __init__(self, what: str, end: Callable[[], None] = lambda: None) -> None:
         """``what`` they are, for errors; ``end`` is called once they have ended."""
@@ -46,19 +46,19 @@ class Workers:
         self._finalizer = weakref.finalize(self, _end, self.processes, end)
 
     def start(self, module: str, arguments: Sequence[object], share: Collection[int] = ()) -> None:
-        """One more, with file descriptors to ``share`` with it."""
-        # -P: a folder named like ours where the user happens to be must not win over ours
+        """Start one more; it inherits the file descriptors ``share``."""
+        # -P: a folder with our name in the user's directory must not take precedence
         command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
         self.processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=share))
 
     @property
     def are_alive(self) -> bool:
-        """Whether nobody has ended them."""
+        """Whether they have not been ended."""
         return self._finalizer.alive
 
     def failed(self, error: BaseException | None) -> NodeUnavailable:
-        """What to raise when speaking to them ended in ``error``: it says which ones are dead. Another node can do what
-        was to be done here."""
+        """The error to raise after communication failed with ``error``: it says which ranks are dead. Another node can
+        take over the work."""
         given_up_s = time.monotonic() + DEATH_S
         while not (dead := [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]):
             if time.monotonic() > given_up_s:
@@ -67,13 +67,13 @@ class Workers:
         return NodeUnavailable(f"{self._what} {dead or 'unknown'} have failed" + (f": {error}" if error else ""))
 
     def wait(self) -> None:
-        """For those that were told to end, and not for long."""
+        """Wait briefly for ranks that were told to end."""
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
 
     def end(self) -> None:
-        """Now. Idempotent."""
+        """End them now. Idempotent."""
         self._finalizer()
 
 
@@ -87,8 +87,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None])
 
 
 def live_with_first() -> None:
-    """In another rank: this process ends when the first one's end of its standard input is gone, whatever it is doing,
-    and leaves signals that ask for an end, which may go to all of its group, to that one."""
+    """In another rank: end this process when the first rank's end of its standard input closes, whatever it is doing.
+    Signals that ask to end may reach the whole process group; they are left to the first rank."""
     pipe = sys.stdin.fileno()
 
     def wait() -> None:
@@ -101,9 +101,9 @@ def live_with_first() -> None:
 
 
 class Group:
-    """The ranks that speak through torch.distributed, as one of them sees them.
+    """The ranks that communicate through torch.distributed, from the view of one of them.
 
-    Methods raise RuntimeError, torch's own, when a connection breaks.
+    Methods raise RuntimeError, torch's own, if a connection breaks.
     """
 
     def __init__(self, rank: int, size: int, port: int) -> None:
@@ -113,19 +113,19 @@ class Group:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """In place, the same bits on every rank."""
+        """In place; bit-identical on every rank."""
         dist.all_reduce(values)
         return values
 
     def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None:
-        """From the first rank to all: a header of sizes, then everything in one message."""
+        """From the first rank to all: a header with sizes, then everything in one message."""
         header = torch.tensor([kind, *(len(array) for array in arrays), *[0] * _HEADER][:_HEADER])
         dist.broadcast(header, 0)
         if arrays:
             dist.broadcast(torch.from_numpy(np.concatenate(arrays)), 0)
 
     def receive(self) -> tuple[int, list[torch.Tensor]]:
-        """What the first rank has sent: its kind and its arrays."""
+        """What the first rank has sent: its kind and arrays."""
         header = torch.empty(_HEADER, dtype=torch.int64)
         dist.broadcast(header, 0)
         kind, *sizes = header.tolist()
@@ -137,7 +137,8 @@ class Group:
 
 
 def leave_group() -> None:
-    """This process's part in it. Idempotent. A process that ends within a group may abort: gloo's threads still run."""
+    """Leave the group. Idempotent. A process that ends inside a group may abort, because gloo's threads are still
+    running."""
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
@@ -150,7 +151,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def speaking_to(workers: Workers) -> Iterator[None]:
-    """Raises NodeUnavailable for what a ``Group`` raises."""
+    """Turns errors of a ``Group`` into NodeUnavailable."""
     try:
         yield
     except RuntimeError as error:
@@ -158,7 +159,7 @@ def speaking_to(workers: Workers) -> Iterator[None]:
 
 
 def batch_arrays(batch: ForwardBatch) -> list[npt.NDArray[np.int64]]:
-    """A step as a message; ``batch_of`` reads it. Batches with adapters or reuse are not for several ranks."""
+    """A step as a message; ``batch_of`` reads it. Batches with adapters or reuse cannot be sent to ranks."""
     arrays = [getattr(batch, name).numpy().astype(np.int64) for name in _FIELDS]
     return [*arrays, batch.block_tables.numpy().astype(np.int64).ravel()]
 

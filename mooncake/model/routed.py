@@ -1,7 +1,8 @@
-"""What DeepSeek's mixtures of experts share, and GLM-4.5 over a paged cache, which has them behind ordinary attention.
+"""Shared by DeepSeek's mixtures of experts; and GLM-4.5 over a paged cache, which combines them with ordinary
+attention.
 
-The first layers have a dense MLP. In the others a router chooses each token's experts, from some groups of them, and
-one more is used by all tokens (DeepSeek-V3 2024, section 2.1.2).
+The first layers have a dense MLP. In the others a router chooses each token's experts from some groups of them, and all
+tokens use one more (DeepSeek-V3 2024, section 2.1.2).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Mixture:
 
 
 class RoutedDecoder(GatedDecoder[Layer]):
-    """Layers of one kind, but for their MLPs."""
+    """Layers of one kind, except for their MLPs."""
 
     def _take_mlp(self, prefix: str) -> Mlp | Mixture:
         routing = self.config.routing
@@ -62,7 +63,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
         return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
 
     def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers ``[T, k]`` of each token's experts. The bias chooses, and weighs nothing."""
+        """Weights and numbers ``[T, k]`` of each token's experts. The bias affects the choice, not the weights."""
         routing, count = self.config.routing, self.config.experts_per_token
         assert routing is not None
         logits = mlp.router(normed.float())

@@ -1,10 +1,11 @@
-"""How a model is cut for tensor parallel ranks: arithmetic over its shape and the names of its weights, no processes.
+"""How a model is split over tensor parallel ranks: arithmetic over its shape and the names of its weights, no
+processes.
 
-attention  rank r of S has query heads r·Hq/S …, key and value heads r·Hkv/S … (one of them, repeated, when S > Hkv)
-latent     all heads share one row a token, so each rank makes and keeps the whole of it; what is cut are the ways
-           of heads there and back
-MLP        elements r·I/S … within it, also of an expert that all tokens use
-mixture    each expert lives whole on one rank: r has experts r·E/S …; routers are on all of them
+attention  rank r of S has query heads r·Hq/S … and KV heads r·Hkv/S … (one of them, repeated, if S > Hkv)
+latent     all heads share one row per token, so each rank computes and keeps all of it; only the heads' projections
+           to and from the latent space are split
+MLP        rank r has elements r·I/S … of the inner dimension, also in an expert that all tokens use
+mixture    each expert is on one rank: r has experts r·E/S …; routers are on all ranks
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from mooncake.model.layers import Weights, WeightsOnDemand
 
 _ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
 _COLUMNS = ("o_proj", "down_proj")
-_ENTRIES = ("sinks",)  # one a head
+_ENTRIES = ("sinks",)  # one per head
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
-    """The shape of one rank's part. Raises ModelError when the model cannot be cut into ``size`` equal ones."""
+    """The shape of one rank's part. Raises ModelError if the model cannot be split into ``size`` equal parts."""
     if config.architecture not in FAMILIES and not config.num_experts:
         raise ModelError(
             f"tensor parallelism is for the Llama family and for mixtures of experts, not for {config.architecture}"
@@ -48,7 +49,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
 
 
 def experts_of(config: ModelConfig, rank: int, size: int) -> range:
-    """Those that live on this rank; their numbers are the model's."""
+    """The experts on this rank, by their numbers in the model."""
     share = _share(config.num_experts, rank, size)
     return range(share.start, share.stop)
 
@@ -78,7 +79,7 @@ def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -
 
 
 def _columns(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """Of a bias, which the sum over the ranks must have once, all on the first."""
+    """The rank's columns. A bias goes whole to the first rank, because the sum over ranks must include it once."""
     if tensor.ndim == 1:
         return tensor if rank == 0 else torch.zeros_like(tensor)
     return tensor[:, _share(tensor.shape[1], rank, size)]
@@ -94,7 +95,7 @@ def _has_dense_layers(config: ModelConfig) -> bool:
 
 
 def _expert_of(name: str) -> int | None:
-    """The number of the expert that a weight belongs to alone."""
+    """The number of the only expert that uses this weight."""
     _, is_there, behind = name.partition(".experts.")
     number = behind.split(".")[0]
     return int(number) if is_there and number.isdigit() else None

@@ -1,8 +1,9 @@
-"""One model over several processes: each holds a part of every layer's heads and of its MLP (Shoeybi et al. 2019), or
-some of its experts (Lepikhin et al. 2020).
+"""Tensor parallelism: one model over several processes, each with part of every layer's heads and MLP (Shoeybi et al.
+2019), or with some of its experts (Lepikhin et al. 2020).
 
-The first rank is the engine's model: it sends every step to the others and computes with them. A layer's attention and
-MLP each end in one sum over the ranks. What each of them has is in ``shards``, how they live and speak in ``ranks``.
+The first rank is the engine's model: it sends every step to the others and computes with them. Each layer's attention
+and MLP end in one sum over the ranks. ``shards`` says what each rank holds, ``ranks`` how they start, end and
+communicate.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ class Shard:
 
 
 class TensorParallelModel:
-    """``engine.CausalModel`` and ``engine.Cache`` over ``size`` processes. Close it, or use it in a ``with``: else the
-    others end when it is collected."""
+    """``engine.CausalModel`` and ``engine.Cache`` over ``size`` processes. Close it, or use it in a ``with``; otherwise
+    the other ranks end when it is collected."""
 
     def __init__(
         self, model: str, size: int, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int = 0
     ) -> None:
-        """``model`` and ``max_model_len`` as for ``open_checkpoint``. Raises ModelError when it cannot be cut so."""
+        """``model`` and ``max_model_len`` as for ``open_checkpoint``. Raises ModelError if it cannot be split this
+        way."""
         checkpoint = open_checkpoint(model, max_model_len)
         self.config = checkpoint.config
         shard_config(self.config, size)
@@ -88,7 +90,7 @@ class TensorParallelModel:
             self._workers.end()
             raise
 
-    num_places = 0  # for preempted sequences: their blocks are computed again
+    num_places = 0  # for preempted sequences: none, their blocks are recomputed
 
     def __enter__(self) -> TensorParallelModel:
         return self
@@ -100,13 +102,13 @@ class TensorParallelModel:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The first rank's part of the cache, as the engine hands it to ``forward``."""
+        """The first rank's part of the cache, which the engine passes to ``forward``."""
         return self._shard.cache
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``CausalLM.forward``; all ranks have written their heads' keys and values when it returns.
+        """As ``CausalLM.forward``; when it returns, all ranks have written their heads' keys and values.
 
-        Raises NodeUnavailable when a rank has died, InternalError for every step after that or after an interrupt.
+        Raises NodeUnavailable if a rank has died; after that, or after an interrupt, InternalError on every later step.
         """
         with self._in_step():
             self._group.send(_STEP, *batch_arrays(batch))
@@ -119,7 +121,7 @@ class TensorParallelModel:
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
-        """Whatever ends a step half-way leaves the others in the middle of it, where no later message finds them."""
+        """An interrupted step would leave the others in the middle of it, where they cannot receive later messages."""
         if not self._workers.are_alive:
             raise InternalError("the tensor parallel ranks have ended with a step that failed or was interrupted")
         try:
@@ -152,7 +154,7 @@ def _serve(group: Group, shard: Shard) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """One of the other ranks, until the first one stops it or dies."""
+    """Run another rank until the first one stops it or dies."""
     live_with_first()
     parser = argparse.ArgumentParser("mooncake.model.tensor_parallel")
     parser.add_argument("model")

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint as torch tensors with Hugging Face names, whatever file they come from.
+"""Weights of a checkpoint as torch tensors with Hugging Face names, from any file format.
 
-GGUF weights are dequantised once and kept as safetensors in the user's cache, so that every process of a machine maps
-the same pages. The cache is a convenience: without room or permission they are dequantised as they are asked for.
+GGUF weights are dequantised once and stored as safetensors in the user's cache, so that all processes of a machine map
+the same pages. The cache is optional: without space or permission, weights are dequantised on access.
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ from mooncake.quantised import zero_biases
 
 log = logging.getLogger(__name__)
 
-MAX_CACHED_BYTES = 8 << 30  # of all models together; the one used longest ago goes first
-_STALE_PART_S = 3600  # a file still being written after this long belongs to nobody
+MAX_CACHED_BYTES = 8 << 30  # for all models; the least recently used one is removed first
+_STALE_PART_S = 3600  # after this long a partial file is abandoned
 
-# What decides between nearly equal scores is float32 in models of any type.
+# Weights that decide between nearly equal scores stay float32 in models of any type.
 _KEPT_WIDE = ".e_score_correction_bias"
 
-# GGUF files of these families hold the rows of q and k in the order of interleaved rotary pairs.
+# GGUF files of these families store q and k rows in the order of interleaved rotary pairs.
 _INTERLEAVED = ("llama", "mistral")
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
     """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
 
-    With ``codes`` and ``keeps_groups`` (as of ``Precision``) the weights also give the codes that the checkpoint has
-    itself.
+    With ``codes`` and ``keeps_groups`` (as in ``Precision``) the weights also give the codes stored in the checkpoint.
 
-    The tensors are read-only mapped memory or, where their numbers have to be converted, made when they are asked for:
-    do not write to them, and keep none longer than it is needed. Raises ModelError, for some only then.
+    Tensors are read-only mapped memory or, if they must be converted, created on access: do not write to them, and do
+    not keep them longer than needed. Raises ModelError, in some cases only on access.
     """
     weights = _stored_weights(checkpoint, getattr(torch, dtype), codes, keeps_groups)
     return as_llama(weights, checkpoint.config) if checkpoint.config.architecture == "phi3" else weights
@@ -75,7 +74,7 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
     coded = {published_name(family, name): weight for name, weight in checkpoint.coded.items()}
     parts = {part for weight in checkpoint.coded.values() for part in weight.parts}
     spare = zero_biases(checkpoint.coded)
-    stored: dict[str, torch.Tensor] = {}  # by their full names, parts of coded ones by those in the files
+    stored: dict[str, torch.Tensor] = {}  # by full name; parts of coded weights by their names in the files
     for shard in checkpoint.shards:
         for stored_name, tensor in _mapped(shard.path).items():
             name = published_name(family, stored_name)
@@ -119,8 +118,7 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Every weight that the model needs, and its codes. A kind that is not supported raises ModelError when it is asked
-    for."""
+    """Every weight that the model needs, and its codes. Unsupported kinds raise ModelError on access."""
     needed = weight_shapes(config)
     places = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) in needed}
 
@@ -152,13 +150,13 @@ def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
         values = raw.view(kind) if kind else gguf.quants.dequantize(raw.reshape(shape), info.kind)
     except NotImplementedError:
         raise ModelError(f"{file.path}: {info.name} is quantised as {info.kind.name}, which is not supported") from None
-    # A copy in any case: the tensors must not depend on the file's mapping.
+    # Always a copy: the tensors must not depend on the file's mapping.
     return np.array(values.reshape(info.shape), dtype=np.float32)
 
 
 def _order_of_rows(name: str, config: ModelConfig) -> np.ndarray | None:
-    """Where the file has the rows of a weight, if that is another place: those of q and k are interleaved pairs (0, 1),
-    (2, 3), … there, not halves (0, D/2), (1, D/2 + 1), … within each head."""
+    """The file's order of a weight's rows, if it differs: q and k rows are stored as interleaved pairs (0, 1), (2, 3),
+    …, not as halves (0, D/2), (1, D/2 + 1), … within each head."""
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if heads is None or config.architecture not in _INTERLEAVED:
         return None
@@ -187,7 +185,7 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
     log.info("dequantised %s in %.1f s", checkpoint.path.name, time.monotonic() - started)
     try:
         _store(dequantised, path, num_bytes)
-        return _mapped(path)  # and give back the private copy: processes share the mapped one
+        return _mapped(path)  # and free the private copy: processes share the mapped one
     except (OSError, SafetensorError, ModelError) as error:
         log.warning("weights are not cached in %s: %s", path.parent, error)
         return from_file
@@ -197,13 +195,14 @@ def _cache_path(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
         folder = Path(base).expanduser() / "mooncake" / "weights"
-    except RuntimeError:  # no home
+    except RuntimeError:  # no home directory
         return None
     return folder / f"{checkpoint.digest}-{str(dtype).removeprefix('torch.')}.safetensors"
 
 
 def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None:
-    """Written beside its place and renamed into it, so that no reader sees a part. Raises OSError, SafetensorError."""
+    """Write to a temporary file and rename it, so that no reader sees a partial one. Raises OSError,
+    SafetensorError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _tidy(path.parent, MAX_CACHED_BYTES - num_bytes)
     part = path.with_suffix(f".{os.getpid()}.part")
@@ -216,11 +215,11 @@ def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None
 
 
 def _tidy(folder: Path, keep_bytes: int) -> None:
-    """Keep the models used last, up to ``keep_bytes`` of them, and remove what dead writers left."""
+    """Keep the most recently used models, up to ``keep_bytes``, and remove what dead writers left."""
     for file in sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True):
         keep_bytes -= file.stat().st_size
         if keep_bytes < 0:
-            file.unlink(missing_ok=True)  # processes that map it keep their pages
+            file.unlink(missing_ok=True)  # processes that have mapped it keep its pages
     for part in folder.glob("*.part"):
         if time.time() - part.stat().st_mtime > _STALE_PART_S:
             part.unlink(missing_ok=True)

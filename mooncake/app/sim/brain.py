@@ -40,7 +40,7 @@ class Refused(Exception):
 
 
 class Brain:
-    """One conductor. Methods take the time (s). Raises ConfigError for a policy or admission that is not known."""
+    """One conductor. Methods take the time (s). Raises ConfigError for an unknown policy or admission."""
 
     def __init__(self, cluster: Cluster, rng: np.random.Generator) -> None:
         settings, model = cluster.conductor, cluster.model
@@ -72,14 +72,14 @@ class Brain:
         self.stats.recent_output_tokens.append(round(settings.expected_output_tokens))
         self._block_tokens = model.block_tokens
         self._incarnations = itertools.count(1)
-        self.kept: dict[int, Placement] | None = None  # where each request was or would have been placed, when wanted
-        self.script: Mapping[int, Placement] | None = None  # a replay: these placements, whatever would be decided now
-        self.turned_away: set[int] = set()  # who is refused, whatever admission says
+        self.kept: dict[int, Placement] | None = None  # where each request was or would have been placed, if wanted
+        self.script: Mapping[int, Placement] | None = None  # a replay: use these placements instead of deciding
+        self.turned_away: set[int] = set()  # to be refused, whatever admission says
 
     # Requests
 
     def place(self, flight: Flight, now: float) -> None:
-        """Choose nodes and book them. Raises Refused, and TryLater when nobody can take it."""
+        """Choose nodes and book them. Raises Refused, and TryLater if nobody can take it."""
         facts = self._facts(flight)
         if self.script is not None:
             if flight.index in self.turned_away:
@@ -93,7 +93,7 @@ class Brain:
             self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
         if self.replicator is not None and flight.attempts == 0:
             self.replicator.asked(question, placement.breakdown.prefill_ms, now)
-        if self.admission is not None and flight.attempts == 0:  # a retry has cost something already: it goes on
+        if self.admission is not None and flight.attempts == 0:  # a retry has already cost something: it continues
             verdict = self.admission.decide(question, placement, now, self._max_tokens)
             if self.kept is not None:
                 self.kept[flight.index] = placement
@@ -117,7 +117,7 @@ class Brain:
             flight.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
 
     def would_admit(self, flight: Flight, now: float) -> bool:
-        """Whether the request would be let in if it came now; nothing comes of it."""
+        """Whether the request would be admitted if it came now; changes nothing."""
         question = self.scheduler.ask(self._facts(flight), now)
         placement = self.scheduler.answer(question)
         return self.admission is None or self.admission.fits(
@@ -125,7 +125,7 @@ class Brain:
         )
 
     def prefill_ended(self, flight: Flight, now: float) -> bool:
-        """The first token is there. False: the request is to be dropped."""
+        """The first token is ready. False: drop the request."""
         assert flight.ticket is not None
         self.scheduler.prefill_done(flight.ticket, now)
         if self.admission is None:
@@ -159,7 +159,7 @@ class Brain:
     # Nodes
 
     def join(self, name: str, group: Machines, now: float, has_store: bool = True) -> None:
-        """A machine registers: a prefill machine as the node and, when it is new, as its host's store."""
+        """Register a machine: a prefill machine as the node and, if new, as its host's store."""
         if group.role == "decode":
             self._register(name, name, Role.DECODE, group.max_sequences, now)
             return
@@ -186,11 +186,11 @@ class Brain:
             self.registry.heartbeat(node_id, node.info.incarnation, load, draining, now)
 
     def switch(self, now: float) -> Switch | None:
-        """The machine that is to change its role now."""
+        """The machine that should change its role now."""
         return self.balancer.tick(self.fleet.view(now), now) if self.balancer is not None else None
 
     def replications(self, now: float) -> list[Copy | Reclaim]:
-        """Which prefixes are to be copied now, and which copies to be given up."""
+        """Which prefixes to copy now, and which copies to drop."""
         if self.replicator is None or not self.replicator.has_crowds:
             return []
         return self.replicator.tick(self.fleet.view(now), self.index, now)
@@ -200,7 +200,7 @@ class Brain:
             self.replicator.copied(copy, ok)
 
     def call_failed(self, node_id: str, now: float) -> int:
-        """A call found nobody there. Returns the incarnation that is dead."""
+        """A call reached nobody. Returns the incarnation that is dead."""
         node = self.registry.get(node_id)
         if node is None:
             return 0

@@ -1,7 +1,7 @@
-"""What is simulated: machines with measured step curves, their caches and links, and how the conductor is set.
+"""What is simulated: machines with measured step curves, their caches and links, and the conductor's settings.
 
-A cluster is one TOML file; presets are such files beside this one. With ``extends`` a file says only what is otherwise
-than in another. This module holds facts only and knows no events.
+A cluster is one TOML file; presets are such files in this folder. With ``extends`` a file contains only its differences
+from another. This module holds facts only and knows no events.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Model(Frozen, frozen=True):
 class StepCurve(Frozen, frozen=True):
     """Milliseconds of one step on one machine, fitted to measurements: a prompt's part, a batch's part, or both.
 
-    ``prefix_ms`` is paid once by a request that reuses a prefix.
+    ``prefix_ms`` is paid once per request that reuses a prefix.
     """
 
     prefill_step_ms: NotNegative = 0.0
     prefill_token_ms: NotNegative = 0.0
-    prefill_pair_ms: NotNegative = 0.0  # a pair of a new token and one that it sees
+    prefill_pair_ms: NotNegative = 0.0  # per pair of a new token and one it sees
     prefix_ms: NotNegative = 0.0
     decode_step_ms: NotNegative = 0.0
     decode_sequence_ms: NotNegative = 0.0
-    decode_context_ms: NotNegative = 0.0  # a token of context
-    decode_tail: Positive = 1.0  # how many times their mean the longest tenth of equal steps take: real ones have noise
+    decode_context_ms: NotNegative = 0.0  # per token of context
+    decode_tail: Positive = 1.0  # mean of the longest tenth of equal steps over the mean of all: real steps have noise
     source: str = ""  # where the numbers are from
 
     def prefill_ms(self, new_tokens: int, prefix_tokens: int) -> float:
@@ -61,9 +61,9 @@ class StepCurve(Frozen, frozen=True):
 
 
 class Ssd(Frozen, frozen=True):
-    """The second tier of a machine's store: ``tokens`` of KV are the room of its log, of which it keeps about two
-    thirds readable, so that segments can be emptied. The rules are those of ``store.write_through_sights``,
-    ``store.demote_sights`` and ``store.eviction``, which is then DRAM's policy too."""
+    """The second tier of a machine's store. ``tokens`` of KV is the size of its log, about two thirds of which is kept
+    readable so that segments can be emptied. The rules are those of ``store.write_through_sights``,
+    ``store.demote_sights`` and ``store.eviction``, which then also applies to DRAM."""
 
     tokens: Count
     read_gb_per_s: Positive = 6.0
@@ -87,11 +87,11 @@ class Machines(Frozen, frozen=True):
     chunk_tokens: Size = 0  # most prompt tokens in a step; 0: whole prompts
     prefix_caching: bool = True  # coupled: keep what was computed
     ssd: Ssd | None = None  # under ``store_tokens``
-    beside: Positive = 1.0  # times as slow while machines of the other role work: they share a processor
+    beside: Positive = 1.0  # slowdown while machines of the other role work: they share a processor
 
 
 _PLAIN = Machines(role="prefill", count=1, curve="")
-_MEANT_FOR = {  # others refuse them, so that nobody thinks they do something
+_MEANT_FOR = {  # other roles refuse them, so that nobody thinks they have an effect
     "kv_tokens": ("decode", "coupled"),
     "max_sequences": ("decode", "coupled"),
     "chunk_tokens": ("coupled",),
@@ -107,12 +107,12 @@ class Conductor(Frozen, frozen=True):
     admission: str = "none"
     admission_mode: Literal["off", "hard"] = "hard"
     balances_roles: bool = False  # machines change between prefill and decode
-    switch_s: NotNegative = 0.2  # that a machine takes for it once it is empty
+    switch_s: NotNegative = 0.2  # needed by a machine once it is empty
     replicates: bool = True  # hot prefixes are copied ahead of need, to machines that do not have them
-    replica_ttl_s: Positive = 120.0  # that such a copy is kept while nobody asks for it
-    max_tokens: Count = 4096  # of an answer, as clients ask for
+    replica_ttl_s: Positive = 120.0  # a copy not asked for in that time is dropped
+    max_tokens: Count = 4096  # of an answer, as requested by clients
     heartbeat_s: Positive = 1.0
-    sample_every: Count = 1  # nodes report every so many-th of their measurements
+    sample_every: Count = 1  # nodes report every n-th measurement
     expected_output_tokens: Positive = 256.0  # before anything was seen
 
 
@@ -128,7 +128,7 @@ class Cluster(Frozen, frozen=True):
     machines: tuple[Machines, ...]
     note: str = ""
     latency_ms: NotNegative = 0.1  # of a transfer
-    request_ms: NotNegative = 0.0  # of a first token, beside its prompt's computation: client, conductor, calls
+    request_ms: NotNegative = 0.0  # added to the first token besides computing the prompt: client, conductor, calls
     conductor: Conductor = Conductor()
     slo: SLO = SLO()
 
@@ -150,7 +150,7 @@ class Cluster(Frozen, frozen=True):
                     raise ValueError(f"{name} says nothing of {machines.role} machines")
 
     def check(self) -> None:
-        """Raises ConfigError when a value that was replaced is out of its bounds."""
+        """Raises ConfigError if a replaced value is out of bounds."""
         try:
             msgspec.convert(msgspec.to_builtins(self), Cluster)
         except msgspec.ValidationError as error:
@@ -160,8 +160,8 @@ class Cluster(Frozen, frozen=True):
         return sum(machines.count for machines in self.machines if machines.role == role)
 
     def with_counts(self, **counts: int) -> Cluster:
-        """So many machines of each role named; the first group of a role takes all of them, none: it is left out.
-        A note counts machines, so with others there is none.
+        """This many machines of each named role; the first group of a role gets all of them, and with 0 it is omitted.
+        A note counts machines, so a changed cluster has none.
 
         Raises ConfigError for machines of a role that the cluster does not have."""
         self.check_roles(*(role for role, count in counts.items() if count))
@@ -177,8 +177,8 @@ class Cluster(Frozen, frozen=True):
         return msgspec.structs.replace(self, machines=tuple(machines), note=note)
 
     def with_machines(self, role: str = "", **values: object) -> Cluster:
-        """The same values changed on every group of ``role`` (or all). Raises ConfigError when there is none of it, or
-        the machines make no sense together."""
+        """Change the same values on every group of ``role`` (or all). Raises ConfigError if there is no such group, or
+        the machines become inconsistent."""
         self.check_roles(*([role] if role else []))
         machines = tuple(
             msgspec.structs.replace(group, **values) if role in ("", group.role) else group for group in self.machines
@@ -189,7 +189,7 @@ class Cluster(Frozen, frozen=True):
             raise ConfigError(f"{self.name}: {error}") from None
 
     def check_roles(self, *roles: str) -> None:
-        """Raises ConfigError when there is no machine of one of them."""
+        """Raises ConfigError if there is no machine of one of them."""
         for role in roles:
             if not self.count(role):
                 raise ConfigError(f"{self.name} has no {role} machines")
@@ -207,7 +207,7 @@ def preset_names() -> list[str]:
 
 
 def preset_text(name: str) -> str:
-    """Raises ConfigError, naming those that there are."""
+    """Raises ConfigError, naming the existing ones."""
     if name not in preset_names():
         near = difflib.get_close_matches(name, preset_names(), 1)
         hint = f"; did you mean {near[0]!r}?" if near else ";"
@@ -232,7 +232,7 @@ def parse_cluster(text: str, origin: str) -> Cluster:
 
 
 class _Source(NamedTuple):
-    """A cluster's text, and where it is from, in words; ``path`` is that of a user's file, which may extend others."""
+    """A cluster's text and a description of its origin; ``path`` is that of a user's file, which may extend others."""
 
     origin: str
     text: str
@@ -256,7 +256,7 @@ def _cluster(source: _Source) -> Cluster:
 
 
 def _tables(source: _Source, above: tuple[_Source, ...]) -> dict[str, object]:
-    """What it says, over what it extends, which is a cluster itself; ``above`` are those that extend it."""
+    """Its values merged over those of the cluster it extends; ``above`` are those that extend it."""
     if any((source.path or source.origin) == (other.path or other.origin) for other in above):
         chain = " extends ".join(one.origin for one in (*above, source))
         raise ConfigError(f"{above[0].origin}: no cluster extends itself: {chain}")
@@ -268,11 +268,11 @@ def _tables(source: _Source, above: tuple[_Source, ...]) -> dict[str, object]:
         return own
     base = _extended(own.pop("extends"), source)
     tables = _tables(base, (*above, source))
-    _converted(tables, base)  # a mistake is told of the file that it is in
+    _converted(tables, base)  # an error is reported for the file that contains it
     return _merged({key: value for key, value in tables.items() if key not in _OF_ITS_OWN}, own)
 
 
-_OF_ITS_OWN = ("name", "note")  # which nobody takes over
+_OF_ITS_OWN = ("name", "note")  # not inherited
 
 
 def _extended(what: object, source: _Source) -> _Source:
@@ -287,7 +287,7 @@ def _extended(what: object, source: _Source) -> _Source:
 
 
 def _merged(base: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
-    """Tables key by key; whatever else ``own`` says, ``machines`` too, in place of all that ``base`` says of it."""
+    """Merge tables key by key; all other values of ``own``, including ``machines``, replace those of ``base``."""
     merged = dict(base)
     for key, value in own.items():
         under = merged.get(key)

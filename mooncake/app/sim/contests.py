@@ -1,8 +1,8 @@
-"""Our defaults against everybody else's: placement against the published formulas, admission against the paper's.
+"""Our defaults against all others: placement against the published formulas, admission against the paper's.
 
-Placement and admission are scored on the second half of each trace only; what defaults were chosen by
-(admission.TBT_ROOM, the constants of waits), was the first half. ``crowd`` and ``shift`` say in their set-up what they
-are scored on.
+Placement and admission are scored only on the second half of each trace; the defaults (admission.TBT_ROOM, the
+constants of waits) were chosen on the first half. ``crowd`` and ``shift`` state in their set-up what they are scored
+on.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mooncake.app.trace_tools import one_after_another
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 LOADS = (0.6, 0.9, 1.2)
-FULL_SPEED = {"conversation": 2.1, "synthetic": 1.3}  # at which the prefill machines of paper-16 are just busy
+FULL_SPEED = {"conversation": 2.1, "synthetic": 1.3}  # where the prefill machines of paper-16 are just busy
 OVERLOAD = 2.0
 ORACLE_REPLAYS = 200
-RETURNS = 2  # of a client that was refused: max_retries of OpenAI's
-RETRY_SHARE = 0.3  # of refusals that are asked again
+RETURNS = 2  # of a refused client: max_retries of OpenAI's
+RETRY_SHARE = 0.3  # fraction of refusals that are retried
 FALSE_REJECTION = "at most; false: put back with all else as it was, it meets its limits and nobody else misses theirs"
 DROPPED = "at most so much is asked: of who was computed and then refused, as arXiv 2407.00079 counts waste"
 HINDSIGHT = f"what is right for most of the {ALIKE} refusals most like it: about what there is to know"
@@ -72,7 +72,7 @@ def _rivals(name: str, load: float, traces: Traces) -> Finding:
 
 
 def overload(traces: Traces) -> Finding:
-    """Who is let in at twice what the machines can do, and what that is worth."""
+    """Who is admitted at twice the machines' capacity, and what that is worth."""
     trace = second_half(traces.conversation())
     cluster = load_preset("paper-16")
     goodput: dict[str, float] = {}
@@ -142,7 +142,7 @@ def overload(traces: Traces) -> Finding:
 
 
 def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
-    """The same with clients that come back when they are told to, as OpenAI's do: what they are told is a promise."""
+    """The same with clients that come back when told to, like OpenAI's: the retry time is a promise."""
     simulation, summary = run(cluster, trace, replace(options, returns=RETURNS))
     results = simulation.results
     told_s = np.array([telling.told_s for telling in results.tellings])
@@ -163,7 +163,7 @@ def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
 
 
 CROWD_LOAD, CROWD_FROM_S, CROWD_S, CROWD_BLOCKS = 0.4, 240.0, 120.0, 40
-AFTER_CROWD_S = 180.0  # in which copies that nobody asks for any more have to go
+AFTER_CROWD_S = 180.0  # in which copies that are no longer asked for must be dropped
 CROWD_BLOCK_ID = 10**9  # of blocks that the trace does not have
 
 

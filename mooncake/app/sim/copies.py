@@ -1,5 +1,5 @@
-"""Copies of hot prefixes in virtual time. Which prefix goes to which host, and which copies are given up again, the
-shipped replicator says; here the bytes take their time, beside everything else that moves.
+"""Copies of hot prefixes in virtual time. The shipped replicator decides which prefix goes to which host and which
+copies are dropped; here their bytes take time, along with everything else that moves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake.app.sim.tiered import Loading, TieredCache
 
 @dataclass(eq=False, slots=True)
 class _Moving:
-    """A copy on its way: read from the source's SSD first, or between the hosts."""
+    """A copy in progress: first read from the source's SSD if needed, then sent between the hosts."""
 
     copy: Copy
     loading: Loading | None = None
@@ -28,8 +28,7 @@ class _Moving:
 
 
 class Copies:
-    """``machines`` and ``down``, those that are dead, are others' to change; ``tell`` publishes what has changed in a
-    machine's cache."""
+    """The callers change ``machines`` and ``down`` (the dead ones); ``tell`` publishes changes in a machine's cache."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Copies:
                 self._give_up(action)
 
     def lose(self, machine: str) -> None:
-        """It died: nothing comes from it or gets there any more."""
+        """It died: nothing comes from it or reaches it any more."""
         for moving in list(self._moving):
             if machine in (host_of(moving.copy.source), host_of(moving.copy.target)):
                 self._end(moving, ok=False)
@@ -70,7 +69,7 @@ class Copies:
         moving = _Moving(copy)
         self._moving[moving] = None
         source, target = host_of(copy.source), host_of(copy.target)
-        if source in self._down or target in self._down:  # the conductor has not heard yet: its call finds nobody
+        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call reaches nobody
             self._end(moving, ok=False)
             return
         store = self._machines[source].cache
@@ -88,7 +87,7 @@ class Copies:
         copy = moving.copy
         source, target = host_of(copy.source), host_of(copy.target)
         store, num_blocks = self._machines[source].cache, len(copy.keys)
-        if store.match(copy.keys) < num_blocks:  # it has left meanwhile
+        if store.match(copy.keys) < num_blocks:  # evicted meanwhile
             self._end(moving, ok=False)
             return
         moving.held = store.hold(copy.keys, num_blocks)

@@ -1,8 +1,8 @@
 """A machine that computes prompts and decodes in the same steps: the shipped batching code, played step by step.
 
-What runs in a step is decided by the engine's own scheduler over its own block pool; here a step takes the time of the
-measured curve instead of computing anything. It stands for the coupled baselines, and it is what the summed-up
-machines are tested against.
+The engine's own scheduler decides what runs in a step, over its own block pool; here a step takes the time of the
+measured curve instead of computing anything. It simulates the coupled baselines, and machines with summarised steps are
+tested against it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_TOKENS = np.zeros(1, dtype=np.uint32)
 
 
 class CountedSequence(Sequence):
-    """A sequence whose tokens are only counted: the names of its prompt's blocks are given, its answer has none."""
+    """A sequence whose tokens are only counted: its prompt's block names are given, its answer has none."""
 
     __slots__ = ("flight", "gaps_s", "last_token_s", "length")
 
@@ -87,7 +87,7 @@ class CoupledMachine:
             self._begin_step()
 
     def receive(self, flight: Flight) -> bool:
-        """Take over a sequence that was prefilled elsewhere, as a decode node does. False when there is no room."""
+        """Take over a sequence prefilled elsewhere, as a decode node does. False if there is no room."""
         sequence = CountedSequence(flight, self._number)
         self._number += 1
         self.scheduler.reserve(sequence)
@@ -108,7 +108,8 @@ class CoupledMachine:
         self._agenda.after(work_ms / 1e3, self._end_step, plan, work_ms)
 
     def _step_ms(self, plan: StepPlan) -> float:
-        """Linear layers are bound by reading weights or by computing, whichever is longer; attention adds to that."""
+        """Linear layers are bound by reading weights or by computing, whichever takes longer; attention is added to
+        that."""
         curve = self.curve
         new = batch = context = 0
         attention_ms = 0.0
@@ -125,8 +126,8 @@ class CoupledMachine:
         return max(curve.decode_step_ms, curve.prefill_token_ms * new) + attention_ms
 
     def _end_step(self, plan: StepPlan, work_ms: float) -> None:
-        """What the engine does after a step: its KV counts, full blocks are shared, and whoever is computed to its end
-        has a new token."""
+        """What the engine does after a step: count its KV, share full blocks, and give a new token to each sequence
+        that is fully computed."""
         now = self._agenda.now
         self.busy_s += work_ms / 1e3
         prefill_tokens = sum(e.num_tokens for e in plan.entries if not (e.num_tokens == 1 and e.sequence.is_decoding))

@@ -1,9 +1,9 @@
-"""A decode machine whose steps are summed up instead of played one by one.
+"""A decode machine whose steps are summarised instead of played one by one.
 
 Between two changes of the batch every step is longer than the one before by the same small time (each sequence has one
-token more of context), so the time of n steps has a closed form. Sequences join and leave at the ends of steps, as in
-the shipped engine; a test holds both to the same token times. A sequence is let in when its whole answer fits, so
-nothing is ever preempted: that is the one difference.
+more token of context), so the time of n steps has a closed form. Sequences join and leave at the ends of steps, as in
+the shipped engine; a test compares the token times of both. The one difference: a sequence is admitted when its whole
+answer fits, so nothing is ever preempted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
 from mooncake.app.sim.steps import StepRuns
 
-_KEEP_RUNS = 256  # looked through for old ones when there are more
+_KEEP_RUNS = 256  # with more than this, old ones are removed
 
 
 class DecodeMachine:
@@ -39,7 +39,7 @@ class DecodeMachine:
         self.tokens = 0
         self.waiting: deque[Flight] = deque()
         self.running: dict[Flight, None] = {}
-        self.context = 0  # tokens of KV that the running ones have, at the present run's first step
+        self.context = 0  # KV tokens of the running sequences at the first step of the current run
         self.kv_tokens = group.kv_tokens
         self.reserved_tokens = 0
         self._curve = curve
@@ -49,12 +49,12 @@ class DecodeMachine:
         self._on_end = on_end
         self._ends: list[tuple[int, int, Flight]] = []  # heap: (step at whose beginning it is complete, order, flight)
         self._order = 0
-        self._step = 0  # first step of the present run of steps with one batch
+        self._step = 0  # first step of the current run of steps with one batch
         self._since = 0.0  # when it began
         self._first_ms = self._growth_ms = 0.0  # its first step; how much longer each next one is
         self._runs = StepRuns()
         self._version = 0
-        self._is_disturbed = False  # the present run of steps goes on at a speed that is no more
+        self._is_disturbed = False  # the speed has changed during the current run of steps
 
     def join(self, flight: Flight) -> None:
         """Its KV is here and its first token is known."""
@@ -67,13 +67,13 @@ class DecodeMachine:
             self._admit()
 
     def disturb(self, slowdown: float) -> None:
-        """From the next step on everything takes so much longer."""
+        """From the next step on everything takes this many times as long."""
         self.slowdown = slowdown
         self._is_disturbed = True
         self._plan()
 
     def fail(self) -> list[Flight]:
-        """The process dies. What was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
+        """The process dies. Returns what was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
         steps = self._steps_until(self._agenda.now, whole=True) if self.running else 0
         now_step = self._step + steps
         for flight in self.running:
@@ -90,7 +90,7 @@ class DecodeMachine:
         return lost
 
     def cancel(self, flight: Flight) -> None:
-        """It does not join after all. One that runs goes on to its end."""
+        """It does not join after all. A running one continues to its end."""
         if flight in self.waiting:
             self.waiting.remove(flight)
 
@@ -112,7 +112,7 @@ class DecodeMachine:
         return has_room and len(self.running) < self._max_sequences
 
     def _admit(self) -> None:
-        """Between two steps: let in who waits, and begin a new run of steps."""
+        """Between two steps: admit waiting sequences, and begin a new run of steps."""
         waiting, running, step = self.waiting, self.running, self._step
         self._is_disturbed = False
         while waiting and self._fits(waiting[0]):
@@ -138,7 +138,7 @@ class DecodeMachine:
         self._plan()
 
     def _plan(self) -> None:
-        """When this run of steps ends: somebody is complete, somebody can join, or the machine has another speed."""
+        """When this run of steps ends: a sequence is complete, one can join, or the machine's speed has changed."""
         if not self.running:
             return
         steps = self._ends[0][0] - self._step
@@ -158,7 +158,7 @@ class DecodeMachine:
         ends, ended = self._ends, []
         while ends and ends[0][0] <= step:
             ended.append(heappop(ends)[2])
-        if not ended:  # only somebody who waits
+        if not ended:  # only a waiting one
             self._admit()
             return
         for flight in ended:
@@ -180,7 +180,7 @@ class DecodeMachine:
             return 0
         half, first = self._growth_ms / 2, self._first_ms - self._growth_ms / 2
         steps = (math.sqrt(first * first + 4 * half * passed) - first) / (2 * half) if half else passed / first
-        # A time that is a step's very end is told from a later one by far more than rounding.
+        # A time exactly at the end of a step differs from a later one by far more than rounding.
         return math.floor(steps + 1e-6) if whole else math.ceil(steps - 1e-6)
 
     def _tail_ms(self, flight: Flight) -> float:

@@ -1,8 +1,8 @@
-"""Bytes on their way between hosts: every host has one way in and one way out, and flows share them max-min fairly.
+"""Bytes in flight between hosts: every host has one ingress and one egress port, and flows share them max-min fairly.
 
-Fluid flows, as in progressive filling (Bertsekas, Gallager, Data Networks, 6.5): all rates grow together until a port
-is full or a flow has the most it can use; those flows are settled, the others grow on. It knows bytes and seconds, and
-not what they are for.
+Fluid flows with progressive filling (Bertsekas, Gallager, Data Networks, 6.5): all rates grow together until a port is
+full or a flow has reached its limit; those flows are fixed, the others keep growing. It knows bytes and seconds, not
+what they are for.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Port:
         self.capacity = capacity  # bytes/s
         self._binds_above = capacity * (1 + 1e-9)
         self.flows: dict[Flow, None] = {}  # in order of start
-        self.demand = 0.0  # what its flows would take if nobody else was there
+        self.demand = 0.0  # what its flows would use without competition
         self.busy_bytes = 0.0  # carried so far
 
     @property
     def binds(self) -> bool:
-        """Whether its flows want more than there is. A port that does not bind slows nobody."""
+        """Whether its flows want more than its capacity. Otherwise the port slows nobody."""
         return self.demand > self._binds_above
 
 
@@ -80,17 +80,17 @@ class Network:
             flows = self._touched([port for port in (out, into) if port.binds])
             flows.setdefault(flow)
             self._share(flows)
-        else:  # it takes all it can and slows nobody
+        else:  # it uses all it can and slows nobody
             self._set_rate(flow, flow.limit)
         return flow
 
     def cancel(self, flow: Flow) -> None:
-        """Stop it where it is; nobody is told. Nothing happens to one that has ended."""
+        """Stop the flow where it is, without a callback. Does nothing if it has ended."""
         if flow in flow.source.flows:
             self._leave(flow)
 
     def finish_within(self, flow: Flow, left_s: float) -> None:
-        """From now on it can use what would bring its last byte so much later: its sender's pace has changed."""
+        """Limit it so that its last byte arrives this much later: its sender's pace has changed."""
         self._settle(flow)
         if not flow.left:  # its last byte is on the way
             return
@@ -119,7 +119,7 @@ class Network:
             self._share(self._touched(bound))
 
     def _touched(self, ports: list[Port]) -> dict[Flow, None]:
-        """All flows whose rates hang together with these ports, through ports that bind."""
+        """All flows whose rates depend on these ports, through saturated ports."""
         seen = dict.fromkeys(ports)
         flows: dict[Flow, None] = {}
         queue = list(ports)

@@ -1,7 +1,7 @@
 """A prefill machine as one server: prompts are computed whole, one at a time, in the order in which they can start.
 
-A prompt can start when what it fetches has arrived; those that still wait are overtaken. Its time is the measured curve
-plus reading the reused prefix from host memory. How blocks are kept is the cache's business.
+A prompt can start when what it fetches has arrived; it may overtake those that still wait. Its time is the measured
+curve plus reading the reused prefix from host memory. How blocks are kept is up to the cache.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from mooncake.app.sim.requests import Flight
 
 
 class PrefillMachine:
-    """``on_start`` is called when a prompt's first layer runs, with how long it will take (s); ``on_pace``, when that
-    changes, with how long is left of it; ``on_end`` after the last layer, when its blocks are in the cache."""
+    """``on_start`` is called when a prompt's first layer runs, with its duration (s); ``on_pace``, when the speed
+    changes, with the remaining time; ``on_end`` after the last layer, when its blocks are in the cache."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class PrefillMachine:
             self._start_next()
 
     def make_ready(self) -> None:
-        """Something that was waited for has come."""
+        """Something awaited has arrived."""
         if self.running is None:
             self._start_next()
 
     def fail(self) -> list[Flight]:
-        """The process dies. Everything that was here."""
+        """The process dies. Returns everything that was here."""
         lost = list(self.queue) if self.running is None else [self.running, *self.queue]
         self._life += 1
         for flight in lost:
@@ -69,7 +69,7 @@ class PrefillMachine:
         return lost
 
     def cancel(self, flight: Flight) -> None:
-        """It is not wanted any more; if it runs, its step is abandoned."""
+        """It is no longer wanted; if it runs, its step is abandoned."""
         if flight is self.running:
             self._life += 1
             self.running = None
@@ -83,7 +83,7 @@ class PrefillMachine:
             self._start_next()
 
     def disturb(self, slowdown: float) -> None:
-        """From now on everything takes so much longer."""
+        """From now on everything takes this many times as long."""
         change, self.slowdown = slowdown / self.slowdown, slowdown
         if self.running is not None:
             left_s = (self._ends_at - self._agenda.now) * change
@@ -91,7 +91,7 @@ class PrefillMachine:
             self._on_pace(self.running, left_s)
 
     def load_ms(self, tokens: int) -> float:
-        """Of reading so much KV from this host's memory."""
+        """Time to read this much KV from this host's memory."""
         return tokens * self._load_token_ms
 
     def _start_next(self) -> None:

@@ -1,6 +1,6 @@
-"""A request on its way through the simulated cluster, and what became of all of them as flat arrays.
+"""A request in progress in the simulated cluster, and the results of all requests as flat arrays.
 
-The arrays are all that is kept of a request that has ended, so a million of them fit.
+Only the arrays are kept of requests that have ended, so a million of them fit.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Floats = npt.NDArray[np.float64]
 
 
 class Fate(IntEnum):
-    OPEN = 0  # not ended: a simulation that has run dry leaves none
+    OPEN = 0  # not ended; none are left when a simulation has finished
     DONE = 1
-    REJECTED = 2  # at arrival, before anything was spent
+    REJECTED = 2  # at arrival, before anything was spent on it
     REJECTED_LATE = 3  # after its prefill
-    FAILED = 4  # its nodes died once too often
+    FAILED = 4  # its nodes died too often
 
 
 class Telling(NamedTuple):
@@ -40,7 +40,7 @@ class Telling(NamedTuple):
 
 
 class Flight:
-    """One request while it runs: what is asked, and where its present attempt stands."""
+    """One request while it runs: its parameters, and the state of its current attempt."""
 
     __slots__ = (
         "attempts",
@@ -79,38 +79,38 @@ class Flight:
     def __init__(self, index: int, num_tokens: int, output_tokens: int, keys: list[BlockKey]) -> None:
         self.index = index
         self.keys = keys  # of the prompt's full blocks
-        self.num_tokens = num_tokens  # of the prompt, and of what earlier attempts have generated
+        self.num_tokens = num_tokens  # of the prompt and of what earlier attempts generated
         self.output_tokens = output_tokens  # still to generate
         self.attempts = 0
-        self.retries = 0  # of those, after a loss that counts
-        self.returns = 0  # of its client, after it was refused
+        self.retries = 0  # retries that followed a loss that counts
+        self.returns = 0  # of its client, after refusals
         self.predicted_ttft_s = math.nan
-        self.first_token_s = math.nan  # of the answer, whichever attempt gave it
+        self.first_token_s = math.nan  # of the answer, whichever attempt produced it
         self.session = ""
-        self.dead: frozenset[int] = frozenset()  # incarnations of nodes that were lost under it
+        self.dead: frozenset[int] = frozenset()  # incarnations of nodes lost while they served it
         self.begin_attempt()
 
     def begin_attempt(self) -> None:
         self.placement: Placement | None = None
         self.ticket: Ticket | None = None
         self.prefill_id = self.decode_id = ""
-        self.source_id = ""  # the host that it is fetching from
+        self.source_id = ""  # the host it is fetching from
         self.cached_tokens = self.fetched_tokens = 0
         self.ssd_tokens = 0  # that came from an SSD, here or on another host
-        self.loading: Loading | None = None  # from there
-        self.is_ready = False  # nothing more has to arrive before it can be computed
+        self.loading: Loading | None = None  # reading from an SSD
+        self.is_ready = False  # nothing more must arrive before it can be computed
         self.is_prefilled = self.is_handed_over = False
         self.held: list[int] = []  # blocks kept in the cache of its prefill machine
-        self.source_held: list[int] = []  # and in the one that it fetches from
+        self.source_held: list[int] = []  # and in the one it fetches from
         self.transfers: list[Flow] = []
         self.started_s = math.nan
-        self.spent_s = 0.0  # of a machine's time, on the prompt
+        self.spent_s = 0.0  # machine time, on the prompt
         self.start_step = self.end_step = 0
         self.reserved_tokens = 0  # of its decode machine's KV: whole blocks for prompt and answer
 
 
 class Results:
-    """One number a request and measure, by its place in the trace. Seconds; NaN where it did not come to it."""
+    """One number per request and measure, by index in the trace. Seconds; NaN if the request did not get that far."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
         size = len(trace)

@@ -1,8 +1,8 @@
 """One run: a trace against a cluster in virtual time, with the shipped conductor in the middle.
 
-Machines, links, clients and faults are simulated here; what is decided, the conductor decides (``brain``). A request's
-way: placed, (a prefix is fetched), computed, handed over, decoded. Whatever dies on the way is told to the conductor as
-the live dispatcher would tell it, and the request goes on elsewhere with the tokens that it has.
+Machines, links, clients and faults are simulated here; all decisions are the conductor's (``brain``). A request is
+placed, (fetches a prefix), is computed, handed over and decoded. Whatever dies on the way is reported to the conductor
+as the live dispatcher would report it, and the request continues elsewhere with the tokens it has.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest
 from mooncake.types import BlockKey
 
-LOOK_BESIDE_S = 0.002  # how often machines that share a processor are looked at
-_LIVE = ConductorSection()  # whose patience and retries are those of a live cluster
-DECODE_SAMPLE_BEATS = 10  # a decode machine's step time is learnt from every tenth heartbeat: it is without noise here
+LOOK_BESIDE_S = 0.002  # how often machines that share a processor are checked
+_LIVE = ConductorSection()  # patience and retries are those of a live cluster
+DECODE_SAMPLE_BEATS = 10  # a decode machine's step time is sampled every tenth heartbeat: it has no noise here
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """How a trace is played: ``speed`` 2 sends twice as many requests in a second; ``jitter_s`` spreads each arrival
-    over so much trace time (published traces come in ticks of 3 s)."""
+    """How a trace is played: ``speed`` 2 sends twice as many requests per second; ``jitter_s`` spreads each arrival
+    over this much trace time (published traces have ticks of 3 s)."""
 
     seed: int = 0
     speed: float = 1.0
     jitter_s: float = 3.0
     max_output: int | None = None
-    tokens_per_block: int = TRACE_BLOCK_TOKENS  # that an id of the trace stands for; fewer in a scaled trace
-    returns: int = 0  # how often a client that was refused comes back when it was told to; its times then count anew
+    tokens_per_block: int = TRACE_BLOCK_TOKENS  # that one id of the trace stands for; fewer in a scaled trace
+    returns: int = 0  # how often a refused client comes back when told to; its times then start anew
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A machine dies with all its memory and comes back empty after ``down_s``; or it is slower for so long."""
+    """A machine dies with all its memory and comes back empty after ``down_s``; or it is slower for that time."""
 
     at_s: float
     machine: str
@@ -97,10 +97,10 @@ class Simulation:
         self._groups: dict[str, Machines] = {}  # of each machine
         self._down: set[str] = set()
         self.disks: dict[str, Disk] = {}
-        self._died: set[str] = set()  # and have not been started anew in a role that keeps KV
+        self._died: set[str] = set()  # and have not been restarted in a role that keeps KV
         self._slowed: dict[str, float] = {}  # by a fault
         self._absent_since: float | None = None  # a role without a machine
-        self._waiting: dict[Flight, None] = {}  # for one that comes back
+        self._waiting: dict[Flight, None] = {}  # for a machine to come back
         self._draining: Switch | None = None
         self.fetches = Fetches(
             cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
@@ -109,9 +109,9 @@ class Simulation:
             cluster.model, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
         )
         self._faults = faults
-        self._flying: dict[Flight, None] = {}  # requests under way
+        self._flying: dict[Flight, None] = {}  # requests in progress
         self._beats = 0
-        self._next = 0  # of the trace, in order of arrival
+        self._next = 0  # index into the trace, by arrival
         self._order = self._arrivals()
         self._on_progress: Callable[[int], None] = lambda _: None
         for group in cluster.machines:
@@ -125,7 +125,7 @@ class Simulation:
     # The run
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Results:
-        """Play everything; ``on_progress`` hears how many requests have arrived."""
+        """Play everything; ``on_progress`` is told how many requests have arrived."""
         if on_progress is not None:
             self._on_progress = on_progress
         for fault in self._faults:
@@ -167,8 +167,8 @@ class Simulation:
         self._plan_arrival()
 
     def block_keys(self, request: TraceRequest, offset: int = 0) -> list[BlockKey]:
-        """Names of the prompt's full blocks, its ids being so much larger. A trace's id names a block with all before
-        it, so the name of a coarser block is that of the last of its parts."""
+        """Names of the prompt's full blocks when blocks are larger than the trace's. A trace's id names a block with
+        everything before it, so a coarser block has the name of its last part."""
         full = request.input_length // self._block_tokens
         ids = request.hash_ids[self._stride - 1 :: self._stride][:full]
         return cast("list[BlockKey]", [(block + offset).to_bytes(16, "little") for block in ids])
@@ -190,7 +190,7 @@ class Simulation:
             return
         machines = (flight.prefill_id, flight.decode_id)
         missing = [name for name in machines if name in self._down] if self._down else ()
-        if missing:  # the conductor has not heard yet: its call finds nobody, which costs no retry
+        if missing:  # the conductor has not noticed yet: its call reaches nobody, which costs no retry
             self._try_again(flight, missing, is_free=True)
         elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
@@ -212,7 +212,8 @@ class Simulation:
         self._place(flight)
 
     def _wait_for_machine(self, flight: Flight) -> None:
-        """All of a role are down: wait as long as live requests do, for they are mostly being started again."""
+        """All machines of a role are down: wait as long as live requests do, because usually they are being
+        restarted."""
         now = self.agenda.now
         if self._absent_since is None:
             self._absent_since = now
@@ -225,7 +226,7 @@ class Simulation:
         self.agenda.at(until, self._give_up, self._absent_since)
 
     def _give_up(self, absent_since: float) -> None:
-        """Of all who waited, when nobody has come back."""
+        """Fail everyone who waited, when no machine has come back."""
         if self._absent_since == absent_since:
             waiting, self._waiting = list(self._waiting), {}
             for flight in waiting:
@@ -239,13 +240,13 @@ class Simulation:
         if not flight.decode_id or not num_bytes:
             flight.is_handed_over = True
             return
-        # Layers leave as they are computed, so the flow cannot be faster than the computation is.
+        # Layers leave as they are computed, so the flow cannot be faster than the computation.
         done = partial(self._handed_over, flight)
         flow = self.network.send(flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
         flight.transfers.append(flow)
 
     def _pace_changed(self, flight: Flight, left_s: float) -> None:
-        for flow in flight.transfers:  # its hand-off: what it fetched was there before it started
+        for flow in flight.transfers:  # its hand-off: fetched data arrived before it started
             self.network.finish_within(flow, left_s)
 
     def _prefill_ends(self, flight: Flight, work_s: float) -> None:
@@ -274,7 +275,7 @@ class Simulation:
         self._note_first_token(flight)
 
     def _note_first_token(self, flight: Flight) -> None:
-        """A retry gives no first token: the client has it."""
+        """A retry's first token does not count: the client already has it."""
         if not math.isnan(flight.first_token_s):
             return
         now, results, index = self.agenda.now, self.results, flight.index
@@ -305,7 +306,7 @@ class Simulation:
         if gaps:
             mean_ms = (now - flight.first_token_s) * 1e3 / gaps
             results.mean_tbt_ms[index] = mean_ms
-            # Where a retry's prefill gave the last token nobody has followed the gaps.
+            # After a retry whose prefill gave the last token, nobody has tracked the gaps.
             results.tail_tbt_ms[index] = mean_ms if math.isnan(tail_ms) else tail_ms
         self._end(flight, Fate.DONE, math.nan)
 
@@ -322,7 +323,7 @@ class Simulation:
         results.attempts[index] = flight.attempts
 
     def _clean_up(self, flight: Flight) -> None:
-        """Nothing more of this attempt happens anywhere."""
+        """Stop everything that belongs to this attempt."""
         self.fetches.cancel(flight)
         if flight.prefill_id in self.prefill:
             self.prefill[flight.prefill_id].cancel(flight)
@@ -330,7 +331,7 @@ class Simulation:
             self.decode[flight.decode_id].cancel(flight)
 
     def _try_again(self, flight: Flight, dead: Sequence[str], is_free: bool = False) -> None:
-        """Its nodes are lost: the next attempt goes elsewhere, from the tokens that there are."""
+        """Its nodes are lost: the next attempt runs elsewhere and continues from the existing tokens."""
         now = self.agenda.now
         self._clean_up(flight)
         if flight.is_prefilled:  # the token that prefill gave; those of decoding were counted where they were made
@@ -375,7 +376,7 @@ class Simulation:
         self.agenda.after(fault.down_s, self._revive, name)
 
     def _is_on(self, flight: Flight, name: str) -> bool:
-        """Whether the flight loses anything when the machine dies."""
+        """Whether the flight loses anything if the machine dies."""
         gone_from_prefill = flight.is_prefilled and flight.is_handed_over
         return flight.decode_id == name or (flight.prefill_id == name and not gone_from_prefill)
 
@@ -436,7 +437,7 @@ class Simulation:
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
                 brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
         self._balance(now)
-        if self._faults:  # otherwise nobody is ever missed
+        if self._faults:  # otherwise nobody is ever missing
             for name in self.prefill:
                 if name not in self._down:
                     if self._groups[name].role == "prefill":
@@ -454,7 +455,7 @@ class Simulation:
         return self._draining is not None and self._draining.node_id == name
 
     def _balance(self, now: float) -> None:
-        """Begin a switch when the conductor says so, and finish it when the machine is empty."""
+        """Begin a switch when the conductor asks for it, and finish it when the machine is empty."""
         balancer = self.brain.balancer
         if balancer is None:
             return
@@ -475,7 +476,7 @@ class Simulation:
             self.agenda.after(self.cluster.conductor.switch_s, self._flip, switch)
 
     def _flip(self, switch: Switch) -> None:
-        """The machine serves the other role: weights and the KV in its host's memory stay."""
+        """The machine serves the other role; weights and the KV in its host's memory stay."""
         name, balancer = switch.node_id, self.brain.balancer
         self._draining = None
         self._groups[name] = next(group for group in self.cluster.machines if group.role == switch.to)
@@ -500,7 +501,7 @@ class Simulation:
     # Machines
 
     def _start_machine(self, name: str) -> None:
-        """A new process with empty memory; figures of a former one of the name go on."""
+        """A new process with empty memory; counters of an earlier one with this name continue."""
         group, model = self._groups[name], self.cluster.model
         curve = self.cluster.curves[group.curve]
         if group.role == "coupled":

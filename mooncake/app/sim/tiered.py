@@ -1,8 +1,8 @@
-"""One host's KV in two tiers: the shipped store's index of DRAM over an SSD, and the shipped decisions of what goes
-from one to the other (``kvstore.tiers``), driven by whole prompts.
+"""One host's KV in two tiers: the shipped store's index of DRAM over an SSD, and the shipped decisions what moves
+between them (``kvstore.tiers``), driven by whole prompts.
 
-It stands where ``HostCache`` stands for hosts without an SSD. Blocks that find no slot, because all that could go is
-still being written to the SSD, wait for one as a prefill node's do.
+It takes the place of ``HostCache`` for hosts with an SSD. Blocks that find no slot, because all evictable ones are
+still being written to the SSD, wait for one as on a prefill node.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 WRITER, PROMOTER = "prefill", "ssd"
-WAIT_S = 4.0  # for room, as prefill nodes wait
+WAIT_S = 4.0  # for space, as prefill nodes do
 LEASE_S = 10.0  # as long a promotion waits for it
-_CHECKSUMS = np.zeros(1, dtype=np.uint64)  # of bytes that there are none of
+_CHECKSUMS = np.zeros(1, dtype=np.uint64)  # of empty contents
 
 Keys = Sequence[BlockKey]
 
 
 @dataclass(eq=False, slots=True)
 class Loading:
-    """A run on its way from the SSD. ``on_end`` hears how many blocks came for it; None: nobody waits any more."""
+    """A run being read from the SSD. ``on_end`` is told how many blocks arrived; None: nobody is waiting."""
 
     on_end: Callable[[int], None] | None
     names: deque[BlockName]  # still to come, in order
@@ -48,8 +48,8 @@ class Loading:
 
 
 class TieredCache:
-    """``tokens`` of KV in DRAM, the rest on the disk. What is held is given back with ``release``, once. ``on_change``
-    is called when something has changed that nobody has asked for just now."""
+    """``tokens`` of KV in DRAM, the rest on the disk. What is held must be released once with ``release``.
+    ``on_change`` is called after changes that no caller has asked for."""
 
     def __init__(
         self, tokens: int, ssd: Ssd, model: Model, agenda: Agenda, disk: Disk, on_change: Callable[[], None]
@@ -71,22 +71,22 @@ class TieredCache:
         )
         disk.index.is_built_on = self.index.is_built_on
         self._demotion = Demotion(worth, self.index, num_slots)
-        self._loading: dict[BlockKey, float] = {}  # when each block that is being read will be here
-        self._promoting: list[Loading] = []  # that wait for room
+        self._loading: dict[BlockKey, float] = {}  # when each block being read will be here
+        self._promoting: list[Loading] = []  # waiting for space
         self._found = [BlockEvent(True, b.header.key, b.header.parent, Tier.SSD) for b in disk.index.blocks()]
         self._is_dead = False
 
     def match(self, keys: Keys) -> int:
-        """How many leading blocks are in DRAM."""
+        """Number of leading blocks in DRAM."""
         return sum(takewhile(bool, self.index.exists(keys)))
 
     def stored(self, keys: Keys) -> int:
-        """How many leading blocks are here, in either tier."""
+        """Number of leading blocks here, in either tier."""
         here = zip(keys, self.index.exists(keys), strict=True)
         return sum(1 for _ in takewhile(lambda found: found[1] or found[0] in self.disk, here))
 
     def hold(self, keys: Keys, count: int) -> list[int]:
-        """Keep the first ``count`` blocks, which are in DRAM, from leaving it."""
+        """Keep the first ``count`` blocks, which are in DRAM, from being evicted."""
         self.disk.index.touch(reversed(keys[:count]), self._agenda.now)
         lease = self.index.acquire(keys[:count], self._agenda.now)
         return [lease.lease_id] if lease.blocks else []
@@ -100,8 +100,8 @@ class TieredCache:
         self._save(self._demotion.saw(keys))
 
     def add(self, keys: Keys, held: list[int], into_dram: bool = False) -> None:
-        """Store the chain, as far as there is room, in DRAM, with ``into_dram`` also what the SSD has of it; what was
-        here, in either tier, counts as used."""
+        """Store the chain in DRAM as far as there is room, with ``into_dram`` also what the SSD has of it. Blocks
+        already here, in either tier, count as used."""
         index, now = self.index, self._agenda.now
         index.sweep(now)
         self.saw(keys)
@@ -119,12 +119,12 @@ class TieredCache:
         self._save(self._demotion.prepare(now))
 
     def give_up(self, keys: Keys) -> int:
-        """Free DRAM of a chain from its last block on, as far as nothing builds on it and nobody holds it. Returns of
-        how many blocks."""
+        """Free DRAM of a chain from its last block on, as far as nothing builds on it and nobody holds it. Returns the
+        number of blocks."""
         return self.index.give_up(keys, self._agenda.now)
 
     def load(self, keys: Keys, on_end: Callable[[int], None]) -> Loading | None:
-        """Bring what only the SSD has of the leading run of ``keys`` to DRAM. None when there is nothing to bring."""
+        """Read blocks of the leading run of ``keys`` that only the SSD has into DRAM. None if there are none."""
         index, now, disk = self.index, self._agenda.now, self.disk
         disk.index.touch(reversed(keys), now)
         found = promotion(keys, index.exists(keys), disk.length, disk.load_s)
@@ -142,12 +142,12 @@ class TieredCache:
         return found + tier_events(self.index, self.disk.index.take_left(), self.disk.index.__contains__)
 
     def die(self) -> None:
-        """The host's processes are gone, and DRAM with them."""
+        """The host's processes are gone, and so is DRAM."""
         self._is_dead = True
         self.disk.lose_power()
 
     def check(self) -> None:
-        """Raises AssertionError when the accounts do not add up."""
+        """Raises AssertionError if the accounts do not add up."""
         self.index.check()
         self.disk.index.check()
 
@@ -157,7 +157,7 @@ class TieredCache:
         return counts.leases + counts.reserved + len(self._loading) + len(self._promoting) + len(self._waiting)
 
     def _advance(self, loading: Loading) -> None:
-        """Read what there is room for now. What somebody else reads already is waited for."""
+        """Read what there is room for now. Reads already started by others are waited for."""
         now, names = self._agenda.now, loading.names
         if self._is_dead:
             return
@@ -196,7 +196,7 @@ class TieredCache:
         self._save(self._demotion.prepare(self._agenda.now))
 
     def _store_waiting(self) -> None:
-        """In the order in which they came, as far as there is room."""
+        """In order of arrival, as far as there is room."""
         index, now, waiting = self.index, self._agenda.now, self._waiting
         while waiting:
             until, names = waiting.popleft()

@@ -1,7 +1,7 @@
-"""How a verdict is reached: for each experiment the rule that reads its table, and the table alone.
+"""Verdicts: for each experiment a rule that reads its table, and nothing but the table.
 
-So whoever has the saved rows can reach the saved verdict. First the paper's experiments, then what is asked of us. It
-must not know how anything was measured.
+So saved rows give the saved verdict. First the paper's experiments, then what is required of us. It does not know how
+anything was measured.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from mooncake.app.sim.published import FIG8_TTFT_S, FIG13_ANEW_TTFT_S
 
 Rows = Sequence[Row]
 
-FIG5_ERROR = 0.2  # that a ratio of mean TTFTs may have
-FIG6_POINTS = 5.0  # that the baselines' shares may be off
-FIG6_GAIN = 0.5  # of the published gain, at least
-FIG9_OFF = {"synthetic": 0.015, "conversation": 0.045}  # that a hit rate may be
+FIG5_ERROR = 0.2  # tolerance of a ratio of mean TTFTs
+FIG6_POINTS = 5.0  # tolerance of the baselines' shares
+FIG6_GAIN = 0.5  # fraction of the published gain that is required
+FIG9_OFF = {"synthetic": 0.015, "conversation": 0.045}  # tolerance of a hit rate
 FIG10_POINTS = 5.0
 FIG13_ERROR = 0.25
 FIG15_TBT_ERROR = 0.15
-TABLE3_OFF = 0.05  # that a ratio of rejections may be
-SWING_TOGETHER, SWING_PREFILL_LOAD = -0.4, 0.25  # at most the correlation, at least the deviation, of loads that swing
-FASTER, BETTER = 0.02, 0.02  # a rival whose mean TTFT is lower by that share; that has so much more of all inside 30 s
+TABLE3_OFF = 0.05  # tolerance of a ratio of rejections
+SWING_TOGETHER, SWING_PREFILL_LOAD = -0.4, 0.25  # oscillating loads: correlation at most, deviation at least
+FASTER, BETTER = 0.02, 0.02  # by how much a rival must be ahead: mean TTFT; share inside 30 s
 
 
 def reproduced(full: bool, part: bool) -> str:
@@ -82,7 +82,7 @@ def hit_rates(rows: Rows) -> Verdict:
 
 
 def local_and_global(rows: Rows) -> Verdict:
-    """What is generated was made to be like the trace, and counts in no verdict."""
+    """Generated traces were made to resemble the original, and count in no verdict."""
     ours = [row for row in rows if "(generated)" not in row.what]
 
     def off(what: str) -> float:
@@ -177,11 +177,11 @@ def oscillation(rows: Rows) -> Verdict:
     )
 
 
-# What is asked of us
+# What is required of us
 
 
 def rivals(rows: Rows, inside: Mapping[str, float]) -> Verdict:
-    """The rows are mean TTFTs over Algorithm 1's; ``inside`` the share of requests inside 30 s, by policy."""
+    """The rows are mean TTFTs divided by Algorithm 1's; ``inside`` is the share of requests inside 30 s, by policy."""
     ratio_of = {row.what.rpartition(": ")[2]: row.measured for row in rows}
     ours = ratio_of[DEFAULT_POLICY]
     faster = [policy for policy, ratio in ratio_of.items() if ratio < (1 - FASTER) * ours]

@@ -1,5 +1,5 @@
-// Rows of activations in the form that a kind of packed weights is multiplied with: float32, or as narrow as the weights where
-// the processor multiplies them so.
+// Rows of activations in the form that a kind of packed weights is multiplied with: float32, or as narrow as the
+// weights if the processor can multiply that.
 #pragma once
 
 #include <array>
@@ -11,17 +11,17 @@ namespace mooncake {
 
 constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: STRIP * PANEL_VECS accumulators
 
-// Bytes of a narrow row that lie together: those of a tile's row, or of one lane. 0 for rows that stay float32.
+// Bytes of a narrow row that are adjacent: a tile's row, or one lane. 0 for rows that stay float32.
 inline int unit_of(int32_t kind) {
     if (kind == FLOATS || kind == CODES) return 0;
     if (has_tiles()) return ROW_UNIT;
     return kind == BF16S && !MULTIPLIES_BF16 ? 0 : 4;
 }
 
-// Rows cut into strips of at most so many: of nearly equal height for vectors, of whole tiles for tiles.
+// Divides rows into strips of limited height: of nearly equal height for vectors, of whole tiles for tiles.
 struct Strips {
     int64_t rows, count;
-    int tall;  // rows of each strip but the last, for tiles; else 0
+    int tall;  // rows of each strip except the last, for tiles; otherwise 0
 
     Strips(int64_t rows, int most, bool is_tiled) : rows(rows), count((rows + most - 1) / most), tall(is_tiled ? most : 0) {}
     int64_t first(int64_t strip) const { return tall ? std::min(strip * tall, rows) : strip * rows / count; }
@@ -38,7 +38,7 @@ struct Activations {
 
     char* strip(int64_t index) const { return memory + strips.first(index) * planes * row_bytes; }
 
-    // Of tiled rows: where byte `at` of a row is.
+    // For tiled rows: the address of byte `at` of a row.
     char* tile_row(int64_t row, int64_t at) const {
         const int64_t strip = row / TILE_STRIP, within = row % TILE_STRIP;
         return memory + strips.first(strip) * row_bytes + (at / ROW_UNIT * strips.height(strip) + within) * ROW_UNIT + at % ROW_UNIT;
@@ -66,7 +66,7 @@ template <size_t... I> constexpr auto turns(std::index_sequence<I...>) {
 
 constexpr auto TURN = turns(std::make_index_sequence<STRIP>());
 
-// W values of a row of K, zeros behind its end.
+// W values of a row of K, with zeros past its end.
 inline vf piece_of(const float* row, int64_t k, int64_t K) {
     if (k + W <= K) return load(row + k);
     vf piece{};
@@ -82,7 +82,7 @@ template <int UNIT, class T, size_t COUNT> inline void put_piece(const T (&piece
         std::memcpy(out + (at + i) / UNIT * UNIT * rows + (at + i) % UNIT, (const char*)piece + i, TOGETHER);
 }
 
-// NaN when one of them is not finite: codes could not say so, and their scale does.
+// NaN if one of them is not finite: codes cannot represent that, so their scale does.
 inline float largest_magnitude(const float* row, int64_t K) {
     vf top{}, nothing{};
     for (int64_t k = 0; k < K; k += W) {
@@ -93,7 +93,7 @@ inline float largest_magnitude(const float* row, int64_t K) {
     return largest(top) + sum(nothing);
 }
 
-// One row as codes 1 .. 255 around 128 (the instructions want one side without sign), a scale = max|x| / 127.
+// One row as codes 1 .. 255 around 128 (the instructions need one unsigned side), scale = max|x| / 127.
 template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
     const float scale = largest_magnitude(row, K) / 127.0f, divisor = scale > 0 ? scale : 1.0f;
     for (int64_t k = 0; k < padded; k += W) {
@@ -104,8 +104,8 @@ template <int UNIT> float code_row(const float* row, int64_t K, int64_t padded, 
     return scale;
 }
 
-// One row as codes of 16 bits, a scale = max|x| / MOST_WIDE: code = 256 upper + lower, in a plane each. Both have a sign in tiles;
-// in lanes, whose instructions want one side without, they are 0 .. 255 around 128.
+// One row as 16-bit codes, scale = max|x| / MOST_WIDE: code = 256 upper + lower, each in its own plane. Both are signed
+// in tiles; in lanes, whose instructions need one unsigned side, they are 0 .. 255 around 128.
 constexpr float MOST_WIDE = 127 * 256 + 127;
 
 template <int UNIT> float code_row_wide(const float* row, int64_t K, int64_t padded, int rows, char* out) {
@@ -132,13 +132,13 @@ template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded,
     }
 }
 
-// Bytes that `rows` rows of activations for `layer` take.
+// Bytes needed for `rows` rows of activations for `layer`.
 inline int64_t room_bytes(const PackedLinear& layer, int64_t rows) {
     const int64_t row_bytes = unit_of(layer.kind) ? layer.row_bytes() : layer.padded() * 4;
     return rows * (layer.kind == WIDE_CODES ? 2 : 1) * row_bytes + rows * 4 + 128;
 }
 
-// They, out of memory that was started with enough.
+// Takes the activations from memory that was started with enough room.
 inline Activations take_room(const PackedLinear& layer, int64_t rows, Scratch& memory) {
     const int unit = unit_of(layer.kind);
     const int planes = layer.kind == WIDE_CODES ? 2 : 1;
@@ -150,13 +150,14 @@ inline Activations take_room(const PackedLinear& layer, int64_t rows, Scratch& m
     return out;
 }
 
-// Room for `rows` rows of activations for `layer`. `memory` is kept by the caller.
+// Room for `rows` rows of activations for `layer`. The caller keeps `memory`.
 inline Activations room_for(const PackedLinear& layer, int64_t rows, Scratch& memory) {
     memory.start<char>(room_bytes(layer, rows));
     return take_room(layer, rows, memory);
 }
 
-// The rows of a strip, `stride` apart from `rows_at` on, normalised first where `norm` is given, as activations for `layer`.
+// Fills a strip with rows, `stride` apart from `rows_at` on, as activations for `layer`; normalised first if `norm` is
+// given.
 inline void fill_strip(const PackedLinear& layer, const Activations& out, int64_t strip, const float* rows_at, int64_t stride,
                        const float* norm, float eps) {
     static thread_local Scratch normed;
@@ -187,7 +188,7 @@ inline void fill_strip(const PackedLinear& layer, const Activations& out, int64_
     }
 }
 
-// `rows` rows of `from`, as `fill_strip` makes them.
+// `rows` rows of `from`, prepared by `fill_strip`.
 inline Activations prepare(const PackedLinear& layer, const float* from, int64_t stride, int64_t rows, const float* norm,
                            float eps, Scratch& memory, int threads) {
     const Activations out = room_for(layer, rows, memory);

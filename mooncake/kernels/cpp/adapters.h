@@ -1,6 +1,7 @@
-// Low-rank adapters (LoRA): B (A x) added to the product of a layer, for the rows whose sequence has an adapter.
+// Low-rank adapters (LoRA): B (A x) added to a layer's product, for rows whose sequence has an adapter.
 //
-// A batch's rows fall into runs of one adapter each, as its tokens lie by sequence. A row's result depends on no other row.
+// Tokens are ordered by sequence, so a batch's rows form runs of one adapter each. A row's result depends on no other
+// row.
 #pragma once
 
 #include <vector>
@@ -9,7 +10,7 @@
 
 namespace mooncake {
 
-// Both are null where an adapter leaves a product alone. Mirrored in cpu_decoder.py, as the next two.
+// Both are null if the adapter does not change this product. Mirrored in cpu_decoder.py, as are the next two.
 struct LowRank {
     const PackedLinear *down, *up;  // A [rank][inputs]; B [outputs][rank], scaled
 };
@@ -23,7 +24,8 @@ struct AdaptedRun {
     const LayerAdapter* layers;
 };
 
-// Rows i of [0, rows) whose adapter, `place(i)`, is not -1, as runs. False for a place that there is not.
+// The rows i in [0, rows) that have an adapter, as runs; `place(i)` is its index, -1 for none. False if an index is out
+// of range.
 template <class Place>
 bool find_runs(int64_t rows, const LayerAdapter* const* adapters, int64_t num_adapters, Place place,
                std::vector<AdaptedRun>& runs) {
@@ -41,7 +43,7 @@ bool find_runs(int64_t rows, const LayerAdapter* const* adapters, int64_t num_ad
     return true;
 }
 
-// to += B (A x), with x = `from`, normalised where `norm` is given.
+// to += B (A x), with x = `from`, normalised if `norm` is not null.
 inline void add_low_rank(const LowRank& pair, const float* from, int64_t rows, const float* norm, float eps, float* to,
                          int64_t to_stride, int threads) {
     static thread_local Scratch turned, narrow;
@@ -52,7 +54,7 @@ inline void add_low_rank(const LowRank& pair, const float* from, int64_t rows, c
     multiply_by(*pair.up, y, {Then::ADD, to, to_stride}, threads);
 }
 
-// SwiGLU of results that are stored as panels of gates and ups, as Then::GATE does it within a product.
+// SwiGLU of results stored as panels of gates and ups: what Then::GATE does inside a product.
 inline void gate_panels(const float* wide, int64_t rows, int64_t width, float* out, int threads) {
     parallel(rows, rows * width < (1 << 14) ? 1 : threads, [&](int64_t r) {
         const float* from = wide + 2 * r * width;

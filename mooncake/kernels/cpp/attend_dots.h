@@ -1,4 +1,5 @@
-// Attention of few query rows (decode): lanes run over keys for the scores, over D for the mixing, and K and V stream by once.
+// Attention of few query rows (decode): lanes run over keys for scores and over D for mixing, and K and V are streamed
+// once.
 #pragma once
 
 #include <optional>
@@ -14,12 +15,12 @@ constexpr int DOT_ROWS = 2;
 #endif
 constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
-constexpr int SCORE_KEYS = SCORE_VECS * W;  // against so many keys
+constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
-constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V that are brought near before they are needed
+constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V to prefetch ahead
 
-// SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are turned as one lane and
-// parted behind it. There are AHEAD_ROWS more keys: as many of them as are turned are brought near.
+// SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
+// as one lane and split afterwards. `keys` has AHEAD_ROWS more entries: as many rows are prefetched as are transposed.
 template <class T> inline void turn_keys(const T* const* keys, int D, bool in_pairs, float* turned) {
     for (int first = 0; first < SCORE_KEYS; first += W) {
         float* to = turned + first;
@@ -53,7 +54,8 @@ template <class T> inline void turn_keys(const T* const* keys, int D, bool in_pa
     }
 }
 
-// scores[row][0 .. SCORE_KEYS) of ROWS query rows [row][count]: each a sum over `count` numbers, or pairs, in order, whatever ROWS is.
+// scores[row][0 .. SCORE_KEYS) for ROWS query rows [row][count]. Each is a sum over `count` numbers, or pairs, in the
+// same order for any ROWS.
 template <int ROWS, bool PAIRS>
 void score_rows(const float* query, const float* keys, int count, float* scores, int64_t width) {
     vf acc[ROWS][SCORE_VECS] = {};
@@ -74,9 +76,9 @@ constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {
     score_rows<4, PAIRS>, score_rows<5, PAIRS>, score_rows<6, PAIRS>};
 static_assert(sizeof SCORE<false> == SCORE_ROWS * sizeof *SCORE<false>);
 
-// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows. Of bfloat16, which comes in pairs,
-// each two vectors of `mixed` have the even dimensions and then the odd ones, until `part_pairs`. There are AHEAD_ROWS more values
-// than `count`: they are brought near.
+// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows. bfloat16 comes in
+// pairs, so every two vectors of `mixed` hold the even dimensions and then the odd ones until `part_pairs`. `values`
+// has AHEAD_ROWS more entries than `count`, to be prefetched.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
     vf acc[ROWS][VECS];
@@ -104,14 +106,14 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
         for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
 }
 
-// As `mix_rows`, of pairs of tokens, with weights in bfloat16.
+// As `mix_rows`, over pairs of tokens, with bfloat16 weights.
 template <int ROWS, int VECS>
 inline void mix_pairs(const bf16* weights, int64_t stride, const bf16* const* values, int count, int d, float* mixed, int D) {
     vf acc[ROWS][VECS];
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECS; v++) acc[r][v] = load(mixed + r * D + d + v * W);
     for (int t = 0; t < count; t += 2) {
-        const bf16 *first = values[t] + d, *second = values[std::min(t + 1, count - 1)] + d;  // of an odd one the weight is 0
+        const bf16 *first = values[t] + d, *second = values[std::min(t + 1, count - 1)] + d;  // an odd last token's partner has weight 0
         bring_near(values + t + AHEAD_ROWS, std::min(2, count - t), d, VECS * W);
         vi pairs[VECS];
         for (int v = 0; v < VECS; v += 2) pairs_of(first + v * W, second + v * W, pairs + v);
@@ -130,7 +132,7 @@ inline void mix_in_pairs(const bf16* weights, int64_t stride, const bf16* const*
     for (; d < D; d += 2 * W) mix_pairs<ROWS, 2>(weights, stride, values, count, d, mixed, D);
 }
 
-// Of rows that bfloat16 was mixed into: the dimensions in their order.
+// Restores the order of dimensions in rows that bfloat16 was mixed into.
 inline void part_pairs(float* mixed, int rows, int D) {
     for (int row = 0; row < rows; row++, mixed += D)
         for (int d = 0; d + 2 * W <= D; d += 2 * W) {
@@ -149,7 +151,7 @@ inline void mix(const float* scores, int64_t score_stride, const T* const* value
     for (; d < D; d += W) mix_rows<ROWS, 1>(scores, score_stride, values, count, d, mixed, D);
 }
 
-// scores[row][0 .. count) times the scales of `count` keys or values, a multiple of W.
+// Multiplies scores[row][0 .. count) by the scales of `count` keys or values; `count` is a multiple of W.
 inline void scale_scores(const int8_t* const* coded, int count, int D, int rows, float* scores, int64_t width) {
     for (int t = 0; t < count; t += W) {
         vf scales;
@@ -158,10 +160,10 @@ inline void scale_scores(const int8_t* const* coded, int count, int D, int rows,
     }
 }
 
-// [row / W][SCORE_KEYS][W] to rows of SCORE_KEYS scores, `width` apart.
+// Transposes [row / W][SCORE_KEYS][W] into rows of SCORE_KEYS scores, `width` apart.
 inline void turn_scores(const float* tiles, int rows, float* scores, int64_t width) {
 #if defined(__AVX512F__)
-    if (rows <= 4) {  // of 16: a quarter of a vector a key, of 4 keys that are 4 apart, so that squares of 4 x 4 are turned
+    if (rows <= 4) {  // a quarter of each vector is in use: join those of 4 keys, 4 apart, and transpose 4 x 4 squares
         for (int t = 0; t < SCORE_KEYS; t += W) {
             __m512 quarters[4];
             for (int i = 0; i < 4; i++) {
@@ -190,7 +192,7 @@ inline void turn_scores(const float* tiles, int rows, float* scores, int64_t wid
         }
 }
 
-// The rows of an item, wherever they come from.
+// Where the rows of an item come from.
 struct RowPlace {
     int seq, row;
 };
@@ -204,7 +206,7 @@ inline void places_of(const AttentionCall& call, const AttentionPlan& plan, cons
         for (int i = 0, rows = call.rows(plan.members[member]); i < rows; i++) out[row++] = {plan.members[member], i};
 }
 
-// body(row) for the first of each group of rows that one pass mixes, with their number as a constant.
+// Calls body(row) for the first row of each group that one pass mixes, with the group's size as a constant.
 template <class Body> inline void by_groups(int rows, const Body& body) {
     int row = 0;
     for (; row + DOT_ROWS <= rows; row += DOT_ROWS) body(std::integral_constant<int, DOT_ROWS>{}, row);
@@ -224,7 +226,7 @@ inline void mix_all_in_pairs(const bf16* weights, int64_t stride, const bf16* co
     });
 }
 
-// Rows as float32, without their scales. There are AHEAD_ROWS more of them: they are brought near.
+// Rows as float32, without their scales. `rows` has AHEAD_ROWS more entries, to be prefetched.
 template <class T> inline void widen_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
     for (int t = 0; t < count; t++, wide += D) {
         bring_near(rows + t + AHEAD_ROWS, 1, 0, D);
@@ -233,8 +235,8 @@ template <class T> inline void widen_rows(const T* const* rows, int count, int D
     }
 }
 
-// `next`: what this thread is likely to do then, or null. Keys, values and the keys of `next` are one stream that is brought near
-// AHEAD_ROWS before it is used.
+// `next`: the item this thread will probably do next, or null. Keys, values and the keys of `next` form one stream that
+// is prefetched AHEAD_ROWS in advance.
 template <class T>
 void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                  const Item* next, const Results& results, Scratch& scratch) {
@@ -271,7 +273,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
 
     const float* wide_tile[MIX_TILE + AHEAD_ROWS];
     std::fill(wide_tile, wide_tile + MIX_TILE + AHEAD_ROWS, wide);
-    const T *keys[DOT_PART + SCORE_KEYS + AHEAD_ROWS], *values[DOT_PART + AHEAD_ROWS];  // with what is needed behind them
+    const T *keys[DOT_PART + SCORE_KEYS + AHEAD_ROWS], *values[DOT_PART + AHEAD_ROWS];  // with room for what is prefetched past the end
     cache.rows(table, item.kv_head, 0, item.begin, length, keys);
     cache.rows(table, item.kv_head, 1, item.begin, length, values);
     std::fill(keys + length, keys + width, keys[0]);
@@ -310,13 +312,13 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
         most[row] = largest(larger(top[0], top[1]));
     }
-    for (int row = 0; row < rows; row++) {  // apart from the first pass: so no row waits for its largest score
+    for (int row = 0; row < rows; row++) {  // separate from the first loop, so that no row waits for its largest score
         float* line = scores + row * width;
         vf total{};
         for (int t = 0; t < width; t += W) {
             vf p = exp2v(load(line + t) - most[row]);
             if (in_pairs)
-                store((bf16*)line + t, p);  // over scores that have been read
+                store((bf16*)line + t, p);  // overwrites scores already read
             else
                 store(line + t, p);
             total += p;
@@ -333,7 +335,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
                 mix_all_in_pairs((const bf16*)scores + at, 2 * width, tile, tokens, rows, mixed, D);
                 continue;
             }
-        if constexpr (IS_CODED<T>)  // the weights take the scales along
+        if constexpr (IS_CODED<T>)  // fold the scales into the weights
             scale_scores(tile, (tokens + W - 1) / W * W, D, rows, scores + at, width);
         if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
             widen_rows(tile, tokens, D, wide, wide_tile);

@@ -1,5 +1,5 @@
-// Attention of many query rows of one sequence (chunks): lanes run over query rows, so all of scores, softmax and mixing is
-// vertical; K and V are read by broadcast, in place, and stay in L1 for all rows of a query block.
+// Attention of many query rows of one sequence (chunks): lanes run over query rows, so scores, softmax and mixing are
+// all vertical; K and V are broadcast in place, and stay in L1 for all rows of a query block.
 #pragma once
 
 #include "score_tiles.h"
@@ -14,7 +14,7 @@ constexpr int LANE_VECS = 2;
 constexpr int LANES = W * LANE_VECS;  // query rows in one row block
 constexpr int TILE = 32;              // tokens of K and V that stay in L1 between uses
 
-// As attend_lanes needs them: float32 rows. float32 pages are used where they lie, others are widened into `wide`.
+// Rows as float32, as attend_lanes needs them. float32 pages are used in place; others are widened into `wide`.
 template <class T> inline void float_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
     if constexpr (std::is_same<T, float>::value) {
         std::copy(rows, rows + count, out);
@@ -40,7 +40,8 @@ template <int KEYS, int VECS> inline void score_keys(const float* query, const f
         for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
 }
 
-// mixed[d][lane] = faded(mixed[d][lane], vector of the lane) + sum over t of values[t][d] * scores[t][lane], for DIMS of d.
+// mixed[d][lane] = faded(mixed[d][lane], the lane's vector) + sum over t of values[t][d] * scores[t][lane], for DIMS
+// values of d.
 template <int DIMS, int VECS, class Fade>
 inline void mix_dims(const float* scores, const float* const* values, int count, int d, const Fade& faded, float* mixed) {
     vf acc[DIMS][VECS];
@@ -57,7 +58,8 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
         for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
 }
 
-// scores[t][lane] of KEYS keys and VECS * W lanes, of pairs of bfloat16: queries as [D / 2][lane], keys where they lie.
+// scores[t][lane] for KEYS keys and VECS * W lanes, over pairs of bfloat16: queries are [D / 2][lane], keys are read in
+// place.
 template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
     vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d += 2) {
@@ -70,7 +72,7 @@ template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, con
         for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
 }
 
-// As `mix_dims`, of pairs of tokens: values as [pair][D], weights as [2 * pair][lane].
+// As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].
 template <int DIMS, int VECS, class Fade>
 inline void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, const Fade& faded,
                               float* mixed) {
@@ -95,15 +97,15 @@ inline void put_pairs(const bf16* first, const bf16* second, int D, uint32_t* ou
     }
 }
 
-// Up to LANES query rows, transposed, with the running state of their softmax.
+// Up to LANES query rows, transposed, with their running softmax state.
 struct RowBlock {
-    float *query, *mixed;     // [D][LANES]; query [D / 2][LANES] of pairs
+    float *query, *mixed;     // [D][LANES]; as pairs, query is [D / 2][LANES]
     float *most, *sums;       // [LANES]
-    int32_t* position;        // [LANES]; of padding, that of the last real row
+    int32_t* position;        // [LANES]; padding has the last real row's
     int first_position, last_position;
 };
 
-// Tokens as rows of float32,
+// Tokens as float32 rows.
 struct FloatTile {
     const float *keys[TILE + 3], *values[TILE];
 
@@ -117,7 +119,7 @@ struct FloatTile {
     }
 };
 
-// or as pairs of bfloat16: keys where they lie, values [pair][D].
+// Tokens as pairs of bfloat16: keys in place, values [pair][D].
 struct PairTile {
     const bf16* keys[TILE + 3];
     const uint32_t* values;
@@ -169,7 +171,7 @@ void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, i
     tile.mix(rows, scores, count, D, faded);
 }
 
-// State of an item's rows before the first token; rows behind its last one, up to `area`, stand where that stands.
+// State of an item's rows before the first token. Padding rows, up to `area`, have the position of the last real row.
 inline void begin_rows(const AttentionCall& call, const Item& item, int64_t area, int32_t* positions, float* most, float* sums) {
     for (int row = 0; row < area; row++) {
         positions[row] = call.position(item.seq, item.first + std::min(row, item.count - 1));
@@ -212,7 +214,7 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
         if constexpr (std::is_same<T, bf16>::value)
             if (in_pairs) {
                 std::copy(keys, keys + count, pairs.keys);
-                std::fill(pairs.keys + count, pairs.keys + TILE + 3, keys[0]);  // scored and ignored
+                std::fill(pairs.keys + count, pairs.keys + TILE + 3, keys[0]);  // scored but ignored
                 for (int t = 0; t < count; t += 2)
                     put_pairs(values[t], values[std::min(t + 1, count - 1)], D, (uint32_t*)wide_values + t / 2 * D);
                 pairs.values = (const uint32_t*)wide_values;

@@ -1,6 +1,6 @@
-// Attention of the query rows of several sequences that share a part of their contexts: lanes run over query rows, as for
-// many rows, and every row gets the bits that attend_dots would give it alone: sums are formed in the same order. K
-// need not be turned, which would be a tenth of the work here, and no row is handled by itself.
+// Attention of the query rows of several sequences that share part of their contexts. Lanes run over query rows, as for
+// many rows, and every row gets the same bits that attend_dots would give it alone, because sums keep the same order. K
+// need not be transposed, which would be a tenth of the work here, and no row is processed on its own.
 #pragma once
 
 #include "attend_dots.h"
@@ -9,15 +9,15 @@
 namespace mooncake {
 
 #if defined(__AVX512F__)
-constexpr int SHARED_KEYS = 8;  // keys, or elements of V, that one pass takes
+constexpr int SHARED_KEYS = 8;  // keys, or elements of V, in one pass
 #else
 constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
-constexpr int MANY_SHARED = 32;  // beyond so many rows it is faster than attend_dots; measured
+constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
 
-// Of TILE tokens: their weights, float32 [token][lane], become pairs in place.
+// For TILE tokens; their weights, float32 [token][lane], become pairs in place.
 template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int D, float* weights, uint32_t* pairs, float* mixed) {
     for (int t = 0; t < TILE; t += 2) {
         bring_near(values + t + AHEAD_ROWS, 2, 0, D);
@@ -31,8 +31,8 @@ template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int
     for (int d = 0; d < D; d += SHARED_KEYS) mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, TILE, d, D, kept, mixed);
 }
 
-// All tokens of a shared part are seen by all its rows, and it is DOT_PART long: so nothing is hidden and nothing padded
-// but rows, up to VECS vectors of them.
+// A shared part is DOT_PART tokens long and all its rows see all of it, so nothing is masked, and only rows are padded,
+// to VECS vectors.
 template <class T, int VECS>
 void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                    const Results& results, Scratch& scratch) {
@@ -63,14 +63,14 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
             for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
         }
 
-    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and what is no matter
+    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and padding for prefetches
     for (int kv = 0; kv < 2; kv++) cache.rows(table, item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
     std::fill(stream + 2 * DOT_PART, stream + 2 * DOT_PART + AHEAD_ROWS, stream[0]);
     const T* const* coded = stream;
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
         coded = stream + kv * DOT_PART + at;
-        if ((is_tiled || in_pairs) && kv == 0) return;  // multiplied as they are
+        if ((is_tiled || in_pairs) && kv == 0) return;  // multiplied in place
         if constexpr (is_in_place)
             std::copy(coded, coded + TILE, tile);
         else
@@ -107,7 +107,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
             for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
     }
 
-    vf totals[W][VECS] = {};  // by t % W, as attend_dots has them
+    vf totals[W][VECS] = {};  // by t % W, as in attend_dots
     std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
     for (int at = 0; at < DOT_PART; at += TILE) {

@@ -1,8 +1,9 @@
-// Attention of many query rows of one sequence (chunks) on the matrix unit, over pages of bfloat16 or int8.
+// Attention of many query rows of one sequence (chunks) on the matrix unit, over bfloat16 or int8 pages.
 //
-// As in attend_lanes, lanes run over query rows, so that softmax is vertical. Scores are K times queries: keys are the rows of a
-// strip and queries the outputs of a panel, as in a product with weights (tiles.h). Their weights, rounded to bfloat16, are the
-// panel of a second product, whose rows are the columns of V. int8 codes are exact in bfloat16; their scales go to the scores.
+// As in attend_lanes, lanes run over query rows, so softmax is vertical. Scores are K times queries: keys are the rows
+// of a strip and queries the outputs of a panel, as in a product with weights (tiles.h). The softmax weights, rounded
+// to bfloat16, are the panel of a second product, whose rows are the columns of V. int8 codes are exact in bfloat16;
+// key scales are applied to the scores, value scales to the weights.
 #pragma once
 
 #include "attend_lanes.h"
@@ -10,10 +11,10 @@
 
 namespace mooncake {
 
-constexpr int TILE_KEYS = 128;     // tokens between two looks at the largest score
+constexpr int TILE_KEYS = 128;     // tokens between updates of the largest score
 constexpr int TILE_LANES = PANEL;  // query rows in one row block
 
-// 2^x for x ≤ 0, to a part in 10^4: what is rounded to bfloat16 needs no more.
+// 2^x for x ≤ 0, to one part in 10^4: enough for what is rounded to bfloat16.
 inline vf exp2_roughly(vf x) {
 #if defined(__AVX512DQ__)
     const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
@@ -24,7 +25,7 @@ inline vf exp2_roughly(vf x) {
 #endif
 }
 
-// Bits of W values as bfloat16, each in a lane of its own.
+// W values as bfloat16 bits, each in its own lane.
 inline vu narrow_bits(const bf16* from) { return (vu)load(from) >> 16; }
 inline vu narrow_bits(const int8_t* from) { return (vu)load(from) >> 16; }
 inline vu narrow_bits(vf v) {
@@ -33,7 +34,7 @@ inline vu narrow_bits(vf v) {
     return __builtin_convertvector(load_as<vh>(narrow), vu);
 }
 
-// [D][TILE_LANES] as `count` rows of D.
+// Transposes [D][TILE_LANES] into `count` rows of D.
 inline void turn_back(const float* mixed, int count, int D, float* out) {
     for (int first = 0; first < count; first += W)
         for (int d = 0; d < D; d += W) {
@@ -62,7 +63,7 @@ template <class T> inline void strips_of_values(const T* const* values, int toke
         }
 }
 
-// Up to TILE_LANES query rows with the running state of their softmax.
+// Up to TILE_LANES query rows with their running softmax state.
 struct TiledRows {
     const char* queries;  // a panel of TILE_LANES outputs and D inputs
     float* mixed;         // [D][TILE_LANES]
@@ -71,15 +72,15 @@ struct TiledRows {
     int first_position, last_position;
 };
 
-// What the rows of a block need of some tokens.
+// Some tokens, in the form in which a block of rows needs them.
 struct TiledTokens {
     const bf16 *keys, *values;               // strips
-    const float *key_scales, *value_scales;  // of int8 pages, else null
+    const float *key_scales, *value_scales;  // for int8 pages, else null
     int begin, count, padded;
 };
 
-// Scores of one vector of rows: bends them where there is a cap, hides what they must not see, takes the largest, and leaves weights as pairs of tokens.
-// Returns what everything before it fades to.
+// The softmax step for one vector of rows: soft-caps the scores if there is a cap, masks what the rows must not see,
+// finds the largest, and writes the weights as pairs of tokens. Returns the factor by which everything before fades.
 inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int window, float cap_log2, float* scores,
                 uint32_t* weights) {
     float* column = scores + v * W;
@@ -121,7 +122,7 @@ inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int win
 inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window, float cap_log2, int D, float* scores,
                           uint32_t* weights) {
     const int64_t key_bytes = D * int64_t(sizeof(bf16)), strip_values = tokens.padded;
-    // what all rows of the block must not see adds nothing to them
+    // tokens that no row of the block sees add nothing
     const int seen = (rows.last_position + TILE_STRIP - tokens.begin) / TILE_STRIP * TILE_STRIP;
     tokens.padded = std::min(tokens.padded, seen);
     tokens.count = std::min(tokens.count, seen);
@@ -167,7 +168,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     std::memset(mixed, 0, sizeof(float) * area * D);
 
     Tiles tiles(TILE_STRIP);
-    static thread_local std::vector<char> nothing_there;  // a row of zeros, for tokens behind the last
+    static thread_local std::vector<char> nothing_there;  // a row of zeros, for tokens past the last
     nothing_there.assign(row_bytes<T>(D), 0);
     const T* pointers[TILE_KEYS];
     for (int at = item.begin; at < item.end; at += TILE_KEYS) {

@@ -1,12 +1,13 @@
-// Paged attention that reads pages where they lie. Letters for shapes are those of reference.py.
+// Paged attention that reads pages in place. Shape letters are those of reference.py.
 //
-// Three ways, chosen by how many query rows (tokens times G) read the same keys, and whose they are:
+// Three methods, chosen by how many query rows (tokens times G) read the same keys, and whose rows they are:
 //   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
-//   many sequences      `attend_shared`  the rows of all sequences that share a part, with the bits of attend_dots
-//   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` where there is a matrix unit for its pages
-// bfloat16 pages are multiplied as pairs, in tiles or in lanes, where the processor can: queries and weights are rounded then, too.
-// Long contexts are cut into parts whose borders depend on the sequence alone, never on threads or batch; whoever finishes
-// a row's last part merges them in order. So a result does not depend on the number of threads or on the neighbours.
+//   many sequences      `attend_shared`  the rows of all sequences that share a part, bit-identical to attend_dots
+//   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` if a matrix unit takes its pages
+// If the processor can, bfloat16 pages are multiplied as pairs, in tiles or in lanes; queries and weights are then
+// rounded too. Long contexts are split into parts whose bounds depend only on the sequence, never on threads or batch;
+// the thread that finishes a row's last part merges them in order. So a result does not depend on the number of threads
+// or on the rest of the batch.
 #pragma once
 
 #include "attend_dots.h"

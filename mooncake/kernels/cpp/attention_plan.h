@@ -1,5 +1,5 @@
-// What the attention of one step consists of: items of work, the parts that long contexts are cut into, and how a row's
-// parts become one again. Letters for shapes are those of reference.py.
+// The plan of one step's attention: work items, the parts that long contexts are split into, and how a row's parts are
+// merged. Shape letters are those of reference.py.
 #pragma once
 
 #include <atomic>
@@ -13,11 +13,11 @@
 namespace mooncake {
 
 constexpr int BLOCK_ROWS = 128;   // query rows that share a pass over K and V, where G allows
-constexpr int FEW_ROWS = 16;      // up to here attend_dots is faster; measured
-constexpr int DOT_PART = 256;     // tokens of context in a part of few rows
-constexpr int LANE_PART = 2048;   // and of many
-constexpr int SHARED_ROWS = 48;   // most query rows of several sequences that are taken through a shared part at once
-constexpr float NEVER = -1e30f;   // score of a token that must not be seen; finite, so that differences are numbers
+constexpr int FEW_ROWS = 16;      // up to this many attend_dots is faster; measured
+constexpr int DOT_PART = 256;     // context tokens in a part, for few rows
+constexpr int LANE_PART = 2048;   // and for many
+constexpr int SHARED_ROWS = 48;   // most query rows of several sequences that read a shared part together
+constexpr float NEVER = -1e30f;   // score of a masked token; finite, so that differences are numbers
 
 // ---- the work list --------------------------------------------------------------------------------------------------
 
@@ -29,17 +29,17 @@ struct AttentionCall {
     int64_t table_stride;
     int num_sequences, num_heads, num_kv_heads, head_dim, window;
     float scale_log2;     // scale * log2(e)
-    float cap_log2 = 0;   // scores are bent to within ± this / log2(e); 0: they are as they are
-    const int32_t* first_positions = nullptr;  // of each sequence's first query in its context; null: queries end with it
-    float* log_sums = nullptr;                 // [T, Hq], of the weights of a row before they are divided; null: not wanted
-    const float* sinks = nullptr;              // [Hq]: scores beside those of tokens, whose values are zeros; null: none
+    float cap_log2 = 0;   // scores are soft-capped to ± this / log2(e); 0: no cap
+    const int32_t* first_positions = nullptr;  // position of each sequence's first query; null: queries end the context
+    float* log_sums = nullptr;                 // [T, Hq], log of the sum of a row's weights before division; null: not wanted
+    const float* sinks = nullptr;              // [Hq]: scores of extra tokens whose values are zeros; null: none
 
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
     int rows(int seq) const { return tokens(seq) * group(); }
     const int32_t* table(int seq) const { return block_tables + seq * table_stride; }
 
-    // Where in its sequence the token of a query row is; behind the end, it sees what the last token sees.
+    // Position in its sequence of a query row's token; past the end, a row sees what the last token sees.
     int position(int seq, int row) const {
         if (!first_positions) return context_lens[seq] - tokens(seq) + row / group();
         return std::min(first_positions[seq] + row / group(), context_lens[seq] - 1);
@@ -54,45 +54,46 @@ struct AttentionCall {
     }
     float* output_row(int seq, int kv_head, int row) const { return output + place(seq, kv_head, row) * head_dim; }
 
-    // `most` is in log2, as scores are.
+    // `most` is in log2, like the scores.
     void put_log_sum(int seq, int kv_head, int row, float most, float sum) const {
         if (log_sums) log_sums[place(seq, kv_head, row)] = (most + std::log2(sum)) * 0.693147181f;
     }
 
-    // `sum` of the weights of a row's tokens, and that of its sink, which is counted here alone, once all parts are one.
+    // `sum` of the weights of a row's tokens plus that of its sink. The sink is only counted here, once all parts are
+    // merged.
     float with_sink(int kv_head, int row, float most, float sum) const {
         return sinks ? sum + std::exp2(sinks[kv_head * group() + row % group()] * 1.44269504f - most) : sum;
     }
 };
 
-// `count` scores, a multiple of W, of a call with a cap.
+// Soft-caps `count` scores, a multiple of W.
 inline void bend(float* scores, int64_t count, float cap_log2) {
     for (float* end = scores + count; scores < end; scores += W) store(scores, cap_log2 * tanhv(load(scores) / cap_log2));
 }
 
-// Some query rows of one KV head against context tokens begin .. end. Row r of a sequence is query head r % G of the group,
-// of the sequence's query token r / G: so rows pack vectors fully, whatever G is.
+// Query rows of one KV head against context tokens begin .. end. Row r of a sequence is query head r % G of the group,
+// at the sequence's query token r / G, so rows fill vectors for any G.
 //
-// Either rows first .. first + count of sequence `seq`; or, for a shared part, all rows of the sequences
-// members[first] .. , `count` rows in all, `seq` being one of those.
+// Either rows first .. first + count of sequence `seq`; or, for a shared part, all rows of the sequences members[first]
+// .. , `count` rows in total, `seq` being one of those sequences.
 struct Item {
     int seq, kv_head, first, count, begin, end;
-    int part;        // which part of its rows' context this is
+    int part;        // index of this part of its rows' context
     bool is_shared;
 };
 
-// Parts of the same query rows, unmerged. Part p has its unnormalised output [rows, D] at offset + p * stride, then rows of
-// largest scores, then rows of sums.
+// Unmerged parts of the same query rows. Part p has its unnormalised output [rows, D] at offset + p * stride, then the
+// rows' largest scores, then their sums.
 struct Merge {
     int64_t offset, stride;
     int rows, parts;
 };
 
-// What one step's attention consists of; the same for every layer.
+// All of one step's attention; the same for every layer.
 struct AttentionPlan {
     std::vector<Item> items;
     std::vector<Merge> merges;      // by (block of rows, KV head); see merge_of
-    std::vector<int> first_merge;   // of each sequence; -1 when its rows have one part
+    std::vector<int> first_merge;   // of each sequence; -1 if its rows have one part
     std::vector<int> members;
     int64_t merge_floats = 0;
     int64_t cost = 0;  // multiply-adds / D
@@ -163,7 +164,7 @@ private:
         return (end_token(seq, first_row) - first_token(seq, first_row) + part_tokens - 1) / part_tokens;
     }
 
-    // Level by level down the tree of common beginnings: who shares part p shares all parts before it.
+    // Walks the tree of common prefixes level by level: sequences that share part p share all parts before it.
     void find_shared_parts() {
         if (call_.window) return;
         std::vector<std::vector<int>> groups(1), next;
@@ -175,7 +176,8 @@ private:
         }
     }
 
-    // The members of `group` by their blocks of this part; those that share it with another get items for it.
+    // Splits `group` by the members' blocks of this part; those that share them with another member get items for the
+    // part.
     void divide(const std::vector<int>& group, int part, std::vector<std::vector<int>>& out) {
         const int end = (part + 1) * DOT_PART;
         const int from = part * DOT_PART / block_tokens_, to = (end + block_tokens_ - 1) / block_tokens_;
@@ -221,9 +223,9 @@ struct Results {
     const AttentionCall& call;
     const AttentionPlan& plan;
     float* partial;
-    std::atomic<int>* missing;  // parts, one a merge
+    std::atomic<int>* missing;  // parts still missing, one counter per merge
 
-    // `mixed` is [rows, D], not yet divided by `sums`; scores are in log2.
+    // `mixed` is [rows, D], not yet divided by `sums`; `most` is in log2.
     void put(const Item& item, const float* mixed, const float* most, const float* sums) const {
         if (!item.is_shared) return put_rows(item, item.seq, item.first, item.count, mixed, most, sums);
         for (int row = 0, member = item.first; row < item.count; member++) {

@@ -1,7 +1,7 @@
-// A whole forward pass of a pre-norm decoder with gated MLPs (Llama, Mistral, Qwen2, Qwen3) in one call: products with what
-// follows them done while results are in registers, and no way back to Python but the hooks, when there are any.
+// A whole forward pass of a pre-norm decoder with gated MLPs (Llama, Mistral, Qwen2, Qwen3) in one call. What follows a
+// product is done while its results are in registers, and only the hooks, if any, return to Python.
 //
-// It computes what mooncake/model/llama.py does step by step, with the same functions, to the bit.
+// It computes what mooncake/model/llama.py does step by step, with the same functions, bit for bit.
 #pragma once
 
 #include "adapters.h"
@@ -10,31 +10,31 @@
 
 namespace mooncake {
 
-// Mirrored in cpu.py, as the next three.
+// Mirrored in cpu_decoder.py, as are the next three.
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
-    const PackedLinear *qkv, *output, *gate_up, *down;  // of a layer without KV of its own, `qkv` gives queries alone
-    int32_t kv_layer, owns_kv, window;                  // the place in the cache that it attends to; 0: it sees everything
+    const PackedLinear *qkv, *output, *gate_up, *down;  // in a layer without its own KV, `qkv` is queries only
+    int32_t kv_layer, owns_kv, window;                  // the cache layer it attends to; window 0: full attention
 };
 
 struct Decoder {
     const DecoderLayer* layers;
     const PackedLinear *embedding, *head;
-    const LayerAdapter* const* adapters;  // by place, then by layer; null when there are none
+    const LayerAdapter* const* adapters;  // by index, then by layer; null if there are none
     const float *final_norm, *cos, *sin;
-    const int64_t* kept;  // layers whose inputs are kept in the cache, behind the KV of all layers
+    const int64_t* kept;  // layers whose inputs are kept in the cache, after the KV of all layers
     int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab, num_kept;
-    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // the last layer with KV of its own, from the first one here on
+    int32_t num_heads, num_kv_heads, head_dim, last_owner;  // last_owner: the last layer with its own KV, counted from the first one here
     float eps, scale;
 };
 
 struct Step {
     const int64_t *tokens, *positions, *slots, *logit_rows;     // slots: [num_groups][num_tokens]
     const int32_t *query_starts, *context_lens, *block_tables;  // tables: [num_groups][num_sequences][table_stride]
-    const int32_t* adapters;  // [num_tokens] places, -1: none; null when no token of the step has one
-    const int32_t* places;    // (group, row of its pages) of each layer of the cache; null: there is one group
+    const int32_t* adapters;  // [num_tokens] indices, -1: none; null if no token of the step has one
+    const int32_t* places;    // (group, row of its pages) of each cache layer; null: only one group
     const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
-    float* leaving;           // the same behind the last layer; null: logits are wanted
+    float* leaving;           // the same after the last layer; null: logits are wanted
     int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups, first_layer, last_layer;
 };
 
@@ -44,8 +44,8 @@ struct Cache {
     int32_t block_tokens, kind;
 };
 
-using LayerCall = int (*)(int layer);  // not 0: stop
-using AttendCall = int (*)(int layer, const float* query, int64_t query_stride, float* mixed);  // in place of attention
+using LayerCall = int (*)(int layer);  // nonzero: stop
+using AttendCall = int (*)(int layer, const float* query, int64_t query_stride, float* mixed);  // instead of attention
 
 class ForwardPass {
 public:
@@ -82,7 +82,7 @@ public:
         if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
             return BAD_TOKEN;
         const int64_t last_kv = std::min<int64_t>(model_.last_owner, step_.last_layer);
-        const bool wants_more = step_.leaving || step_.num_logits || instead_;  // others may need this rank to attend
+        const bool wants_more = step_.leaving || step_.num_logits || instead_;  // other ranks may need this one to attend
         for (int64_t index = step_.first_layer; index <= step_.last_layer; index++) {
             const DecoderLayer& layer = model_.layers[index];
             keep_input(index);
@@ -91,7 +91,7 @@ public:
             if (int status = write(layer, rows)) return status;
             if (index == last_kv && !wants_more) return OK;
             if (int status = attend_to(index, layer)) return status;
-            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // nobody asks for rows without logits
+            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // rows without logits are not needed
                 rows = step_.num_logits;
                 is_narrowed = true;
                 keep_rows(mixed_, width);
@@ -131,7 +131,7 @@ private:
         return OK;
     }
 
-    // Where the keys and values are that the layer attends to.
+    // Where the keys and values that the layer attends to are.
     int32_t group_of(const DecoderLayer& layer) const { return step_.places ? step_.places[2 * layer.kv_layer] : 0; }
     CacheLayer pages_of(const DecoderLayer& layer) const {
         return cache_layer(step_.places ? step_.places[2 * layer.kv_layer + 1] : layer.kv_layer);
@@ -149,12 +149,12 @@ private:
 
     void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, const Target& target) {
         if (!rows) return;
-        if (rows <= STRIP) prefetch_start(layer, threads_);  // with more rows the weights are not what it waits for
+        if (rows <= STRIP) prefetch_start(layer, threads_);  // with more rows it does not wait for weights
         const Activations x = prepare(layer, from, layer.inputs, rows, norm, model_.eps, turned_, threads_);
         multiply_by(layer, x, target, threads_);
     }
 
-    // What adapters add to a product `to` of `from`, for the rows that have one.
+    // Adds the adapters' contribution to a product `to` of `from`, for the rows that have one.
     void adapt(int64_t index, LowRank LayerAdapter::*product, const float* from, const float* norm, float* to, int64_t stride) {
         for (const AdaptedRun& run : runs_) {
             const LowRank& pair = run.layers[index].*product;
@@ -167,7 +167,7 @@ private:
     void mlp(int64_t index, const DecoderLayer& layer, int64_t rows) {
         const int64_t width = model_.intermediate;
         const Target residual{Then::ADD, residual_, model_.hidden};
-        if (runs_.empty() && rows && takes_tiles(*layer.down)) {  // as narrow as they are needed, and where
+        if (runs_.empty() && rows && takes_tiles(*layer.down)) {  // written in bfloat16, already in place for the next product
             const Activations gated = room_for(*layer.down, rows, narrow_);
             multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, nullptr, 0, &gated});
             return multiply_by(*layer.down, gated, residual, threads_);
@@ -187,7 +187,7 @@ private:
         return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
     }
 
-    // Keys and values of the step's tokens, where the layer has its own.
+    // Writes the keys and values of the step's tokens, if the layer has its own.
     int write(const DecoderLayer& layer, int64_t rows) {
         CacheLayer cache = pages_of(layer);
         const int64_t* slots = slots_ + group_of(layer) * rows;
@@ -209,7 +209,7 @@ private:
         return OK;
     }
 
-    // Rows [token][hidden] of a block, in as many of its layers as that takes.
+    // Stores rows [token][hidden] in each token's block, using as many of the block's layers as they need.
     void keep_input(int64_t index) const {
         const int64_t place = std::find(model_.kept, model_.kept + model_.num_kept, index) - model_.kept;
         if (place == model_.num_kept) return;
@@ -226,8 +226,8 @@ private:
         });
     }
 
-    // Of `call_`, which is the same in all layers of one `kind`: those with this window, or, where tables matter because
-    // sequences share parts, those of one group.
+    // The plan of `call_`, shared by all layers of a `kind`: those with this window, or, without a window, those of one
+    // group, because shared parts depend on the block tables.
     const AttentionPlan& plan_of(int32_t kind) {
         for (size_t i = 0; i < num_plans_; i++)
             if (plans_[i].first == kind) return plans_[i].second;
@@ -238,8 +238,8 @@ private:
         return plan;
     }
 
-    // From here on the step consists of the rows whose logits are wanted: each run of adjacent ones is a sequence over the
-    // blocks of that which it is from.
+    // From here on the step consists only of rows whose logits are wanted: each run of adjacent ones becomes a sequence
+    // over the blocks of its original sequence.
     void narrow() {
         Narrowed& to = narrowed_;
         to = {};
@@ -293,11 +293,11 @@ private:
     const AttendCall instead_;
     const int threads_;
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
-    const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed, slots a group
-    const int32_t* tables_ = nullptr;                        // a group
+    const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed, slots per group
+    const int32_t* tables_ = nullptr;                        // per group
     AttentionCall call_{};
     size_t num_plans_ = 0;
-    static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by kind, the first `num_plans_` of them
+    static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by kind; the first `num_plans_` are valid
     static thread_local Narrowed narrowed_;
     static thread_local Scratch turned_, narrow_;
     static thread_local std::vector<AdaptedRun> runs_;

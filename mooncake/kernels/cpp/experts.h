@@ -1,7 +1,7 @@
 // A mixture of experts in one call: every expert is computed once, for the rows of the tokens that chose it.
 //
-// Threads take work of all experts together, so that few rows an expert keep them busy, too. A token's sum is added in the order
-// of its experts' numbers, whatever the batch.
+// Threads take work of all experts together, so they are busy even with few rows per expert. A token's sum is added in
+// the order of its experts' numbers, whatever the batch.
 #pragma once
 
 #include <numeric>
@@ -13,13 +13,13 @@ namespace mooncake {
 
 // Mirrored in cpu.py.
 struct Experts {
-    const PackedLinear *const *gate_up, *const *down;  // by expert, each of one shape
-    int64_t first, count;  // numbers of the experts that are here; others live on other ranks
-    float alpha, limit;  // of a SwiGLU with bounds (gpt-oss); no limit: 0
+    const PackedLinear *const *gate_up, *const *down;  // by expert; all have one shape
+    int64_t first, count;  // numbers of the experts held here; other ranks hold the others
+    float alpha, limit;  // of a SwiGLU with bounds (gpt-oss); limit 0: none
 };
 
-constexpr int64_t MOST_HELD = 4 << 20;   // numbers between the products, but of one expert all: a prompt goes through in parts
-constexpr int64_t WORK_ALONE = 1 << 14;  // numbers that are moved below which threads do not pay
+constexpr int64_t MOST_HELD = 4 << 20;   // numbers held between the products, at least one expert's: a prompt is processed in parts
+constexpr int64_t WORK_ALONE = 1 << 14;  // numbers to move below which threads do not pay off
 
 class ExpertPass {
 public:
@@ -46,7 +46,7 @@ private:
         int64_t begin, end;
     };
 
-    // Pairs by expert, then by token; and where each token's pairs have come to be, which is by expert, too.
+    // Sorts pairs by expert, then by token, and notes where each token's pairs are, again by expert.
     void sort(const int64_t* chosen) {
         const int64_t first = experts_.first, count = experts_.count;
         const auto is_here = [&](int64_t pair) { return chosen[pair] >= first && chosen[pair] < first + count; };
@@ -67,7 +67,7 @@ private:
         }
     }
 
-    // Some of the groups, from what goes in to what their tokens get.
+    // Computes some of the groups, from inputs to what their tokens get.
     void compute(size_t first, size_t end) {
         static thread_local Scratch results;
         const int64_t begin = groups_[first].begin, rows = groups_[end - 1].end - begin;
@@ -80,7 +80,8 @@ private:
         parallel(tokens_, rows * width_ < WORK_ALONE ? 1 : threads_, [&](int64_t token) { add(token, begin, begin + rows, parts); });
     }
 
-    // Of each group, one of its products: `to` gets its rows, one group after the other. `put` makes the row of a place.
+    // One of the products of each group: its rows are written to `to`, group after group. `put` prepares the row at an
+    // index.
     template <class Put> void multiply(size_t first, size_t end, const PackedLinear* Group::*product, float* to, const Put& put) {
         const Work work = arrange(first, end, product);
         const int64_t begin = groups_[first].begin, rows = groups_[end - 1].end - begin;
@@ -98,7 +99,7 @@ private:
     struct Work {  // of some groups
         std::vector<Activations> x;
         std::vector<Cuts> cuts;
-        std::vector<int64_t> strips{0}, items{0};  // how many there are up to each group
+        std::vector<int64_t> strips{0}, items{0};  // how many there are before each group
     };
 
     Work arrange(size_t first, size_t end, const PackedLinear* Group::*product) const {
@@ -117,7 +118,7 @@ private:
         return work;
     }
 
-    // body(i, item) for every item of every i, of which starts[i + 1] - starts[i] are i's.
+    // Calls body(i, item) for every item of every i; starts[i + 1] - starts[i] of them belong to i.
     template <class Body> static void each(const std::vector<int64_t>& starts, int threads, const Body& body) {
         parallel(starts.back(), threads, [&](int64_t at) {
             const size_t i = std::upper_bound(starts.begin(), starts.end(), at) - starts.begin() - 1;
@@ -134,7 +135,7 @@ private:
         fill_strip(layer, x, strip, rows, layer.inputs, nullptr, 0);
     }
 
-    // SwiGLU of gates and then their ups.
+    // SwiGLU of gates followed by their ups.
     void gate(const float* gate_up, float* to) const {
         int64_t i = 0;
         for (; i + W <= inner_; i += W) store(to + i, gated(load(gate_up + i), load(gate_up + inner_ + i)));
@@ -149,7 +150,7 @@ private:
         return silu(alpha * gate) / alpha * (up + 1.0f);
     }
 
-    // To a token, what those of its pairs give that are in [begin, end).
+    // Adds to a token the results of its pairs in [begin, end).
     void add(int64_t token, int64_t begin, int64_t end, const float* parts) const {
         float* to = out_ + token * width_;
         for (int64_t k = token * per_token_; k < (token + 1) * per_token_; k++) {

@@ -1,28 +1,30 @@
-// Weights that came as codes of 4 or 8 bits, with a scale and maybe an offset for each group of inputs of an output. They stay so in
-// memory and are made float32 or bfloat16 right before they are multiplied, a part of a panel at a time.
+// Weights stored as 4- or 8-bit codes, with a scale and possibly an offset per group of inputs of an output. They stay
+// codes in memory; part of a panel at a time is dequantised to float32 or bfloat16 just before it is multiplied.
 //
-// A weight is level * scale + offset, rounded once to float32 (the product is exact: a level has at most 8 bits, a scale at most 16),
-// then once to bfloat16 in a model of that: the bits that the published values have. So products give the same bits, too.
+// A weight is level * scale + offset, rounded once to float32 (the product is exact: a level has at most 8 bits, a
+// scale at most 16) and, in a bfloat16 model, once more to bfloat16. These are the bits of the published values, so
+// products are bit-identical too.
 #pragma once
 
 #include "activations.h"
 
 namespace mooncake {
 
-constexpr int CODES_AHEAD = 6144;  // bytes to prefetch ahead, as of other weights
+constexpr int CODES_AHEAD = 6144;  // bytes to prefetch ahead, as for other weights
 
-// Of each panel, group by group: PANEL scales, PANEL offsets if there are any, and the codes in units of PANEL * 4 bytes. A unit has
-// the codes of 4 inputs, input after input, or of 8: a lane of 32 bits for each output, the first input in the lowest bits.
+// A panel holds, group by group, PANEL scales, PANEL offsets if there are any, and the codes in units of PANEL * 4
+// bytes. A unit holds the codes of 4 inputs (8 bits), one input after another, or of 8 inputs (4 bits): one 32-bit lane
+// per output, the first input in the lowest bits.
 template <int BITS> constexpr int UNIT_CODES = 32 / BITS;
 
-// What a unit's codes for input `at` stand for, of vector v of outputs.
+// The levels of a unit's codes for input `at` and vector v of outputs.
 template <int BITS> inline vf level_of(const char* unit, int at, int v, const float* levels) {
     if constexpr (BITS == 8) {
         return load((const int8_t*)unit + at * PANEL + v * W);
     } else {
         const vi lanes = load_as<vi>(unit + v * W * 4);
 #if defined(__AVX512F__)
-        return (vf)_mm512_permutexvar_ps((__m512i)((vu)lanes >> 4 * at), _mm512_loadu_ps(levels));  // of 4 bits, whatever is above them
+        return (vf)_mm512_permutexvar_ps((__m512i)((vu)lanes >> 4 * at), _mm512_loadu_ps(levels));  // only the low 4 bits count
 #elif defined(__AVX2__)
         const __m256i places = (__m256i)((vu)lanes >> 4 * at);
         const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(levels), places);
@@ -36,7 +38,7 @@ template <int BITS> inline vf level_of(const char* unit, int at, int v, const fl
     }
 }
 
-// One group of a panel.
+// The scales, offsets and codes of one group in a panel.
 struct Group {
     vf scales[PANEL_VECS], offsets[PANEL_VECS];
     const char* codes;
@@ -66,7 +68,8 @@ inline void prefetch_codes(const char* at) {
     for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + CODES_AHEAD + v * W * 4, 0, NEAR);
 }
 
-// How unpacked weights lie: float32 [input][PANEL], the same rounded to bfloat16, or pairs of bfloat16 [input / 2][PANEL].
+// Layout of unpacked weights: float32 [input][PANEL], the same rounded to bfloat16, or bfloat16 pairs [input /
+// 2][PANEL].
 enum class Form { FLOATS, ROUNDED, PAIRS };
 
 template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, const char* panel, int64_t from, int64_t to, void* out) {
@@ -96,8 +99,8 @@ template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, con
     }
 }
 
-// sums[row][PANEL] of a strip of ROWS rows with a whole panel: as `multiply` and `multiply_units` form them, without the weights going
-// through memory.
+// sums[row][PANEL]: a strip of ROWS rows times a whole panel, summed as in `multiply` and `multiply_units`, but without
+// writing the weights to memory.
 template <WeightKind KIND, int BITS, int ROWS>
 void multiply_codes(const PackedLinear& layer, const char* panel, const char* strip, float* sums) {
     constexpr bool IN_PAIRS = KIND == BF16S && MULTIPLIES_BF16;
@@ -142,10 +145,11 @@ template <WeightKind KIND, int BITS, size_t... I> constexpr auto loops_of_codes(
     return std::array<MultiplyCodes, STRIP>{multiply_codes<KIND, BITS, int(I) + 1>...};
 }
 
-// By strip height; for KIND FLOATS or BF16S.
+// Indexed by strip height - 1; for KIND FLOATS or BF16S.
 template <WeightKind KIND, int BITS> constexpr auto MULTIPLY_CODES = loops_of_codes<KIND, BITS>(std::make_index_sequence<STRIP>());
 
-// Inputs from .. to of a panel; both are multiples of 8. `form` is what products with activations of that unit take.
+// Unpacks inputs from .. to of a panel, both multiples of 8, into the form that products with activations of `unit`
+// bytes take.
 inline void unpack_part(const PackedLinear& layer, int64_t index, int64_t from, int64_t to, int unit, void* out) {
     const auto with_bits = [&](auto bits) {
         const auto with_form = [&](auto form) {
@@ -164,7 +168,7 @@ inline void unpack_part(const PackedLinear& layer, int64_t index, int64_t from, 
         with_bits(std::integral_constant<int, 8>{});
 }
 
-// `codes` [outputs][inputs], a byte each; scales and offsets [outputs][inputs / group].
+// `codes` [outputs][inputs], one byte each; scales and offsets [outputs][inputs / group].
 inline void pack_groups(const PackedLinear& layer, const uint8_t* codes, const float* scales, const float* offsets, char* panels,
                         int threads) {
     const int64_t K = layer.inputs, groups = K / layer.group;

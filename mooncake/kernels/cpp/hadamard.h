@@ -1,9 +1,9 @@
-// The Hadamard transform that rows go through before they are coded as int8.
+// The Hadamard transform applied to rows before they are quantised to int8.
 //
-// A row has one scale, which its largest element sets; a few channels are ten or a hundred times larger than the rest, and
-// the rest is lost. Mixed with each other, the channels of a block are all of nearly one size. Weights hold the same
-// transform, so that products stay what they were (QuaRot, Ashkboos et al. 2024; there over whole rows, here over blocks
-// that fit into registers, which need no work at load time on what comes before).
+// A row has one scale, set by its largest element. A few channels are ten or a hundred times larger than the rest,
+// which would then lose its precision. Mixed with each other, the channels of a block are all of about the same size.
+// Weights contain the same transform, so products are unchanged (QuaRot, Ashkboos et al. 2024; there over whole rows,
+// here over blocks that fit into registers, so earlier layers need no changes at load time).
 #pragma once
 
 #include "vectors.h"
@@ -15,7 +15,7 @@ template <int STEP, int... LANE> constexpr vf signs(std::integer_sequence<int, L
     return vf{(LANE & STEP ? -1.0f : 1.0f)...};
 }
 
-// Sums and differences of lanes that are STEP, 2 STEP, .. W / 2 apart.
+// Sums and differences of lanes STEP, 2 STEP, .. W / 2 apart.
 template <int STEP> inline vf mix_lanes(vf v) {
     if constexpr (STEP >= W) {
         return v;
@@ -25,7 +25,7 @@ template <int STEP> inline vf mix_lanes(vf v) {
     }
 }
 
-// One block of SIZE elements times Sylvester's matrix of ones and minus ones, in place.
+// Multiplies one block of SIZE elements by Sylvester's matrix of ones and minus ones, in place.
 template <int SIZE> inline void hadamard_block(float* x) {
     constexpr int VECS = SIZE / W;
     vf v[VECS];
@@ -44,7 +44,7 @@ template <int SIZE> inline void hadamard_block(float* x) {
     for (int i = 0; i < VECS; i++) store(x + i * W, v[i]);
 }
 
-// `block` divides `count` and is 1 (nothing happens), 16, 32 or 64.
+// `block` divides `count` and is 1 (no transform), 16, 32 or 64.
 inline void hadamard(float* row, int64_t count, int block) {
     if (block == 1) return;
     for (float* end = row + count; row < end; row += block) {

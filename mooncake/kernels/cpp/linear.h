@@ -1,21 +1,21 @@
 // Products of a few to some thousand rows of activations with packed weights.
 //
-// Every output is one sum over inputs in order, whichever rows are computed together, with whatever threads: so a token's
-// result does not depend on its batch, to the bit. Libraries do not promise that, and it is what makes chunks, batches and
-// reused prefixes agree.
+// Every output is one sum over inputs in order, whichever rows are computed together and on however many threads, so a
+// token's result is bit-identical in every batch. Libraries do not guarantee that, and it is what makes chunks, batches
+// and reused prefixes agree.
 #pragma once
 
 #include "grouped.h"
 
 namespace mooncake {
 
-constexpr int DEEP = 192;                     // inputs at a time, so that a panel's part stays in L1 for all strips
-constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware's own stops at every 4 KiB
+constexpr int DEEP = 192;                     // inputs at a time, so that this part of a panel stays in L1 for all strips
+constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware prefetcher stops at every 4 KiB
 constexpr int AHEAD_IN_TILES = 3072;          // likewise
-constexpr int START = 3072;                   // bytes to prefetch before a product begins, a thread
+constexpr int START = 3072;                   // bytes to prefetch before a product begins, per thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
-constexpr int NEAR_STRIPS = 8;                // strips of tiles that go through a panel together
-constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay
+constexpr int NEAR_STRIPS = 8;                // strips of tiles that use a panel together
+constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay off
 
 // ---- the inner loops ------------------------------------------------------------------------------------------------
 
@@ -47,11 +47,11 @@ inline void prefetch_panel(const char* at) {
     for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4, 0, NEAR);
 }
 
-// Cache lines of weights that are needed later, brought near one at a time while others are multiplied: a loop that waits for its
-// own weights leaves the memory idle as soon as it has them.
+// Cache lines of weights needed later, prefetched one at a time while others are multiplied: a loop that waits for its
+// own weights leaves the memory idle once it has them.
 struct Ahead {
     const char* at;
-    int lines;  // below 0: a panel's own, as it is gone through for the only time
+    int lines;  // negative: the panel's own lines, as it is read for the only time
 
     void bring(const char* panel) {
         if (lines < 0) return prefetch_panel(panel);
@@ -62,7 +62,7 @@ struct Ahead {
     }
 };
 
-// What each thread reads first, while activations are made ready.
+// Prefetches what each thread reads first, while activations are prepared.
 inline void prefetch_start(const PackedLinear& layer, int threads) {
     for (int t = 0; t < threads; t++) {
         const char* at = layer.panel(layer.num_panels() * t / threads);
@@ -72,7 +72,7 @@ inline void prefetch_start(const PackedLinear& layer, int threads) {
 
 template <WeightKind KIND> constexpr int GROUP = 4 / sizeof(Held<KIND>);  // inputs whose weights are PANEL * 4 bytes
 
-// Of such a group, input g as weights of PANEL outputs, exactly.
+// Input g of such a group, as exact weights of PANEL outputs.
 template <WeightKind KIND> inline void widen(const char* group, int g, vf* out) {
 #pragma GCC unroll 2
     for (int v = 0; v < PANEL_VECS; v++) {
@@ -103,7 +103,7 @@ void multiply(const void* strip, const char* panel, int deep, void* sums, bool f
     acc.finish((float*)sums);
 }
 
-// The weights of `deep` inputs as float32 [deep][PANEL]: for those who use them more than once.
+// The weights of `deep` inputs as float32 [deep][PANEL], for use more than once.
 template <WeightKind KIND> void widen_part(const char* panel, int deep, float* out) {
     for (int k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
         prefetch_panel(panel);
@@ -150,7 +150,7 @@ void multiply_units(const void* strip, const char* panel, int deep, void* sums, 
         for (int v = 0; v < PANEL_VECS; v++) std::memcpy(to + (r * PANEL + v * W) * 4, &acc[r][v], sizeof(Sum));
 }
 
-// The inner loops for strips of a height, by WeightKind.
+// The inner loops for strips of one height, by WeightKind.
 using Multiply = void (*)(const void*, const char*, int, void*, bool, Ahead);
 
 template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
@@ -163,7 +163,7 @@ constexpr auto MULTIPLY = strip_loops(std::make_index_sequence<STRIP>());
 
 // ---- a product ------------------------------------------------------------------------------------------------------
 
-// What becomes of the results.
+// What is done with the results.
 enum class Then {
     STORE,  // to[row][output] = result
     ADD,    // to[row][output] += result
@@ -177,16 +177,16 @@ struct Target {
     const Activations* next = nullptr;  // GATE: results go here instead, as bfloat16 in tiles
 };
 
-// Has `value` be loaded although nobody needs it: lines of memory that are written whole without having been read hold the tiles
-// up (seen on Sapphire Rapids, most of all in the product of q, k and v).
+// Loads `value` although it is not needed: memory lines that are written completely without having been read slow tiles
+// down (seen on Sapphire Rapids, mostly in the product for q, k and v).
 inline void hold([[maybe_unused]] vf value) {
 #if defined(__x86_64__)
     asm volatile("" ::"v"(value));
 #endif
 }
 
-// What becomes of sums [rows][PANEL] of a panel; `first` is the row of the first of them, and in one strip with all, when
-// they go to tiles.
+// Stores the sums [rows][PANEL] of a panel; `first` is the first of these rows. If they go to tiles, all rows are in
+// one strip.
 template <WeightKind KIND, Then THEN>
 void deliver(const PackedLinear& layer, const float* row_scales, const Target& target, int64_t index, const float* sums,
              int64_t first, int64_t rows) {
@@ -241,7 +241,7 @@ void deliver(const PackedLinear& layer, const Activations& x, const Target& targ
     then(layer, x.row_scales, target, index, sums, first, rows);
 }
 
-// sums[row][PANEL] of the rows in some strips, in vectors; of each plane of a strip.
+// sums[row][PANEL] for the rows of some strips, in vectors; for each plane of a strip.
 template <WeightKind KIND>
 void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
                     float* near) {
@@ -278,7 +278,7 @@ void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations&
     }
 }
 
-// `count` panels as tiles take them.
+// `count` panels in the form that tiles take.
 inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, int64_t count) {
     if (!layer.code_bits) return layer.panel(index);
     static thread_local Scratch scratch;
@@ -288,11 +288,11 @@ inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, in
     return panels;
 }
 
-// One strip waits for its weights; several bring the next panel's near, each a part of them.
+// With one strip, it waits for its weights; with several, each prefetches part of the next panel.
 template <WeightKind KIND>
 void product_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
                       int64_t to_strip) {
-    constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // of a panel, for every 64 bytes of a row
+    constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // per panel, for every 64 bytes of a row
     alignas(64) float sums[TILE_STRIP * PANEL];
     Tiles tiles(x.strips.height(from_strip) * x.planes);
     const char* panel = panels_for_tiles(layer, index, 1);
@@ -330,7 +330,7 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
     }
 }
 
-// Two panels next to each other, for a few rows, which wait for nothing but weights.
+// Two adjacent panels for a few rows, where only the weights are waited for.
 template <WeightKind KIND>
 void product_of_two(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index) {
     alignas(64) float sums[TILE_STRIP * PANEL];
@@ -344,7 +344,7 @@ void product_of_two(const PackedLinear& layer, const Activations& x, const Targe
     }
 }
 
-// How a product is cut into items, which any thread may take: runs of panels, for a part of the rows each.
+// Splits a product into items, which any thread may take: runs of panels, each for part of the rows.
 struct Cuts {
     int64_t panels, strips, cuts, run, runs;
     bool is_tiled, is_small;
@@ -352,9 +352,10 @@ struct Cuts {
     Cuts(const PackedLinear& layer, const Activations& x, int team) : panels(layer.num_panels()), strips(x.strips.count) {
         is_tiled = x.unit == ROW_UNIT;
         is_small = is_tiled && x.strips.rows * x.planes <= TILE_ROWS;
-        // few panels and many rows: cut rows too, or some threads would have nothing to do at the end
+        // few panels and many rows: split rows too, or some threads would be idle at the end
         cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
-        // tiles are done with a panel so fast that rows have to be near, too: one cut after the other goes through all panels
+        // tiles finish a panel so fast that rows must be in cache, too: each part of them goes through all panels in
+        // turn
         if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
         run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1;
         runs = (panels + run - 1) / run;

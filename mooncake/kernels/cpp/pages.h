@@ -1,4 +1,4 @@
-// One layer of the paged cache where it lies: rows of float32, of bfloat16, or of int8 codes with their scale behind them.
+// One layer of the paged cache in place: rows of float32, bfloat16, or int8 codes followed by their scale.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@ namespace mooncake {
 
 enum PageKind : int32_t { PAGES_F32 = 0, PAGES_BF16 = 1, PAGES_I8 = 2 };
 
-constexpr int SCALE_BYTES = 4;  // a float32 behind the codes of each int8 row
+constexpr int SCALE_BYTES = 4;  // a float32 after the codes of each int8 row
 
 template <class T> constexpr bool IS_CODED = std::is_same<T, int8_t>::value;
 template <class T> constexpr int row_bytes(int head_dim) { return head_dim * int(sizeof(T)) + (IS_CODED<T> ? SCALE_BYTES : 0); }
 
-// What a row's values are to be multiplied by.
+// The factor by which a row's values are to be multiplied.
 template <class T> inline float row_scale(const T* row, int head_dim) {
     if constexpr (IS_CODED<T>) {
         float scale;
@@ -25,7 +25,7 @@ template <class T> inline float row_scale(const T* row, int head_dim) {
     }
 }
 
-// Strides are bytes. Tokens of a head follow each other. Where keys are the values, too, K and V lie 0 bytes apart.
+// Strides are in bytes. Tokens of a head are adjacent. If the values are the keys, K and V are 0 bytes apart.
 struct CacheLayer {
     char* base;
     int64_t num_blocks, block_stride, kv_stride, head_stride;
@@ -48,8 +48,9 @@ struct CacheLayer {
     }
 };
 
-// Has elements d .. d + count of some rows brought near, for use soon. Few at a time, between other work: a core keeps some dozen
-// such wishes and forgets the others (seen on Sapphire Rapids, where all at once were worse than none).
+// Prefetches elements d .. d + count of some rows, for use soon. Call it for a few rows at a time, between other work:
+// a core keeps track of some dozen prefetches and drops the rest (seen on Sapphire Rapids, where all at once were worse
+// than none).
 template <class T> inline void bring_near(const T* const* rows, int num_rows, int d, int count) {
     for (int i = 0; i < num_rows; i++)
         for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at, 0, NEAR);
@@ -63,7 +64,7 @@ inline void put_row(bf16* to, const float* from, int D) {
     for (; i < D; i++) to[i] = to_bf16(from[i]);
 }
 
-// Largest magnitude is 127: scale = max|x| / 127.
+// The largest magnitude becomes 127: scale = max|x| / 127.
 inline void put_row(int8_t* to, const float* from, int D) {
     float most = 0;
     int i = 0;

@@ -1,12 +1,12 @@
 // Threads for the loops inside one call, and memory that a thread keeps between calls.
 //
-// Work is taken, not dealt out: each thread takes items from its own contiguous range first and then from the others'.
-// So a thread that the system does not let run costs the others nothing but its share: nobody waits for a thread that has
-// taken nothing. Idle threads spin for a moment (steps of a forward pass follow each other within microseconds) and then
-// sleep: threads that spin for long ruin a machine on which something else wants to run.
+// Work is taken, not assigned: each thread takes items from its own contiguous range first and then from those of
+// others. So a thread that the system does not schedule only delays its own share: nobody waits for a thread that has
+// taken nothing. Idle threads spin briefly (steps of a forward pass follow each other within microseconds) and then
+// sleep: threads that spin for long ruin a machine that has other work.
 //
-// Measured: decode steps of 30 layers on two cores, one of them wanted by another process: an OpenMP barrier a product
-// took 300 to 1900 ms a step, this 1.2 to 1.9 times the step of the idle machine.
+// Measured with decode steps of 30 layers on two cores, one of them wanted by another process: with an OpenMP barrier
+// per product a step took 300 to 1900 ms; with this pool 1.2 to 1.9 times as long as on the idle machine.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@
 
 namespace mooncake {
 
-// Memory of one thread, kept between calls and cut into pieces anew by each.
+// One thread's memory, kept between calls; each call divides it up anew.
 class Scratch {
 public:
     static constexpr int64_t LARGE_PAGE = 2 << 20;
@@ -35,7 +35,7 @@ public:
         const int64_t bytes = (count * int64_t(sizeof(T)) + 4095) / 4096 * 4096;
         used_ = 0;
         if (bytes > capacity_) {
-            // Rows of activations are pages apart: in small pages, each is a search for its address.
+            // Rows of activations are pages apart: with small pages, each access would be an address lookup.
             capacity_ = bytes < LARGE_PAGE ? bytes : (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
             memory_.reset((char*)std::aligned_alloc(bytes < LARGE_PAGE ? 64 : LARGE_PAGE, capacity_));
             if (bytes >= LARGE_PAGE) madvise(memory_.get(), capacity_, MADV_HUGEPAGE);
@@ -43,7 +43,7 @@ public:
         return (T*)memory_.get();
     }
 
-    template <class T = float> T* take(int64_t count) {  // out of what `start` made; a multiple of 64 bytes
+    template <class T = float> T* take(int64_t count) {  // from what `start` allocated; aligned to 64 bytes
         T* place = (T*)(memory_.get() + used_);
         used_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
         return place;
@@ -64,8 +64,8 @@ public:
         return *pool;
     }
 
-    // body(i) for all i in [0, items), on up to `threads` threads; returns when all are done. One loop runs at a time: from
-    // inside of another, or while another caller has the threads, the caller does it all.
+    // Calls body(i) for all i in [0, items), on up to `threads` threads; returns when all are done. One loop runs at a
+    // time: called from inside a loop, or while another caller has the threads, the caller does all of it.
     template <class Body> void run(int64_t items, int threads, const Body& body) {
         const int team = int(std::min<int64_t>({items, threads, MAX_THREADS}));
         if (team <= 1 || items >= MAX_ITEMS || !busy_.try_lock()) {
@@ -88,10 +88,10 @@ public:
     }
 
 private:
-    static constexpr int IDLE_SPINS = 4000;  // some 60 to 100 µs
+    static constexpr int IDLE_SPINS = 4000;  // about 60 to 100 µs
     static constexpr int WAIT_SPINS = 2000;
 
-    // What is left of one thread's items, in one word: so a late thread can take an item only of the loop whose body it
+    // One thread's remaining items, in one word, so that a late thread can only take items of the loop whose body it
     // has read.
     struct Left {
         uint32_t round;
@@ -176,7 +176,7 @@ private:
     using Call = void (*)(const void*, int64_t);
 
     std::mutex busy_;
-    int num_threads_ = 0;  // under busy_
+    int num_threads_ = 0;  // guarded by busy_
     std::atomic<Call> call_{nullptr};
     std::atomic<const void*> context_{nullptr};
     std::atomic<int> team_{0};

@@ -1,5 +1,5 @@
-// The next token of each row of logits: what mooncake/engine/sampler.py defines in numpy, without sorting the vocabulary.
-// Weights are float64 and tokens stand in the order of their ids, so that a draw gives the same token there and here.
+// The next token for each row of logits: what mooncake/engine/sampler.py defines in numpy, without sorting the
+// vocabulary. Weights are float64 and tokens are in order of their ids, so a draw gives the same token in both.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,14 @@ using vl = int64_t __attribute__((vector_size(DW * 8)));
 using vf8 = float __attribute__((vector_size(DW * 4)));
 
 constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
-constexpr int64_t RUN = 256;               // tokens; a draw looks at the sums of runs first
-constexpr int64_t TOGETHER = 8;            // runs that are summed side by side
-constexpr int64_t PIECE = 2048;            // tokens that stay in the nearest cache while they are looked at again
+constexpr int64_t RUN = 256;               // tokens; a draw first looks at the sums of runs
+constexpr int64_t TOGETHER = 8;            // runs summed side by side
+constexpr int64_t PIECE = 2048;            // tokens that stay in the L1 cache until they are read again
 constexpr int BUCKETS = 4096;
 constexpr float BUCKETS_A_UNIT = 128;
 constexpr uint32_t DIGITS = 2048;          // top-p looks at 11 bits of the logits at a time
 
-// e^x for x ≤ 0, to the last bit or so; 0 where that is no normal number.
+// e^x for x ≤ 0, exact to about the last bit; 0 where the result is not a normal number.
 inline vd exp_of(vd x) {
     const double magic = 6755399441055744.0;  // 1.5 * 2^52
     const vd inside = x < -708.0 ? vd{} - 708.0 : x;
@@ -61,7 +61,7 @@ inline double uniform_of(uint64_t seed, uint64_t position) {
 
 class RowSampler {
 public:
-    // The token that will stand at `position`, or -1 when the logits are not finite.
+    // The token at `position`, or -1 if the logits are not finite.
     int64_t sample(const float* logits, int64_t size, const Draw& draw, int64_t position) {
         logits_ = logits;
         size_ = size;
@@ -76,8 +76,8 @@ public:
         return drawn(uniform_of(draw.seed, position));
     }
 
-    // The log-probability of `token`, NaN when the logits are not finite, and the `count` most likely tokens with theirs, the
-    // most likely first; equals go by their ids.
+    // The log-probability of `token`, NaN if the logits are not finite; and the `count` most likely tokens with theirs,
+    // most likely first, ties in order of ids.
     double score(const float* logits, int64_t size, int64_t token, int64_t count, int64_t* ids, double* logprobs) {
         logits_ = logits;
         size_ = size;
@@ -90,7 +90,8 @@ public:
     }
 
 private:
-    // The largest logit, NaN if there is one, and the piece where it first stands: so the row is read from memory once.
+    // The largest logit, NaN if there is one. Remembers the piece where it first occurs, so the row is read from memory
+    // only once.
     float most() {
         float best = -std::numeric_limits<float>::infinity();
         bool is_strange = false;
@@ -101,7 +102,7 @@ private:
             vi strange{};
             int64_t i = from;
             for (; i + W <= end; i += W) {
-                __builtin_prefetch(logits_ + i + PIECE);  // the hardware's own stops at every 4 KiB
+                __builtin_prefetch(logits_ + i + PIECE);  // the hardware prefetcher stops at every 4 KiB
                 const vf x = load(logits_ + i);
                 top = larger(top, x);
                 strange |= x != x;
@@ -120,14 +121,14 @@ private:
         return is_strange ? std::numeric_limits<float>::quiet_NaN() : best;
     }
 
-    // Behind most(), which has seen it.
+    // Only after most(), which has found the piece.
     int64_t first_of(float wanted) const {
         for (int64_t i = piece_; i < size_; i++)
             if (logits_[i] == wanted) return i;
         return 0;
     }
 
-    // At temperature 1.
+    // With temperature 1.
     double sum_of_weights() const {
         vd sums{};
         const auto weights = [&](vf8 piece) { return exp_of(__builtin_convertvector(piece, vd) - double(best_)); };
@@ -141,7 +142,7 @@ private:
         return sum;
     }
 
-    // The `count` largest logits' tokens, of equals those that come first. Most groups of tokens have none of them.
+    // The tokens of the `count` largest logits; of equal ones, the first. Most groups of tokens contain none of them.
     void most_likely(int64_t count, int64_t* ids) {
         constexpr int64_t GROUP = 4 * W;
         values_.clear();
@@ -168,7 +169,7 @@ private:
 
     int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
 
-    // The logit of rank `count`, from 1, largest first.
+    // The logit of rank `count`; rank 1 is the largest.
     float ranked(int64_t count) {
         counts_.assign(BUCKETS, 0);
         for (int64_t i = 0; i < size_; i++) counts_[bucket_of(logits_[i])]++;
@@ -181,7 +182,7 @@ private:
         return values_[count - 1];
     }
 
-    // Bits that order as the numbers do, and 11 of them.
+    // 11 of the logit's bits, mapped so that they order like the numbers.
     static uint32_t digit_of(float x, int shift) {
         uint32_t bits;
         std::memcpy(&bits, &x, sizeof bits);
@@ -189,8 +190,9 @@ private:
         return bits >> shift & (DIGITS - 1);
     }
 
-    // The logit of the last token of the smallest set whose share of what is above `threshold` reaches `top_p`. Digit by
-    // digit of the logits' bits: which digit the share is reached in, then among those that have it. So nothing is sorted.
+    // The last logit in the smallest set whose share of all weight at or above `threshold` reaches `top_p`. It is found
+    // digit by digit of the logits' bits: the digit in which the share is reached, then the same among logits with that
+    // digit. So nothing is sorted.
     float top_p_threshold(double threshold, double top_p) {
         keep(float(threshold));
         double left = 0;
@@ -218,7 +220,8 @@ private:
         return values_.front();
     }
 
-    // ids_ and weights_ of the tokens at or above `threshold`, in the order of their ids.
+    // Fills ids_ and weights_ with the tokens at or above `threshold`, in order of their ids; without a threshold ids_
+    // stays empty.
     void keep(float threshold) {
         ids_.clear();
         if (threshold == -std::numeric_limits<float>::infinity()) {
@@ -248,12 +251,12 @@ private:
         weights_.resize(size);
     }
 
-    // Where the cumulative weight passes the draw, in two levels: first the run of tokens, then the token.
+    // The token at which the cumulative weight passes the draw, in two levels: first the run of tokens, then the token.
     int64_t drawn(double uniform) {
         const int64_t size = int64_t(weights_.size()), runs = (size + RUN - 1) / RUN;
         run_weights_.assign(runs, 0);
         int64_t run = 0;
-        for (; (run + TOGETHER) * RUN <= size; run += TOGETHER) {  // each in its order, and none waits for another
+        for (; (run + TOGETHER) * RUN <= size; run += TOGETHER) {  // each run is summed in order; none waits for another
             double sums[TOGETHER] = {};
             for (int64_t i = 0; i < RUN; i++)
                 for (int64_t j = 0; j < TOGETHER; j++) sums[j] += weights_[(run + j) * RUN + i];
@@ -269,8 +272,8 @@ private:
         return ids_.empty() ? place : ids_[place];
     }
 
-    // The first place where the cumulative weight is above `target`; takes what is before it off `target`. Rounding can put
-    // the target beyond the end; then it is the last place that has any weight.
+    // The first index at which the cumulative weight exceeds `target`; subtracts what comes before from `target`.
+    // Rounding can put the target past the end; then it is the last index with any weight.
     static int64_t passes(const double* weights, int64_t size, double& target) {
         double before = 0, before_last = 0;
         int64_t last = 0;
@@ -308,7 +311,8 @@ void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, con
     });
 }
 
-// Of the row rows[i] of `logits`, for which tokens[i] and the counts[i] most likely tokens are wanted; `most` of them have room.
+// Row rows[i] of `logits` is scored for tokens[i] and its counts[i] most likely tokens; the outputs have room for
+// `most` per row.
 inline void score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
                   const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
     parallel(count, threads, [&](int64_t i) {

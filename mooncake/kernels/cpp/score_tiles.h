@@ -1,5 +1,6 @@
-// Scores of query rows against keys on the matrix unit, for those who mix V in vectors (attend_dots, attend_shared): keys are
-// multiplied where they lie in their pages, and need not be turned. Queries are rounded to bfloat16; int8 codes are exact in it.
+// Scores of query rows against keys on the matrix unit, for methods that mix V in vectors (attend_dots, attend_shared):
+// keys are multiplied in place in their pages, and need not be transposed. Queries are rounded to bfloat16; int8 codes
+// are exact in it.
 #pragma once
 
 #include "attention_plan.h"
@@ -7,19 +8,20 @@
 
 namespace mooncake {
 
-constexpr int STRIP_TOKENS = ROW_UNIT / int(sizeof(bf16));  // tokens, or dimensions, in a row of a tile
+constexpr int STRIP_TOKENS = ROW_UNIT / int(sizeof(bf16));  // tokens, or dimensions, in a tile row
 
 template <class T> inline bool fits_tiles(int head_dim) {
     return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
 }
 
-// Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are rounded to bfloat16 then, too.
+// Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are then rounded to
+// bfloat16 too.
 template <class T> inline bool works_in_pairs(int head_dim) {
     return std::is_same<T, bf16>::value && MULTIPLIES_BF16 && head_dim % (2 * W) == 0 && !fits_tiles<T>(head_dim);
 }
 
-// W query rows as columns of pairs of dimensions, [D / 2][W], each `stride` lanes behind the one before. `row(i)` is null behind the
-// last.
+// W query rows as columns of pairs of dimensions, [D / 2][W], `stride` lanes from one pair of dimensions to the next.
+// `row(i)` is null past the last row.
 template <class Row> inline void columns_of_queries(const Row& row, int first, int D, float scale, int64_t stride, uint32_t* out) {
     for (int d = 0; d < D; d += 2 * W) {
         vf block[W];
@@ -38,7 +40,7 @@ template <class Row> inline void tiles_of_queries(const Row& row, int rows, int 
     for (int first = 0; first < rows; first += W, out += W * D / 2) columns_of_queries(row, first, D, scale, W, out);
 }
 
-// Tokens' keys as strips: [token / 32][D / 32][32][32], of `tokens` tokens, a multiple of 32.
+// The keys of `tokens` tokens, a multiple of 32, as strips: [token / 32][D / 32][32][32].
 template <class T> inline void strips_of_keys(const T* const* keys, int tokens, int D, bf16* out) {
     for (int first = 0; first < tokens; first += TILE_STRIP)
         for (int d = 0; d < D; d += STRIP_TOKENS, out += TILE_STRIP * STRIP_TOKENS)
@@ -50,9 +52,9 @@ template <class T> inline void strips_of_keys(const T* const* keys, int tokens, 
                         store(out + t * STRIP_TOKENS + half, load(keys[first + t] + d + half));
 }
 
-// scores[key][row] of TILE_STRIP keys and one tile of queries; `stride` bytes lie between scores of one row. The keys of a strip
-// are `key_stride` bytes apart, and `step` bytes further on are their next 32 dimensions. Has `ahead` [TILE_STRIP] brought near,
-// a few at a time, when it is not null. Needs Tiles(TILE_STRIP).
+// scores[key][row] of TILE_STRIP keys and one tile of queries; scores of one row are `stride` bytes apart. The keys of
+// a strip are `key_stride` bytes apart, and their next 32 dimensions `step` bytes further on. Prefetches `ahead`
+// [TILE_STRIP], if not null, a few rows at a time. Needs Tiles(TILE_STRIP).
 template <class T>
 inline void score_strip(const char* keys, int64_t key_stride, int64_t step, const uint32_t* queries, int D, float* scores,
                         int64_t stride, const T* const* ahead) {
@@ -79,7 +81,8 @@ inline void score_strip(const char* keys, int64_t key_stride, int64_t step, cons
 #endif
 }
 
-// As above for all tiles of queries of `rows` rows, whose scores lie `tile_floats` floats apart. `strip` has room for D * TILE_STRIP.
+// As above, for all tiles of queries of `rows` rows, whose scores are `tile_floats` floats apart. `strip` has room for
+// D * TILE_STRIP.
 template <class T>
 void score_keys_in_tiles(const T* const* keys, const uint32_t* queries, int rows, int D, bf16* strip, float* scores, int64_t stride,
                          int64_t tile_floats, const T* const* ahead = nullptr) {

@@ -1,4 +1,4 @@
-// The small steps around products and attention: RMSNorm, SwiGLU's gate, RoPE and the write into the cache.
+// The small steps around products and attention: RMSNorm, SwiGLU's gate, RoPE and the cache write.
 #pragma once
 
 #include "pages.h"
@@ -43,7 +43,7 @@ inline void silu_mul(const float* gate_up, float* out, int64_t tokens, int width
     });
 }
 
-// Element i turns with element i + D/2; `to` may be `from`.
+// Rotates element i with element i + D/2; `to` may be `from`.
 inline void rotate(const float* from, const float* cos, const float* sin, float* to, int D) {
     const int half = D / 2;
     int i = 0;
@@ -78,8 +78,8 @@ inline int check_positions(const int64_t* positions, int64_t tokens, const Rope&
     return OK;
 }
 
-// `qkv` is [T][Hq + 2 * Hkv][D], or [T][Hq + Hkv][D] where keys are the values; its queries are turned in place, keys and values go
-// to the cache.
+// `qkv` is [T][Hq + 2 * Hkv][D], or [T][Hq + Hkv][D] if keys are the values. Queries are rotated in place; keys and
+// values are written to the cache.
 template <class T>
 void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* positions, const CacheLayer& cache,
                    const int64_t* slots, int64_t tokens, int num_heads, int threads) {
@@ -98,7 +98,7 @@ void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* 
     });
 }
 
-// body(T{}) for the type of the pages' elements.
+// Calls body(T{}) with the type of the pages' elements.
 template <class Body> auto with_pages(int32_t kind, const Body& body) {
     switch (kind) {
         case PAGES_BF16: return body(bf16{});

@@ -1,8 +1,9 @@
 // The matrix unit of some processors (Intel AMX): sums of products of two tiles, each up to 16 rows of 64 bytes.
 //
-// Panels of packed weights are tiles as they lie: a row of PANEL * 4 bytes has the pairs (bfloat16) or fours (int8) of inputs of
-// 16 outputs and then of the next 16. Activations lie in tiles of their own: for every 64 bytes of a row, those of all rows.
-// A result is one sum over inputs in a fixed order, whatever other rows are in its tile; NaN and infinity pass through it.
+// Panels of packed weights are tiles as stored: a row of PANEL * 4 bytes has the pairs (bfloat16) or fours (int8) of
+// inputs of 16 outputs and then of the next 16. Activations have their own tiles: for every 64 bytes of a row, those of
+// all rows. A result is one sum over inputs in a fixed order, whatever other rows are in its tile; NaN and infinity
+// propagate.
 #pragma once
 
 #include "packed.h"
@@ -15,24 +16,24 @@
 namespace mooncake {
 
 constexpr int TILE_ROWS = 16;
-constexpr int PACE = 8;  // cache lines brought near at a time: of many at once a core forgets most
+constexpr int PACE = 8;  // cache lines to prefetch at a time: of many at once a core drops most
 constexpr int TILE_STRIP = 2 * TILE_ROWS;  // rows multiplied at once: 4 tiles of sums, 2 of activations, 2 of weights
 
 #if defined(MOONCAKE_TILES)
 
 static_assert(PANEL == 2 * TILE_ROWS);
 
-// Whether this process may use tiles: Linux keeps their 8 KiB of registers only for those who ask.
+// Whether this process may use tiles: Linux only saves their 8 KiB of registers for processes that ask.
 inline bool has_tiles() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     static const bool has = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return has;
 }
 
-// GCC does not tell its optimiser that loading tiles reads memory: what was written before has to be made to count.
+// GCC does not tell its optimiser that loading tiles reads memory; this makes earlier writes take effect.
 inline void settle_memory() { asm volatile("" ::: "memory"); }
 
-// Tiles of this thread for strips of `rows` rows, while it lives.
+// This thread's tiles, configured for strips of `rows` rows during its lifetime.
 class Tiles {
 public:
     explicit Tiles(int rows) { shape(rows); }
@@ -62,7 +63,8 @@ private:
     int rows_ = 0;
 };
 
-// Tiles 0 and 1, or 2 and 3, += tile 4, or 5, times the two tiles of a panel. (The compiler wants to see their numbers.)
+// Tiles 0 and 1 (lower: 2 and 3) += tile 4 (lower: 5) times the two tiles of a panel. The compiler needs literal
+// numbers.
 template <WeightKind KIND> inline void multiply_upper() {
     if constexpr (KIND == BF16S) {
         _tile_dpbf16ps(0, 4, 6);
@@ -89,11 +91,11 @@ template <WeightKind KIND> inline void multiply_lower() {
     }
 }
 
-// sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile it has memory brought
-// near, `lines` cache lines from `ahead` on for every 64 bytes of a row.
+// sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile prefetches
+// `lines` cache lines, from `ahead` on, for every 64 bytes of a row.
 template <WeightKind KIND>
 void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines) {
-    constexpr int ROW = PANEL * 4;  // bytes of a row of a panel, and of sums
+    constexpr int ROW = PANEL * 4;  // bytes per row of a panel, and of sums
     const bool is_tall = rows > TILE_ROWS;
     settle_memory();
     _tile_zero(0);
@@ -129,7 +131,7 @@ void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_
     }
 }
 
-// As multiply_tiles, of up to TILE_ROWS rows, with two panels that are `apart` bytes from each other: two streams bring more from
+// As multiply_tiles, for up to TILE_ROWS rows and two panels `apart` bytes from each other: two streams get more out of
 // memory than one.
 template <WeightKind KIND>
 void multiply_two(const char* strip, int rows, const char* panel, int64_t apart, int64_t row_bytes, char* sums, int64_t ahead) {
@@ -184,8 +186,8 @@ template <WeightKind KIND> void multiply_two(const char*, int, const char*, int6
 
 #endif
 
-// Sums of whole numbers of the rows of the upper plane, then of the lower, become those of their codes, as float32. `middles`: what
-// each output has too much in either, or null.
+// Combines integer sums of the rows' upper planes, then of their lower ones, into float32 sums of their codes.
+// `middles`: the excess of each output in both, or null.
 inline void join_planes(float* sums, int rows, const vi* middles = nullptr) {
     for (int i = 0; i < rows * PANEL_VECS; i++, sums += W) {
         vi upper = load_as<vi>(sums), lower = load_as<vi>(sums + rows * PANEL);

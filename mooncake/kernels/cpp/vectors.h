@@ -1,4 +1,4 @@
-// Vectors of floats as wide as the machine has, on GCC's vector extension: the same source gives AVX-512, AVX2, SSE and
+// Vectors of floats as wide as the machine's, on GCC's vector extension: the same source gives AVX-512, AVX2, SSE and
 // NEON. Loads widen bfloat16 and int8 to float32; all arithmetic is float32.
 #pragma once
 
@@ -18,8 +18,8 @@ constexpr bool IS_ZEN = true;
 constexpr bool IS_ZEN = false;
 #endif
 
-// Where to bring what is needed later, as __builtin_prefetch has it. What is needed soon goes to the first cache; but a Zen core has
-// few fills of that under way at a time, and half as many again of the second.
+// Locality argument of __builtin_prefetch. Data needed soon goes to L1; but a Zen core can have only a few L1 fills in
+// flight, and half as many again into L2.
 constexpr int SECOND_CACHE = 2;
 constexpr int NEAR = IS_ZEN ? SECOND_CACHE : 3;
 
@@ -49,7 +49,7 @@ template <class V, class T> inline V load_as(const T* from) {
 
 inline vf load(const float* from) { return load_as<vf>(from); }
 inline vf load(const bf16* from) {
-#if defined(__AVX512F__)  // GCC 12 takes the general form apart into halves, and the next one into single lanes
+#if defined(__AVX512F__)  // GCC 12 splits the general form into halves, and the next one into single lanes
     return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 #endif
     return (vf)(__builtin_convertvector(load_as<vh>(from), vu) << 16);
@@ -79,9 +79,9 @@ inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stay
     std::memcpy(to, &half, sizeof half);
 }
 
-// 2 * W values as bfloat16, two in each lane.
+// 2 * W values as bfloat16, two per lane.
 inline vf in_pairs(vf first, vf second) {
-#if defined(__AVX512BF16__)  // by way of memory it would wait for two stores to become one load
+#if defined(__AVX512BF16__)  // through memory, a load would wait for two stores
     return (vf)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
 #endif
     bf16 narrow[2 * W];
@@ -90,7 +90,7 @@ inline vf in_pairs(vf first, vf second) {
     return load_as<vf>(narrow);
 }
 
-// Codes 0 .. 255, or -128 .. 127 by their bits.
+// Codes 0 .. 255, or -128 .. 127 by their bit patterns.
 inline void store(uint8_t* to, vi v) {
 #if defined(__AVX512F__)
     _mm_storeu_si128((__m128i*)to, _mm512_cvtepi32_epi8((__m512i)v));
@@ -116,11 +116,12 @@ inline vf add_products(vf sum, uint32_t pair, vi weights) {
 #endif
 }
 
-// Lane by lane the pairs of `first` and `second`, for the values of 2 * W bfloat16: those of the first W, and of the others.
+// Pairs of `first` and `second`, one per lane, for 2 * W bfloat16 values each: first those of the first W values, then
+// the rest.
 inline void pairs_of(const bf16* first, const bf16* second, vi* pairs) {
 #if defined(__AVX512BW__)
     const vi step = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512i of_lanes = (__m512i)(step | (step + 32) << 16);  // words: lane, and lane of the second
+    const __m512i of_lanes = (__m512i)(step | (step + 32) << 16);  // 16-bit words: lane, and lane of the second
     const __m512i a = _mm512_loadu_si512(first), b = _mm512_loadu_si512(second);
     pairs[0] = (vi)_mm512_permutex2var_epi16(a, of_lanes, b);
     pairs[1] = (vi)_mm512_permutex2var_epi16(a, _mm512_add_epi16(of_lanes, _mm512_set1_epi16(16)), b);
@@ -132,7 +133,7 @@ inline void pairs_of(const bf16* first, const bf16* second, vi* pairs) {
 inline vi pairs_of(vf first, vf second) {
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
     const vi step = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512i of_lanes = (__m512i)(step | (step + 16) << 16);  // words: of the first, and of the second
+    const __m512i of_lanes = (__m512i)(step | (step + 16) << 16);  // 16-bit words: of the first, and of the second
     return (vi)_mm512_permutexvar_epi16(of_lanes, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
 #else
     bf16 narrow[2][W];
@@ -165,11 +166,11 @@ inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf magnitude(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 
 inline vf round_whole(vf x) {  // ties to even; |x| below 2^22
-    const float magic = 12582912.0f;  // 1.5 * 2^23: nothing behind the point survives adding it
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds off everything after the point
     return (x + magic) - magic;
 }
 
-// 2^(whole + f) for whole an integer and |f| ≤ 1/2, when that is a normal number; relative error 2e-9 plus rounding.
+// 2^(whole + f) for integer `whole` and |f| ≤ 1/2, if the result is a normal number; relative error 2e-9 plus rounding.
 inline vf exp2_parts(vf whole, vf f) {
     vf p = splat(1.53458116e-4f);
     p = p * f + 1.33999312e-3f;
@@ -201,18 +202,18 @@ inline vf expv(vf x) {
 inline vf tanhv(vf x) {
     const vf square = x * x;
     const vf near = x + x * square * (-0.333333333f + square * (0.133333333f - square * 0.0539682540f));
-    return magnitude(x) < 0.15f ? near : 1.0f - 2.0f / (expv(2.0f * x) + 1.0f);  // which loses digits around 0
+    return magnitude(x) < 0.15f ? near : 1.0f - 2.0f / (expv(2.0f * x) + 1.0f);  // this one loses digits around 0
 }
 
 inline vf silu(vf x) { return x / (expv(-x) + 1.0f); }
 
-// Lane numbers that pair up, inside segments of SEG lanes, the halves of two vectors: UPPER says which halves.
+// Lane indices that pair up the halves of two vectors inside segments of SEG lanes; UPPER selects which halves.
 template <int SEG, bool UPPER, size_t... LANE> constexpr vi halves(std::index_sequence<LANE...>) {
     constexpr int half = SEG / 2;
     return vi{int(LANE / half / 2 * SEG + LANE % half + (LANE / half % 2 ? W : 0) + (UPPER ? half : 0))...};
 }
 
-// W vectors, the rows of a matrix, become its columns: halves of rows change places, then halves of those.
+// Transposes a matrix of W vectors: swaps halves of rows, then halves of those.
 template <int SEG = W> inline void transpose(vf* v) {
     if constexpr (SEG > 1) {
         constexpr auto lanes = std::make_index_sequence<W>();
@@ -231,7 +232,7 @@ template <int FIRST, size_t... LANE> constexpr vi in_turns(std::index_sequence<L
     return vi{int(FIRST + LANE / 2 + LANE % 2 * W)...};
 }
 
-// a0 b0 a1 b1 … in the place of a0 a1 … and b0 b1 …
+// Puts a0 b0 a1 b1 … in place of a0 a1 … and b0 b1 …
 inline void interleave(vf& a, vf& b) {
     constexpr auto lanes = std::make_index_sequence<W>();
     const vf lower = __builtin_shuffle(a, b, in_turns<0>(lanes));
@@ -241,7 +242,7 @@ inline void interleave(vf& a, vf& b) {
 
 template <int DISTANCE, size_t... LANE> constexpr vi partners(std::index_sequence<LANE...>) { return vi{int(LANE ^ DISTANCE)...}; }
 
-// All lanes joined into one, half with half.
+// Reduces all lanes to one, half with half.
 template <int SEG = W, class Join> inline float fold(vf v, const Join& join) {
     if constexpr (SEG == 1) {
         return v[0];
