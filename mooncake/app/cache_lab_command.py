@@ -135,13 +135,18 @@ def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started meanwhile stay so, and leave it to this one, which hears it at the end: each would
-    die with a traceback."""
+    """Ctrl-C is deferred until the end. Processes started meanwhile inherit the mask and never hear it: they would die
+    with a traceback. In this process a mask is not enough, because any other thread may take the signal."""
+    heard: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+    if heard:
+        raise KeyboardInterrupt
 
 
 @contextmanager

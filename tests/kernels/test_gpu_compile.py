@@ -61,7 +61,7 @@ def test_the_kernels_of_decode_steps_of_dense_mixed_and_latent_models_and_of_sin
         "^experts-down-gpt-oss-16x32-bfloat16$",
     )
     assert {build["sm"] for build in builds} == {80, 90}
-    assert len(builds) == 26
+    assert len(builds) == 28
     check_limits(builds)
 
 

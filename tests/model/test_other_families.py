@@ -59,7 +59,6 @@ from transformers import (
 )
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.backend import CacheSize, open_backend
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
@@ -68,7 +67,6 @@ from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
-from mooncake.precision import resolve_precision
 from mooncake.types import SamplingParams
 
 VOCAB = 97
@@ -459,13 +457,6 @@ def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
 def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
     layout = Published("deepseek-v3", tmp_path).checkpoint.kv_layout(16, "bfloat16")
     assert layout.block_bytes == 4 * 16 * (48 + 16) * 2
-
-
-def test_latent_attention_is_refused_where_it_is_not_computed(tmp_path: Path) -> None:
-    checkpoint = Published("deepseek-v3", tmp_path).checkpoint
-    size = CacheSize(checkpoint.kv_layout(16, "float32"), 20, 256)
-    with pytest.raises(ModelError, match="has latent attention"):
-        open_backend(checkpoint, resolve_precision("float32"), size, "cuda")
 
 
 @pytest.mark.parametrize(

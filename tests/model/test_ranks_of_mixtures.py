@@ -19,7 +19,7 @@ from tiny_model import write_tiny_model
 from mooncake.checkpoint import Checkpoint
 from mooncake.engine.kv_cache import KVCache
 from mooncake.errors import ModelError
-from mooncake.kernels.cpu import PanelLinear
+from mooncake.kernels.cpu import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.load import OTHER_FAMILIES, load_model
@@ -141,6 +141,8 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
     """Packed matrices within a model, by the way to them."""
     if isinstance(thing, PanelLinear):
         yield path, thing
+    elif isinstance(thing, PanelExperts):
+        yield from linears_of(dict(zip(("gate_up", "down"), thing._layers, strict=True)), path)
     elif isinstance(thing, Decoder):
         yield from linears_of({"layers": thing._layers}, path)  # type: ignore[attr-defined]
     elif is_dataclass(thing):

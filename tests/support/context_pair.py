@@ -26,7 +26,9 @@ class Pair:
         self.checkpoint = open_checkpoint(model)
         limit = max_model_len or self.checkpoint.config.max_model_len
         self.alone = load_model(self.checkpoint, "float32", limit)
-        self.setup = Setup(size, model, 0, limit, "float32", "float32", "", "", threads=1, method=method)
+        self.setup = Setup(
+            size, model, 0, limit, "float32", "float32", "", "", keeps_groups=False, threads=1, method=method
+        )
         self.over_ranks = ContextParallelModel(self.alone, self.setup, self.checkpoint)
         layout = self.checkpoint.kv_layout(BLOCK_TOKENS, "float32")
         self.caches = [KVCache(layout, limit // BLOCK_TOKENS) for _ in range(2)]
