@@ -20,7 +20,7 @@ class GroupedCodes:
     """
 
     codes: torch.Tensor  # [out, in]: uint8 indices of ``levels``, or int8 levels
-    scales: torch.Tensor  # float32 [out, in / group], of at most 16 significant bits
+    scales: torch.Tensor  # float32 [out, in / group], with so few bits that level * scale is exact
     offsets: torch.Tensor | None  # float32 [out, in / group]
     levels: torch.Tensor | None  # float32 [16]
     dtype: torch.dtype

@@ -15,7 +15,7 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
-from mooncake.model.layers import Weights, matrix, vector, weight
+from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
 from mooncake.model.rope import Tables
 from mooncake.model_config import ModelConfig
 
@@ -148,8 +148,8 @@ class Decoder(ABC):
     def take_experts(self, prefix: str, gate: str, up: str, down: str) -> Experts:
         """Those of a layer that are here, which are published one by one with these names."""
         names = [f"{prefix}.{expert}." for expert in self.experts_here]
-        gate_up = [matrix(self._weights, f"{name}{gate}.weight", f"{name}{up}.weight") for name in names]
-        downs = [matrix(self._weights, f"{name}{down}.weight") for name in names]
+        gate_up = MatricesOnDemand(self._weights, [(f"{name}{gate}.weight", f"{name}{up}.weight") for name in names])
+        downs = MatricesOnDemand(self._weights, [(f"{name}{down}.weight",) for name in names])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
 
     def tables(self, made: Tables) -> Tables:

@@ -6,9 +6,9 @@ the names of weights as Hugging Face publishes them; it knows nothing of files o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, overload
 
 import torch
 
@@ -149,6 +149,26 @@ def matrix(weights: Weights, *names: str) -> Matrix:
     if len(groups) == len(names) and all(groups[0].joins(each) for each in groups):
         return GroupedCodes.stacked(groups)
     return weight(weights, names[0]) if len(names) == 1 else torch.cat([weight(weights, name) for name in names])
+
+
+class MatricesOnDemand(Sequence[Matrix]):
+    """Matrices by their names, several stacked as one, each made when it is asked for: kernels that pack experts one
+    after another never hold all of them twice."""
+
+    def __init__(self, weights: Weights, names: Sequence[tuple[str, ...]]) -> None:
+        self._weights, self._names = weights, names
+
+    @overload
+    def __getitem__(self, index: int) -> Matrix: ...
+    @overload
+    def __getitem__(self, index: slice) -> MatricesOnDemand: ...
+    def __getitem__(self, index: int | slice) -> Matrix | MatricesOnDemand:
+        if isinstance(index, slice):
+            return MatricesOnDemand(self._weights, self._names[index])
+        return matrix(self._weights, *self._names[index])
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:

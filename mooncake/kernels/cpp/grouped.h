@@ -1,9 +1,9 @@
 // Weights stored as 4- or 8-bit codes, with a scale and possibly an offset per group of inputs of an output. They stay
 // codes in memory; part of a panel at a time is dequantised to float32 or bfloat16 just before it is multiplied.
 //
-// A weight is level * scale + offset, rounded once to float32 (the product is exact: a level has at most 8 bits, a
-// scale at most 16) and, in a bfloat16 model, once more to bfloat16. These are the bits of the published values, so
-// products are bit-identical too.
+// A weight is level * scale + offset, rounded once to float32 (the product is exact: level and scale together have at
+// most 24 significant bits) and, in a bfloat16 model, once more to bfloat16. These are the bits of the published values,
+// so products are bit-identical too.
 #pragma once
 
 #include "activations.h"
