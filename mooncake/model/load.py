@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
+from mooncake.host_memory import gives_back_memory
 from mooncake.kernels import Kernels
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
@@ -51,6 +52,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
 }
 
 
+@gives_back_memory
 def load_model(
     checkpoint: Checkpoint,
     dtype: str,

@@ -20,6 +20,7 @@ import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import InternalError
+from mooncake.host_memory import gives_back_memory
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
@@ -45,6 +46,7 @@ _STEP, _COPY, _STOP = 1, 2, 0
 class Shard:
     """One rank: its part of the model and of the paged cache ``[N, layers, K|V, Hkv / S, block_tokens, D]``."""
 
+    @gives_back_memory
     def __init__(
         self, group: Group, checkpoint: Checkpoint, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int
     ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,29 @@ def test_the_tightest_group_decides_and_one_without_a_limit_does_not(tmp_path: P
         write(groups / inside / "memory.current", f"{5 * GB}")
         write(groups / inside / "memory.stat", "anon 1\n")
     assert available_bytes(proc, groups) == 0, "it holds more than it may, and none of it can go"
+
+
+FREED = """
+from pathlib import Path
+from mooncake.host_memory import gives_back_memory
+
+def load():
+    return [b"x" * 100_000 for _ in range(1000)].pop()
+
+def anonymous_kb():
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) for row in rows if row.startswith("RssAnon"))
+
+before = anonymous_kb()
+for way in (load, gives_back_memory(load)):
+    kept = way()
+    print(anonymous_kb() - before)
+"""
+
+
+def test_what_was_freed_while_loading_is_the_systems_again() -> None:
+    """100 MB in blocks that the C library takes from its heap, below the one that is kept."""
+    ended = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    freed_kb, given_back_kb = map(int, ended.stdout.split())
+    assert freed_kb > 50_000, "this library gives back by itself"
+    assert given_back_kb < 5_000

@@ -154,10 +154,10 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
 
 @pytest.mark.slow
 def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    """As the system counts it: 113 MB of experts, a half and then a quarter of them with each rank."""
-    wide = {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16, "num_hidden_layers": 3}
+    """As the system counts it: 151 MB of experts, a half and then a quarter of them with each rank."""
+    wide = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_hidden_layers": 3}
     write_tiny_model(tmp_path, "qwen3_moe", **(WIDE | wide))
-    experts = 3 * 16 * 3 * 256 * 256 * 4
+    experts = 3 * 16 * 3 * 512 * 512 * 4
     held = []
     for size in (2, 4):
         with TensorParallelModel(str(tmp_path), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
