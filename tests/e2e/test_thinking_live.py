@@ -50,6 +50,7 @@ def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCl
     folder = tmp_path_factory.mktemp("thinking")
     ids = write_thinking_model(folder)
     small = ("cluster.decode=3", "block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
+    small += ("conductor.heartbeat_interval_s=0.05",)  # who decodes is known long before it has ended
     with running_cluster(small_config(f"model.path={folder}", *small)) as cluster:
         yield cluster, ids
 
