@@ -211,7 +211,7 @@ class RayCluster:
         return {node_id: int(await actor.pid.remote()) for node_id, actor in self.actors.items()}
 
     async def watch(self) -> NoReturn:
-        """Tell who is gone and who is back, until cancelled."""
+        """Tell who is gone and who is back, until cancelled. Raises NodeUnavailable when Ray itself is gone."""
         pids, away = await self.pids(), set[str]()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -224,6 +224,8 @@ class RayCluster:
                     away.discard(node_id)
                     pids[node_id] = pid
                     self._tell(f"{node_id} is back, as process {pid}")
+            if len(away) == len(self.actors):
+                await asyncio.to_thread(check_answers, self._ray_address)
 
     async def stop(self) -> None:
         """Stop the nodes, then what we started of Ray. Idempotent; a start that is under way is given up first."""
@@ -289,6 +291,8 @@ class RayCluster:
                 "(RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH)"
             ) from None
         self._is_joined = True
+        if self._ray_address == "auto":
+            self._ray_address = str(ray.get_runtime_context().gcs_address)
         self._loop.call_soon_threadsafe(take_back_sigterm)
 
     def _place(self, needs: list[dict[str, float]]) -> None:
@@ -353,7 +357,12 @@ class RayCluster:
 
     def _stop(self) -> None:
         if self._is_joined:
-            self._leave()
+            try:
+                check_answers(self._ray_address)
+            except NodeUnavailable:  # calls to it would wait for minutes, and Ray then end this process
+                self._forget()
+            else:
+                self._leave()
         for port in self._ports:
             port.close()
         if self._private is not None:
@@ -373,6 +382,9 @@ class RayCluster:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()
+        self._forget()
+
+    def _forget(self) -> None:
         self.actors.clear()
         self._group = None
         self._is_up = self._is_joined = False

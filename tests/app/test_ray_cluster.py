@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from mooncake.types import SamplingParams
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 ROOT = Path(__file__).parents[2]
+READY = "Ctrl-C stops the cluster."
 PROMPT = "The first three planets are"
 
 
@@ -107,24 +108,51 @@ async def test_a_start_that_is_given_up_leaves_no_ray_behind() -> None:
 @needs_ray
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["starting decode-0", "Ctrl-C stops the cluster."])
+@pytest.mark.parametrize("moment", ["starting decode-0", READY])
 def test_the_script_ends_in_order_when_it_is_told_to(moment: str) -> None:
     before = private_folders()
-    settings = [part for setting in SMALL for part in ("--set", setting)]
-    command = [sys.executable, "-u", str(ROOT / "deploy" / "ray_cluster.py"), *settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        assert any(moment in line for line in process.stdout)
+    with script_until(moment) as process:
         process.send_signal(signal.SIGTERM)
         rest, _ = process.communicate(timeout=40)
         assert rest.splitlines()[-1] == "stopped"
         assert "SIGTERM" not in rest
         assert process.returncode == 0
-        assert private_folders() == before
-    finally:
-        process.kill()
-        process.wait()
+    assert private_folders() == before
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_script_ends_with_the_ray_that_it_lives_on() -> None:
+    before = private_folders()
+    with script_until(READY) as process:
+        [head] = [pid for pid in descendants(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "gcs_server\n"]
+        os.kill(head, signal.SIGKILL)
+        rest, _ = process.communicate(timeout=60)
+        assert rest.splitlines()[-1].startswith("ray_cluster: no Ray answers at 127.0.0.1:")
+        assert process.returncode == 1
+    assert private_folders() == before
+
+
+@contextlib.contextmanager
+def script_until(moment: str) -> Iterator[subprocess.Popen[str]]:
+    """deploy/ray_cluster.py in a process of its own, once it has said this."""
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    command = [sys.executable, "-u", str(ROOT / "deploy" / "ray_cluster.py"), *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert any(moment in line for line in process.stdout)
+            yield process
+        finally:
+            process.kill()
+
+
+def descendants(pid: int) -> list[int]:
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [*children, *(pid for child in children for pid in descendants(child))]
 
 
 def private_folders() -> set[Path]:
