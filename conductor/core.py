@@ -47,7 +47,11 @@ class Core:
         self._is_coupled = config.cluster.coupled > 0
         self.channels = Channels()
         self.registry = Registry(
-            model.kv_fingerprint, model.shape.block_tokens, section.heartbeat_interval_s, section.node_timeout_s
+            model.kv_fingerprint,
+            model.shape.block_tokens,
+            section.heartbeat_interval_s,
+            section.node_timeout_s,
+            model.max_model_len,
         )
         self.index = PrefixIndex()
         self.costs = CostModel()

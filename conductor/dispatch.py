@@ -57,12 +57,13 @@ MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the dispatcher needs to know of the model: the seed of block names, block sizes, and the end-of-sequence
-    ids."""
+    """What the dispatcher needs to know of the model: the seed of block names, block sizes, the end-of-sequence
+    ids, and the tokens of prompt plus answer (0: not said)."""
 
     kv_fingerprint: str
     shape: Shape
     eos_ids: tuple[int, ...]
+    max_model_len: int = 0
 
 
 @dataclass(slots=True)

@@ -116,4 +116,5 @@ def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
             chunk_tokens=config.prefill.chunk_tokens,
         ),
         eos_ids=checkpoint.config.eos_ids,
+        max_model_len=checkpoint.config.context(config.model.max_model_len),
     )

@@ -75,6 +75,7 @@ class NodeInfo:
     max_sequences: int = 0
     can_switch: bool = False  # between prefill and decode
     device: str = ""  # the device it computes on
+    max_model_len: int = 0  # tokens of prompt plus answer, as configured; 0: not said
 
     @property
     def host_id(self) -> str:
@@ -121,8 +122,11 @@ _STANDING = {
 class Registry:
     """One owner. Methods that need the time take it as an argument (seconds, monotonic)."""
 
-    def __init__(self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float) -> None:
+    def __init__(
+        self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float, max_model_len: int = 0
+    ) -> None:
         self._fingerprint = kv_fingerprint
+        self._max_model_len = max_model_len
         self.block_tokens = block_tokens
         self._late_s = min(MISSED_HEARTBEATS * interval_s, timeout_s)
         self._timeout_s = timeout_s
@@ -256,4 +260,9 @@ class Registry:
             raise ConfigError(
                 f"node {info.node_id!r} makes KV {info.kv_fingerprint or '(none)'}, this cluster serves "
                 f"{self._fingerprint}: give every node the same model, dtype, block size and max_model_len"
+            )
+        if 0 < info.max_model_len < self._max_model_len:
+            raise ConfigError(
+                f"node {info.node_id!r} has a context of {info.max_model_len} tokens, this cluster "
+                f"{self._max_model_len}: give every node the same max_model_len"
             )

@@ -26,6 +26,7 @@ def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
         max_sequences=message.max_sequences,
         can_switch=message.can_switch,
         device=message.device,
+        max_model_len=message.max_model_len,
     )
 
 
@@ -41,6 +42,7 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
         max_sequences=info.max_sequences,
         can_switch=info.can_switch,
         device=info.device,
+        max_model_len=info.max_model_len,
     )
 
 

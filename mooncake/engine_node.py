@@ -153,6 +153,7 @@ class EngineNode:
             block_tokens=self.config.block.tokens,
             max_sequences=self._section.max_sequences,
             device=self.host.device,
+            max_model_len=self.host.max_model_len,
         )
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:

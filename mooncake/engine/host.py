@@ -154,6 +154,7 @@ class EngineHost:
         self._precision = config.precision(checkpoint.coding)
         self.content = self._precision.identity(checkpoint.digest)
         self.fingerprint = kv_fingerprint(self.content, plan.layout, plan.groups.name)
+        self.max_model_len = checkpoint.config.context(config.model.max_model_len)  # asked for: the plan's may be less
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section

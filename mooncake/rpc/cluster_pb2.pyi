@@ -33,6 +33,7 @@ class NodeInfo(_message.Message):
     MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
     CAN_SWITCH_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode", "store" """
@@ -47,6 +48,8 @@ class NodeInfo(_message.Message):
     """can become the other one of "prefill" and "decode" """
     device: _builtins.str
     """of prefill and decode nodes: "cpu", "cuda", "cuda:1", …"""
+    max_model_len: _builtins.int
+    """prompt plus answer, as configured; a node with a shorter one than the cluster is refused"""
     @_builtins.property
     def segment(self) -> _common_pb2.SegmentAddress: ...
     def __init__(
@@ -62,10 +65,11 @@ class NodeInfo(_message.Message):
         max_sequences: _builtins.int = ...,
         can_switch: _builtins.bool = ...,
         device: _builtins.str = ...,
+        max_model_len: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ def prefill(node_id: str = "p0", incarnation: int = 1, **changes: object) -> Nod
 
 
 def registry() -> Registry:
-    return Registry("kv", 64, interval_s=0.5, timeout_s=5.0)
+    return Registry("kv", 64, interval_s=0.5, timeout_s=5.0, max_model_len=256)
 
 
 def beat(nodes: Registry, now: float, node_id: str = "p0", incarnation: int = 1, draining: bool = False) -> bool:
@@ -163,6 +163,7 @@ def test_a_sick_node_works_only_when_there_is_no_other() -> None:
     [
         ({"kv_fingerprint": "other"}, "the same model"),
         ({"block_tokens": 16}, "blocks of 16"),
+        ({"max_model_len": 64}, "a context of 64 tokens, this cluster 256"),
         ({"node_id": ""}, "an id"),
         ({"control_address": ""}, "control address"),
     ],
