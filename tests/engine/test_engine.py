@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
     Cancelled,
@@ -106,7 +107,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_only_the_last_token_is_computed_a
     outputs = engine.step()
     assert again.num_cached_tokens == 15
     assert engine.load().copied_blocks == 1
-    assert again.block_table[:3] == shared[:3] and again.block_table[3] != shared[3]
+    assert again.holding.block_table[:3] == shared[:3] and again.holding.block_table[3] != shared[3]
     engine.cache.memory[shared[3]] ^= 0xFF  # who still reads there is seen
     assert answers(outputs + run_all(engine)) == {"again": true_answer(prompt, 12)}
 
@@ -347,7 +348,7 @@ def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: Sampli
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = target.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        target.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     source.release(name)
     target.start_reserved(name, [output.token for output in outputs])
 
@@ -479,13 +480,13 @@ def test_a_prefix_is_loaded_and_only_the_rest_is_computed() -> None:
     prompt = random_prompt(23, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    sequence = hash_sequence("r", prompt, external_blocks=4)
+    sequence = hash_sequence("r", prompt, borrowed=Borrowed(4))
     target.add(sequence)
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
     assert [index for index, _, _ in hook.loads["r"]] == [0, 1, 2, 3]
     assert hook.steps[0] == [("r", 16, 7)]
     assert sequence.num_cached_tokens == 0
-    target.add(hash_sequence("again", prompt, external_blocks=5))
+    target.add(hash_sequence("again", prompt, borrowed=Borrowed(5)))
     run_all(target, hook)
     assert hook.loads["again"] == []  # its own cache is nearer
 
@@ -494,7 +495,7 @@ def test_the_last_token_is_computed_even_when_everything_could_be_loaded() -> No
     prompt = random_prompt(16, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    target.add(hash_sequence("r", prompt, external_blocks=4))
+    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
     assert hook.steps[0] == [("r", 15, 1)]
 
@@ -507,7 +508,7 @@ def test_a_load_that_fails_costs_time_only(layer: int, recover: Callable[[Engine
     hook = Pool(source, target, fail_at=("r", layer))
     target.add(hash_sequence("other", other))
     outputs = target.step(hook)
-    target.add(hash_sequence("r", prompt, external_blocks=4))
+    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     recover(target, raised.value)
@@ -526,7 +527,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
     target = hash_engine(chunk_tokens=64)
     hook = Pool(source, target, fail_at=("a", 1))
     for name, prompt in prompts.items():
-        target.add(hash_sequence(name, prompt, external_blocks=4))
+        target.add(hash_sequence(name, prompt, borrowed=Borrowed(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     assert target.rewind_failed(raised.value) == ["a"]
@@ -536,7 +537,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
 
 def test_without_a_hook_nothing_can_be_loaded() -> None:
     engine = hash_engine()
-    engine.add(hash_sequence("r", random_prompt(9, 0), external_blocks=2))
+    engine.add(hash_sequence("r", random_prompt(9, 0), borrowed=Borrowed(2)))
     with pytest.raises(KVLoadFailed):
         engine.step()
     engine.rewind("r")
@@ -592,7 +593,7 @@ def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing
                     del prompts[name]
             else:
                 known = len(shared) // BLOCK if prompt[: len(shared)] == shared else 0
-                engine.add(hash_sequence(name, prompt, sampling, external_blocks=known))
+                engine.add(hash_sequence(name, prompt, sampling, borrowed=Borrowed(known)))
                 if known and random.random() < 0.5:
                     hook.fail_at = (name, int(random.integers(0, 2)))
         if prompts and random.random() < 0.05:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
@@ -72,7 +73,7 @@ class BrokenLink:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
-        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.is_loading)
+        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.holding.is_loading)
 
     def before_layer(self, layer: int) -> None:
         if layer == 1 and self.loading:
@@ -137,7 +138,7 @@ def test_an_aborted_request_is_told_so(thread: EngineThread) -> None:
 
 def test_a_failed_load_is_computed_instead(thread: EngineThread) -> None:
     inbox = Inbox()
-    thread.add(hash_sequence("r", random_prompt(21, 0), external_blocks=4), inbox)
+    thread.add(hash_sequence("r", random_prompt(21, 0), borrowed=Borrowed(4)), inbox)
     assert inbox.answer() == true_answer(random_prompt(21, 0), 12)
 
 

@@ -60,7 +60,7 @@ class Watch:
     def end_step(self, plan: StepPlan) -> None:
         assert self.begun is not None and {entry.sequence.request_id for entry in plan.entries} <= set(self.begun)
         assert all(entry.sequence.num_computed == entry.first + entry.num_tokens for entry in plan.entries)
-        assert all(entry.sequence.block_table for entry in plan.entries)
+        assert all(entry.sequence.holding.block_table for entry in plan.entries)
         self.begun = None
         if self.raises_at_end:
             raise self.raises_at_end.pop()
@@ -150,7 +150,7 @@ def hand_over(engine: Engine, name: str, prompt: list[int], sampling: SamplingPa
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = engine.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     seen += reservation.block_ids
     engine.start_reserved(name, [output.token for output in outputs])
 
@@ -372,7 +372,7 @@ def hand_over_with(
     tokens: list[SampledToken] = [o.token for o in sorted(run_all(source), key=lambda output: output.choice)]
     reservation = engine.reserve(hash_sequence(name, prompt, sampling, eos_ids=eos))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     engine.start_reserved(name, tokens)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 import pytest
 
 from mooncake.engine.engine import Engine
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import SequenceState
 from mooncake.page_groups import PageGroups, page_key, plan_groups
 from mooncake.types import BeamSearch, SamplingParams
 from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_prompt, run_all
@@ -16,10 +16,6 @@ from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_eng
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 WINDOW = 6
-
-
-def num_held(engine: Engine, sequence: Sequence) -> int:
-    return len(engine._scheduler.blocks.held(sequence))
 
 
 @pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
@@ -43,9 +39,9 @@ def test_a_sequence_holds_the_pages_that_the_formula_has(windows: Rows[int], num
         n = sequence.num_computed
         if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
             blocks, first = -(-n // BLOCK), max(n - WINDOW, 0) // BLOCK
-            assert num_held(engine, sequence) == num_kept * blocks + num_windowed * (blocks - first)
-            assert num_held(engine, sequence) == engine.config.groups.num_pages(n, BLOCK)
-            assert engine.block_pool.num_in_use == num_held(engine, sequence)
+            assert len(sequence.holding.pages) == num_kept * blocks + num_windowed * (blocks - first)
+            assert len(sequence.holding.pages) == engine.config.groups.num_pages(n, BLOCK)
+            assert engine.block_pool.num_in_use == len(sequence.holding.pages)
 
 
 def test_a_prompt_holds_no_more_than_a_window_and_a_chunk() -> None:
@@ -218,7 +214,7 @@ def test_prompts_that_share_a_window_get_on_though_pages_are_lacking(windows: Ro
             outputs += engine.step()
             assert not (engine.is_stalled and engine.has_work)
             num_lacks += any(
-                len(sequence.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
+                len(sequence.holding.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
                 for sequence in engine._scheduler.running
             )
         assert answers(outputs) == {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}
