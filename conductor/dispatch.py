@@ -19,13 +19,14 @@ from itertools import count
 from conductor.absence import Absence
 from conductor.accounts import Ticket
 from conductor.api import Delta, InferenceRequest
-from conductor.attempt import Attempt, AttemptFailed, wire_requests
+from conductor.attempt import Attempt, AttemptFailed
 from conductor.door import Door
 from conductor.fairness import band_of
 from conductor.fleet import Fleet
 from conductor.journey import Journey
 from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger
+from conductor.node_requests import node_requests
 from conductor.policies import POLICIES, Policy
 from conductor.registry import NodeInfo
 from conductor.retry import Failure, Incarnations
@@ -288,7 +289,7 @@ class Dispatcher:
         if self._is_coupled:
             placement = placement._replace(pools=(), fetched_tokens=0)
         epoch = next(self._epochs)
-        requests = wire_requests(request, tokens, placement, epoch)  # before booking: it may exceed the message size
+        requests = node_requests(request, tokens, placement, epoch)  # before booking: it may exceed the message size
         ticket = self._book(facts, placement, request.sampling.max_tokens, now)
         journey.lifecycle.move(RequestState.PLACED)
         attempt = Attempt(
