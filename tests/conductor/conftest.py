@@ -17,7 +17,7 @@ import pytest
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.service import ClusterServicer
 from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory

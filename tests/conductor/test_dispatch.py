@@ -294,7 +294,7 @@ async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_clu
 async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0, ttft_limit_ms=60_000)
     dispatcher, arrivals = cluster.core.dispatcher, []
-    dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
+    dispatcher.placer.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
     cluster.prefill[0].script.gate = gate = asyncio.Event()  # it would notice, too
     await cluster.decode[0].relay.kill()  # its heartbeats take another way
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
@@ -493,7 +493,7 @@ async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere
 async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, max_requests=2)
     arrivals: list[float] = []
-    cluster.core.dispatcher.on_arrival.append(
+    cluster.core.dispatcher.placer.on_arrival.append(
         lambda question, placement, now: arrivals.append(question.facts.num_tokens)
     )
     cluster.prefill[0].script.gate = gate = asyncio.Event()
@@ -512,7 +512,9 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
 async def test_who_is_refused_for_its_deadline_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     arrivals: list[float] = []
-    cluster.core.dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.new_tokens))
+    cluster.core.dispatcher.placer.on_arrival.append(
+        lambda question, placement, now: arrivals.append(placement.new_tokens)
+    )
     for size in (10, 100, 1000):
         cluster.core.costs.observe_prefill("p0", size, 0, 60_000.0)
     with pytest.raises(Overloaded, match="after the request's deadline"):
@@ -589,7 +591,7 @@ async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_
     cluster.prefill[0].events.append([BlockEvent(True, key) for key in keys[:3]])
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p0") == 3)
     new_tokens: list[int] = []
-    cluster.core.dispatcher.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
+    cluster.core.dispatcher.placer.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
     await cluster.generate(cluster.request(prompt, 3))
     await cluster.generate(cluster.request(prompt, 3, prompt_logprobs=0))
     assert new_tokens == [20 - 3 * 4, 20]

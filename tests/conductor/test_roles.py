@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo
 from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory

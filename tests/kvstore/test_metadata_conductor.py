@@ -12,7 +12,7 @@ import pytest
 from redis_process import RedisProcess
 
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo, NodeLoad, NodeState
 from conductor.view import Shape
 from kvstore.metadata.redis import RedisDirectory
