@@ -1,9 +1,10 @@
-"""Runs requests: names their blocks, places them, calls both nodes at once, merges their messages into one stream.
+"""Runs requests: has them placed, calls both nodes at once, merges their messages into one stream.
 
 It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
 here and nowhere else: a failed attempt is cancelled on both nodes and retried on another pair, from the last token that
 the client has seen; sampling keyed by position makes that exact. A request's progress is in its ``journey``, what its
-failures have taught in ``retry``; this module makes the calls, waits and keeps the books.
+failures have taught in ``retry``, where it goes is the ``placer``'s to say; this module calls, waits and keeps the
+books.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from conductor.fleet import Fleet
 from conductor.journey import Journey
 from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger
-from conductor.node_requests import node_requests
+from conductor.node_requests import NodeRequests, node_requests
 from conductor.placer import ModelFacts, Placer
 from conductor.registry import NodeInfo
 from conductor.retry import Failure, incarnations
@@ -45,7 +46,7 @@ from mooncake.errors import (
 )
 from mooncake.rpc.convert import check_scores
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels
-from mooncake.types import PrefillReport, Role
+from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -246,22 +247,27 @@ class Dispatcher:
         request, now = journey.request, self._clock()
         facts = self.placer.facts(journey, now)
         placement = self.placer.place(facts, journey, now)
-        epoch = next(self._epochs)
         # before booking: it may exceed the message size
-        requests = node_requests(request, journey.tokens, placement, epoch)
+        requests = node_requests(request, journey.tokens, placement, next(self._epochs))
         ticket = self._book(facts, placement, request.sampling.max_tokens, now)
-        journey.lifecycle.move(RequestState.PLACED)
+        journey.placed(placement)
+        log.debug("%s placed: %s", request.request_id, placement)
+        return self._call(journey, placement, ticket, requests)
+
+    def _call(self, journey: _Running, placement: Placement, ticket: Ticket, requests: NodeRequests) -> Attempt:
+        request = journey.request
+        merger = Merger(
+            expected=[len(answer) for answer in journey.emitted],
+            handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
+            tells_first=not journey.is_search,
+            tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
+        )
         attempt = Attempt(
             channels=self._channels,
             placement=placement,
             ticket=ticket,
             requests=requests,
-            merger=Merger(
-                expected=[len(answer) for answer in journey.emitted],
-                handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
-                tells_first=not journey.is_search,
-                tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
-            ),
+            merger=merger,
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
@@ -272,14 +278,6 @@ class Dispatcher:
             attempt.end_choice(choice)
         for info in attempt.nodes:
             self._attempts.setdefault(info.incarnation, set()).add(attempt)
-        journey.summary = replace(
-            journey.summary,
-            prefill_node=placement.prefill.node_id,
-            decode_node=placement.decode.node_id if placement.decode else "",
-            retries=journey.retries.count,
-            predicted_ttft_ms=journey.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
-        )
-        log.debug("%s placed: %s", request.request_id, placement)
         return attempt
 
     def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Ticket:
@@ -299,7 +297,7 @@ class Dispatcher:
         report = attempt.merger.report
         is_news = report is not None and not journey.has_report
         if report is not None and is_news:
-            self._count_prompt(journey.take_report(report))
+            self.stats.count_prompt(journey.take_report(report), self._model.shape.block_tokens)
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
 
     def _note_first(self, journey: _Running, attempt: Attempt) -> None:
@@ -309,13 +307,6 @@ class Dispatcher:
             self.door.look_late(attempt.ticket, self.placer.facts(journey, now))
         if attempt.placement.is_known:
             self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
-
-    def _count_prompt(self, report: PrefillReport) -> None:
-        block_tokens = self._model.shape.block_tokens
-        self.stats.prompt_tokens += report.prompt_tokens
-        self.stats.cached_tokens += report.cached_tokens
-        self.stats.block_queries += report.prompt_tokens // block_tokens
-        self.stats.block_hits += report.cached_tokens // block_tokens
 
     def _prepare_retry(self, journey: _Running, attempt: Attempt, failure: AttemptFailed) -> None:
         """Learn from a failed attempt. Raises its error when there is nothing left to try."""
@@ -361,7 +352,4 @@ class Dispatcher:
         if journey.lifecycle.has_ended:  # it failed
             return
         journey.lifecycle.move(RequestState.FINISHED if journey.is_whole else RequestState.CANCELLED)
-        self.stats.finished += journey.is_whole
-        self.stats.cancelled += not journey.is_whole
-        self.stats.recent_durations_s.append(self._clock() - journey.started_at)
-        self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
+        self.stats.count_end(journey.is_whole, self._clock() - journey.started_at, journey.num_emitted)
