@@ -27,9 +27,10 @@ from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_respon
 from conductor.ingress.http_server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
-from conductor.ingress.pipeline import Pipeline, ServedModel
+from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.reading.form import answer_form
 from conductor.ingress.responses import ResponsesApi
+from conductor.ingress.served_model import ServedModel
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
