@@ -118,6 +118,7 @@ class OpenAIApi:
 
     def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
         self.pipeline = pipeline
+        self.prompts = pipeline.prompts
         self.form = form
         self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
@@ -145,7 +146,7 @@ class OpenAIApi:
         call, body = await self.receive(request, CompletionRequest, COMPLETION.id_prefix)
         check_completion(body)
         asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        keep = self.pipeline.prompts.num_to_keep(body.truncate_prompt_tokens, asked)
+        keep = self.prompts.num_to_keep(body.truncate_prompt_tokens, asked)
         prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
         n = _num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
@@ -153,21 +154,19 @@ class OpenAIApi:
         extras = self.extras(body, logprobs=body.logprobs is not None)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
         asked = 1 if is_echo_alone else asked
-        bad_words = self.pipeline.prompts.bad_words(body.bad_words or ())
+        bad_words = self.prompts.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
-            self.pipeline.prompts.check_room(len(tokens), body.max_tokens, "max_tokens")
-            max_tokens = self.pipeline.prompts.max_tokens(len(tokens), asked, None)
+            self.prompts.check_room(len(tokens), body.max_tokens, "max_tokens")
+            max_tokens = self.prompts.max_tokens(len(tokens), asked, None)
             scores = body.logprobs if body.echo else None
             with _guide_named(body.guide_field):
                 sampling = sampling_of(
                     body, self.pipeline.model.sampling, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words
                 )
-                await self.pipeline.prompts.check_guide(sampling.guide)
+                await self.prompts.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
-            echo = (
-                await self.pipeline.prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
-            )
+            echo = await self.prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
@@ -184,7 +183,7 @@ class OpenAIApi:
             chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
         )
         job = await self.chat_job(call, conversation, asked, logprobs)
-        self.pipeline.prompts.check_room(len(job.request.tokens), asked, name)
+        self.prompts.check_room(len(job.request.tokens), asked, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
         thinks = self.form.thinks
         return await self._answer(
@@ -201,7 +200,7 @@ class OpenAIApi:
         """A chat's prompt, or its last ``keep`` tokens. Raises like ``Pipeline.encode_chat``."""
         try:
             messages, variables = conversation.for_template(self.form)
-            return await self.pipeline.prompts.encode_chat(
+            return await self.prompts.encode_chat(
                 messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
             )
         except RecursionError:  # JSON that could only just be parsed
@@ -212,11 +211,11 @@ class OpenAIApi:
     ) -> Job:
         """The checked job of a chat. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        keep = self.pipeline.prompts.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
+        keep = self.prompts.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
-        max_tokens = self.pipeline.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
-        bad_words = self.pipeline.prompts.bad_words(fields.bad_words or ())
-        tokenizer = self.pipeline.prompts.tokenizer
+        max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
+        bad_words = self.prompts.bad_words(fields.bad_words or ())
+        tokenizer = self.prompts.tokenizer
         start = self.form.start(tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening)
         with _guide_named(fields.guide_field):
             sampling = sampling_of(fields, self.pipeline.model.sampling, max_tokens, logprobs, bad_words=bad_words)
@@ -228,7 +227,7 @@ class OpenAIApi:
         if guide is not None:
             with _guide_named("tools" if sampling.guide is None else fields.guide_field):
                 sampling = replace(sampling, guide=self.form.guide(guide, start, tokenizer.control_id))
-                await self.pipeline.prompts.check_guide(sampling.guide)
+                await self.prompts.check_guide(sampling.guide)
         job = self._job(call, tokens, sampling, 0)
         return replace(job, kept=self.form.markers(tools), reader=lambda: self.form.reader(tools, start))
 
@@ -243,19 +242,17 @@ class OpenAIApi:
             conversation = Conversation(chat_messages(body.messages), tools, template_variables(body), is_begun)
             tokens = await self.encode(conversation)
         else:
-            tokens = await self.pipeline.prompts.encode(
-                body.prompt or "", add_special=body.add_special_tokens is not False
-            )
-        name = self.pipeline.prompts.tokenizer.token_name
+            tokens = await self.prompts.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        name = self.prompts.tokenizer.token_name
         names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else UNSET
-        answer = TokenizeResponse(len(tokens), self.pipeline.prompts.context_len, tokens.tolist(), names)
+        answer = TokenizeResponse(len(tokens), self.prompts.context_len, tokens.tolist(), names)
         return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, DetokenizeRequest)
         self.pipeline.model.adapter_of(body.model or "")
-        tokens = self.pipeline.prompts.as_tokens(body.tokens, "tokens")
-        text = await self.pipeline.prompts.decode(tokens, skip_special=False)  # detokenize shows control tokens
+        tokens = self.prompts.as_tokens(body.tokens, "tokens")
+        text = await self.prompts.decode(tokens, skip_special=False)  # detokenize shows control tokens
         return json_response(DetokenizeResponse(text))
 
     # ------------------------------------------------------------ in
@@ -279,19 +276,19 @@ class OpenAIApi:
         """The four forms OpenAI allows: a text, texts, token ids, or lists of those; the last ``keep`` tokens of
         each."""
         if isinstance(prompt, str):
-            return [await self.pipeline.prompts.encode(prompt, keep=keep, add_special=add_special)]
+            return [await self.prompts.encode(prompt, keep=keep, add_special=add_special)]
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if ids := [item for item in prompt if isinstance(item, int)]:
             if len(ids) < len(prompt):
                 raise InvalidRequest("a prompt mixes token ids with something else", "prompt")
-            return [self.pipeline.prompts.check_tokens(ids, keep=keep)]
+            return [self.prompts.check_tokens(ids, keep=keep)]
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
         return [
-            await self.pipeline.prompts.encode(item, keep=keep, add_special=add_special)
+            await self.prompts.encode(item, keep=keep, add_special=add_special)
             if isinstance(item, str)
-            else self.pipeline.prompts.check_tokens(_ids(item), keep=keep)
+            else self.prompts.check_tokens(_ids(item), keep=keep)
             for item in prompt
         ]
 
@@ -312,7 +309,7 @@ class OpenAIApi:
         )
 
     def extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
-        tokenizer = self.pipeline.prompts.tokenizer
+        tokenizer = self.prompts.tokenizer
         return Extras(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             stream=lambda: tokenizer.stream(fields.skip_special_tokens is not False),
@@ -382,7 +379,7 @@ class OpenAIApi:
         """An adapter's entry names its base model, as vLLM's does."""
         model = self.pipeline.model
         parent = None if name == model.name else model.name
-        return ModelCard(name, model.created, self.pipeline.prompts.context_len, parent=parent)
+        return ModelCard(name, model.created, self.prompts.context_len, parent=parent)
 
 
 def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:

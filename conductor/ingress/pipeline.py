@@ -1,7 +1,7 @@
 """What every front door shares: a request is checked, tokenized and made a job, and its answers come back in pieces.
 
-It owns tokenizing, limits, deadlines and the ranking of several answers. It knows neither HTTP, gRPC nor any wire
-format, nor where a request runs: below it there is only ``conductor.api.Generator``.
+It owns deadlines, the limit on running requests and the ranking of several answers; ``prompts`` tokenizes. It knows
+neither HTTP, gRPC nor any wire format, nor where a request runs: below it there is only ``conductor.api.Generator``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only gua
 
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
 _SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
-
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 

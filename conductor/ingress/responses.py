@@ -109,7 +109,7 @@ class ResponsesApi:
         variables = chosen_variables(body.chat_template_kwargs, effort)
         conversation = Conversation(_messages(body), tools, variables, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
-        api.pipeline.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
+        api.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
         extras = api.extras(body, logprobs is not None)
         writer = ResponseWriter(head, extras, tells_thoughts=body.include_reasoning is not False)
