@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake bench blend", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
@@ -98,7 +98,11 @@ def parse(args: list[str]) -> Options:
     add("--repeat", type=int, default=5, help="timings per measurement")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = parser.parse_args(args)
+    return parser
+
+
+def parse(args: list[str]) -> Options:
+    given = _parser().parse_args(args)
     try:
         shares = tuple(float(share) for share in given.shares.split(","))
     except ValueError:

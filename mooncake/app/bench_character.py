@@ -98,7 +98,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench character", __doc__)
     flags.add("--models", type=output_folder, required=True, metavar="DIR", help="folder for trained models")
     flags.add("--layers", type=whole("--layers", 6), default=12)
@@ -123,7 +123,11 @@ def parse(args: list[str]) -> Options:
     flags.threads()
     flags.seed()
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.threads:
         torch.set_num_threads(given.threads)
     for flag, width in (("--hidden", given.hidden), ("--prompt-hidden", given.prompt_hidden)):

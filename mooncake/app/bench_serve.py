@@ -72,7 +72,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench serve", __doc__)
     add = flags.add
     add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
@@ -91,7 +91,11 @@ def parse(args: list[str]) -> Options:
     flags.seed()
     flags.quick("a minute instead of ten: shm, 1 and 4 clients, short prompts")
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1

@@ -78,7 +78,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench variants", __doc__)
     add = flags.add
     flags.model()
@@ -108,7 +108,11 @@ def parse(args: list[str]) -> Options:
     )
     add("--threads", type=int, default=torch.get_num_threads())
     add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     first, dash, last = given.layers.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         raise ConfigError(f"--layers is like 10-19, got {given.layers!r}")
