@@ -12,19 +12,17 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping
-from json import dumps as json_text  # a JSON string or number is one of TOML too
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mooncake.api_keys import API_KEY_ENV
+from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, load
+from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
 from mooncake.app.outputs import writable, writable_folder
-from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
 if TYPE_CHECKING:
@@ -48,16 +46,6 @@ app.add_typer(traces_app)
 variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
 app.add_typer(variants_app, name="variants")
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value; may be repeated.", show_default=False),
-]
-Address = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
-]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
@@ -91,111 +79,7 @@ BENCHES = {
 }
 
 
-@app.command()
-def serve(
-    named_model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
-    ] = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="A folder, a .gguf file, or smollm2.", show_default="from the configuration")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, or auto, the faster one here.", show_default="float32")
-    ] = None,
-    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its name for clients.", show_default="the model's own")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of prompt plus answer.", show_default="the model's own")
-    ] = None,
-    generation_config: Annotated[
-        str | None,
-        typer.Option(metavar="auto|none", help="Sampling defaults: the model's own, or none.", show_default="auto"),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="How thoughts are separated from answers; vLLM's names.", show_default="auto"
-        ),
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="How tool calls are parsed; vLLM's names.", show_default="auto"),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    http_port: Annotated[
-        int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
-    ] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A PEFT LoRA adapter; may be repeated.", show_default=False),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="A key that callers send; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
-            show_default=False,
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Origin of web pages that may call (CORS), or *; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    ssl_certfile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Certificate for HTTPS and gRPC over TLS.")
-    ] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
-    ssl_ca_certs: Annotated[str | None, typer.Option(metavar="FILE", help="The CA of client certificates.")] = None,
-    ssl_cert_reqs: Annotated[
-        int | None, typer.Option(min=0, max=2, help="Client certificates: 0 none, 1 optional, 2 required.")
-    ] = None,
-    restart: Annotated[bool, typer.Option(help="Restart processes that died.")] = True,
-    ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
-    log_level: Annotated[str, typer.Option(help="Log level of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
-) -> None:
-    """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
-    if named_model and model and named_model != model:
-        raise ConfigError(f"two models are named, {named_model} and {model}: a cluster serves one")
-    flags = {
-        "model.path": named_model or model,
-        "model.dtype": dtype,
-        "model.name": served_model_name,
-        "model.max_model_len": max_model_len,
-        "model.generation_config": generation_config,
-        "conductor.reasoning_parser": reasoning_parser,
-        "conductor.tool_call_parser": tool_call_parser,
-        "conductor.host": host,
-        "conductor.allowed_origins": allowed_origin,
-        "cluster.prefill": prefill,
-        "cluster.decode": decode,
-        "conductor.http_port": http_port,
-        "conductor.grpc_port": grpc_port,
-        "model.adapters": lora,
-        "conductor.api_keys": api_key,
-        "conductor.ssl_certfile": ssl_certfile,
-        "conductor.ssl_keyfile": ssl_keyfile,
-        "conductor.ssl_ca_certs": ssl_ca_certs,
-        "conductor.ssl_cert_reqs": ssl_cert_reqs,
-    }
-    settings = _load(config, overrides, flags)
-    log_level = log_level.upper()
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
-    from mooncake.app.role_main import run_async
-    from mooncake.app.serve import serve as serve_here
-    from mooncake.app.serve import serve_on_ray
-
-    run_async(serve_on_ray(settings, log_level) if ray else serve_here(settings, restart, log_level))
+app.command()(serve)
 
 
 @app.command()
@@ -225,7 +109,7 @@ def generate(
     from mooncake.app.talk import generate as generate_once
 
     options = TalkOptions(
-        _address(address, config, overrides),
+        address_of(address, config, overrides),
         _sampling(max_tokens, temperature, top_p, seed),
         tuple(stop or ()),
         system,
@@ -253,7 +137,7 @@ def chat(
     from mooncake.app.talk import chat as converse
 
     sampling = _sampling(max_tokens, temperature, top_p, seed)
-    converse(TalkOptions(_address(address, config, overrides), sampling, tuple(stop or ()), system, model=model))
+    converse(TalkOptions(address_of(address, config, overrides), sampling, tuple(stop or ()), system, model=model))
 
 
 @app.command()
@@ -263,7 +147,7 @@ def status(
     """The nodes of a running cluster, their load, what was reused."""
     from mooncake.app.show import show_status
 
-    show_status(_address(address, config, overrides), as_json)
+    show_status(address_of(address, config, overrides), as_json)
 
 
 @app.command()
@@ -277,7 +161,7 @@ def role(
     """Make a prefill node a decode node, or the other way. It takes nodes started with cluster.switchable."""
     from mooncake.app.switch import switch_role
 
-    switch_role(_address(address, config, overrides), node, to)
+    switch_role(address_of(address, config, overrides), node, to)
 
 
 @app.command()
@@ -316,7 +200,7 @@ def replay(
     options = ReplayOptions(
         tokens_per_block, speed, jitter_ms, seed, concurrency, timeout_s, SLO(ttft_slo_ms, tbt_slo_ms)
     )
-    replay_trace(trace, _address(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
+    replay_trace(trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)
@@ -394,7 +278,7 @@ def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from mooncake.app.role_main import run_async
 
     any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # beside any cluster that is there already
-    run_async(show_demo(_load(config, [*any_ports, *(overrides or [])], {})))
+    run_async(show_demo(load(config, [*any_ports, *(overrides or [])], {})))
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)
@@ -446,27 +330,6 @@ def config_show(
     from mooncake.app.show import show_config
 
     show_config(config, overrides or [], origin, as_json)
-
-
-def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:
-    """Flags win over --set, --set over the file, the file over the defaults."""
-    given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
-    config = load_config(path, [*(overrides or []), *given])
-    if config.conductor.api_key:
-        os.environ[API_KEY_ENV] = config.conductor.api_key  # where clients look
-    if config.conductor.ssl_certfile or config.node.ssl_ca_certs:
-        from mooncake.tls import tls_of  # brings in gRPC
-
-        if tls := tls_of(config):
-            os.environ.update(tls.environment())
-    return config
-
-
-def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
-    from mooncake.rpc.server import check_address
-
-    settings = _load(path, overrides, {})  # also for an address: the configuration may have the key to it
-    return check_address(address or settings.conductor_address)
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingParams:
