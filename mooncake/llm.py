@@ -134,7 +134,7 @@ class LLM:
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
-        _check_counts(counts, goes_with_several=device == "cpu" and not adapters)
+        _check_counts(counts, device, has_adapters=bool(adapters))
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
@@ -427,14 +427,13 @@ class _DraftAnswer:
             self.finish_reason = FinishReason.STOP
 
 
-def _check_counts(counts: Mapping[str, int], goes_with_several: bool) -> None:
-    """Numbers of processes, by name: one at most is not 1, and ``goes_with_several`` says whether the other settings
-    allow that one. Raises ConfigError, InvalidRequest."""
+def _check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) -> None:
+    """Numbers of processes, by parameter: one at most is not 1. Raises ConfigError, InvalidRequest."""
     check_least({name: (count, 1) for name, count in counts.items()})
     several = [name for name, count in counts.items() if count > 1]
     if len(several) > 1:
         raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-    if several and not goes_with_several:
+    if several and (device != "cpu" or has_adapters):
         raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
 
 
