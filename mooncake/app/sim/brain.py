@@ -1,5 +1,5 @@
-"""The shipped conductor in virtual time: its registry, index, costs, fleet, scheduler and admission, called where the
-live dispatcher calls them. Nothing is decided here.
+"""The real conductor in virtual time: its registry, index, costs, fleet, scheduler and admission, called where the live
+dispatcher calls them. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_BEATS = 4  # heartbeats that a node may miss
 
 
 class Refused(Exception):
-    """Admission says no; ``retry_after_s`` is when it might say yes."""
+    """Refused by admission; worth a retry after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__()

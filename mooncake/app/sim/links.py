@@ -90,9 +90,9 @@ class Network:
             self._leave(flow)
 
     def finish_within(self, flow: Flow, left_s: float) -> None:
-        """Limit it so that its last byte arrives this much later: its sender's pace has changed."""
+        """Limit the flow so that its last byte arrives ``left_s`` from now: the sender's pace has changed."""
         self._settle(flow)
-        if not flow.left:  # its last byte is on the way
+        if not flow.left:  # the last byte is on the way
             return
         ports = flow.source, flow.target
         bound = {port for port in ports if port.binds}
