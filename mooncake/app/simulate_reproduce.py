@@ -1,6 +1,6 @@
-"""``mooncake reproduce``: the paper's experiments in virtual time, a JSON file each and one table beside the paper.
+"""``mooncake reproduce``: the paper's experiments in virtual time, one JSON file each, and one table of comparison.
 
-Experiments can be run one at a time; the table is made of all results that are in the folder.
+Experiments can be run one at a time; the table has all results in the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ file was not there.
 
 
 def reproduce(folder: Path, target: Path, only: list[str]) -> None:
-    """Raises ConfigError for an experiment that is not known, or a folder that is not there."""
+    """Raises ConfigError for an unknown experiment or a missing folder."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; it is to hold the published traces")
     for name in only:
@@ -39,7 +39,7 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
             raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")
     traces, made_by = Traces(folder), commit()
     if made_by.endswith("-dirty"):
-        err.print("[yellow]there are changes that no commit has: the results will say so[/]")
+        err.print("[yellow]there are uncommitted changes: the results will say so[/]")
     for name in only or list(ALL):
         started_s = time.perf_counter()
         traces.used.clear()
@@ -53,7 +53,7 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
 
 
 def write_page(target: Path) -> None:
-    """The table of all results that are there."""
+    """Write the table of all results in the folder."""
     (target / "README.md").write_text(page(target))
 
 
@@ -65,7 +65,7 @@ def page(folder: Path) -> str:
 
 
 def load(folder: Path) -> list[Finding]:
-    """The results that are there, in the order of the experiments."""
+    """The results in the folder, in the order of the experiments."""
     files = [folder / f"{name}.json" for name in ALL]
     return [msgspec.json.decode(file.read_bytes(), type=Finding) for file in files if file.exists()]
 

@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:
                 check_ports(config)
             assert caught.value.message == (
                 f"port {port} is taken by process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()}); "
-                f"choose another with {flag}, or stop what holds it"
+                f"choose another with {flag}, or stop that process"
             )
     assert port_holder(port) == ""
 

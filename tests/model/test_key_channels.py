@@ -96,7 +96,7 @@ def test_an_empty_text_is_not_measured_on_another_one(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "llama", max_position_embeddings=512)
     text = tmp_path / "empty.txt"
     text.touch()
-    with pytest.raises(ConfigError, match="0 tokens of text tell too little of keys"):
+    with pytest.raises(ConfigError, match="0 tokens of text are too few"):
         measure(ScaleOptions(str(tmp_path / "model"), tmp_path / "keys.json", text, tokens=128))
     assert not (tmp_path / "keys.json").exists()
 
