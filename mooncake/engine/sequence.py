@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 NEVER = sys.maxsize
-"""More tokens than there are."""
+"""Larger than any number of tokens."""
 
 
 class SequenceState(StrEnum):
