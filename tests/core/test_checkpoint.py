@@ -258,7 +258,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "more layers": (lambda f: edit(f / "config.json", num_hidden_layers=3), "lacks the weight model.layers.2."),
     "fewer layers": (
         lambda f: edit(f / "config.json", num_hidden_layers=1),
-        "has the weight model.layers.1.input_layernorm.weight, which nothing in its configuration asks for",
+        "has the weight model.layers.1.input_layernorm.weight, which its configuration does not need",
     ),
     "biases": (lambda f: edit(f / "config.json", attention_bias=True), "asks for attention_bias"),
     "activation": (lambda f: edit(f / "config.json", hidden_act="gelu"), "only silu"),
@@ -288,7 +288,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
             f / "model.safetensors.index.json",
             weight_map={"a": sorted(f.glob("*.safetensors"))[0].name},
         ),
-        "promises the tensor a",
+        "names the tensor a",
     ),
 }
 

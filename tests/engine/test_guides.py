@@ -119,7 +119,7 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
     ):
         with pytest.raises(InvalidRequest, match="guide is not valid"):
             llm.generate(PROMPT, SamplingParams(guide=guide))
-    with pytest.raises(InvalidRequest, match="says when the answer ends"):
+    with pytest.raises(InvalidRequest, match="decides when the answer ends"):
         guided(GuideKind.JSON_OBJECT, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="cannot guide"):
         hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))

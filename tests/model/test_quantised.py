@@ -511,7 +511,7 @@ def problem(published: Published) -> str:
             {"quant_method": "bitsandbytes"},
             "is quantised by 'bitsandbytes', which is not supported; supported: comp",
         ),
-        (fp8, {"quant_method": "mxfp4"}, "scale, which nothing in its configuration asks for"),
+        (fp8, {"quant_method": "mxfp4"}, "scale, which its configuration does not need"),
         (fp8, {"quant_method": None}, "is quantised by None, which is not supported"),
         (fp8, {"weight_block_size": [128]}, "weight_block_size must be two sizes, got [128]"),
         (fp8, {"weight_block_size": [0, 128]}, "weight_block_size must be two sizes"),
@@ -580,7 +580,7 @@ def test_what_is_not_supported_is_one_sentence(
         ),
         (lambda: gptq(4, 32), {"g_idx": torch.full((64,), 2).int()}, "g_idx names a group that"),
         (lambda: gptq(4, 32), {"g_idx": torch.arange(-1, 63).int()}, "g_idx names a group that"),
-        (lambda: gptq(4, 32), {"bias": torch.ones(64)}, "q_proj.bias, which nothing in its configuration asks for"),
+        (lambda: gptq(4, 32), {"bias": torch.ones(64)}, "q_proj.bias, which its configuration does not need"),
         (lambda: awq(32), {"scales": torch.ones(2, 63).half()}, "scales is F16 [2, 63]; its quantisation needs"),
     ],
 )

@@ -224,9 +224,9 @@ async def test_a_node_refuses_a_profile_that_is_not_its_own(tmp_path: Path) -> N
     async def start(path: Path, model: Path = receiver, *settings: str) -> None:
         await PrefillNode(pair_config("prefill-t", model, 100, f"prefill.variant={path}", *settings)).start()
 
-    with pytest.raises(ConfigError, match="profile is about KV"):
+    with pytest.raises(ConfigError, match="profile is for KV"):
         await start(mine, sender)
-    with pytest.raises(ConfigError, match="profile is about KV"):
+    with pytest.raises(ConfigError, match="profile is for KV"):
         await start(mine, receiver, "model.dtype=bfloat16", "model.weights=int8")
     with pytest.raises(ConfigError, match="must keep"):
         await start(profile(sender, receiver, range(2, 3)))
