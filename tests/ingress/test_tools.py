@@ -193,7 +193,7 @@ async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named
     ("template", "parser", "sentence"),
     [
         ("tools", "hermes2", "must be one of auto, hermes, granite, llama3_json.*got 'hermes2'"),
-        ("", "mistral", "needs a chat template that tells tools"),
+        ("", "mistral", "needs a chat template that lists tools"),
     ],
 )
 async def test_a_parser_that_cannot_be_is_refused_at_the_start(open_front, template, parser, sentence):

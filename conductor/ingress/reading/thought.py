@@ -28,8 +28,8 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tags around a thought. With ``is_first_left_out`` an answer begins inside a thought, whoever wrote the
-    opening tag."""
+    """The tags around a thought. With ``is_first_left_out`` an answer begins inside a thought, without the opening
+    tag."""
 
     begin: str
     end: str
