@@ -1,4 +1,4 @@
-"""Following a node that changes its role: every end is told, and none is waited for in vain."""
+"""Following a node that changes its role: every outcome is reported, and no wait is in vain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_node_drains_and_comes_back_in_its_new_role() -> None:
     followed = switch()
     assert not followed.is_done(node(), 0)
     assert not followed.is_done(node("draining"), 1)
-    assert not followed.is_done(node("draining"), 1 + 10 * UNTOLD_S)  # long answers take what they take
+    assert not followed.is_done(node("draining"), 1 + 10 * UNTOLD_S)  # long answers may take long
     assert followed.is_done(node(role="decode", incarnation=2), 1000)
 
 

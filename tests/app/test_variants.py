@@ -1,4 +1,4 @@
-"""Two variants of a model beside each other, and the profile that comes of it."""
+"""Two variants of a model compared, and the resulting profile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmarks run, and end with the line that scripts rely on. How fast anything is, no test says."""
+"""The benchmarks run, and end with the line that scripts rely on. No test asserts a speed."""
 
 from __future__ import annotations
 
