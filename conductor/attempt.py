@@ -116,7 +116,7 @@ class _ReportIsLate:
     pass
 
 
-_Said = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | _Ended | _ReportIsLate
+_Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | _Ended | _ReportIsLate
 
 
 class _Inbox:
@@ -124,7 +124,7 @@ class _Inbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: deque[tuple[Role, _Said]] = deque()
+        self._items: deque[tuple[Role, _Message]] = deque()
         self._error: MooncakeError | None = None
         self._filled = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -133,8 +133,8 @@ class _Inbox:
     async def room(self) -> None:
         await self._has_room.wait()
 
-    def post(self, role: Role, said: _Said) -> None:
-        self._items.append((role, said))
+    def post(self, role: Role, message: _Message) -> None:
+        self._items.append((role, message))
         self._filled.set()
         if len(self._items) >= self._limit:
             self._has_room.clear()
@@ -143,7 +143,7 @@ class _Inbox:
         self._error = self._error or error
         self._filled.set()
 
-    async def get(self) -> tuple[Role, _Said]:
+    async def get(self) -> tuple[Role, _Message]:
         while not self._items:
             if self._error is not None:
                 raise self._error
@@ -225,9 +225,9 @@ class Attempt:
     async def next(self) -> Delta:
         """The next delta (without its summary). Raises AttemptFailed or DeadlineExceeded."""
         while True:
-            role, said = await self._inbox.get()
+            role, message = await self._inbox.get()
             was_prefilled = self.merger.is_prefilled
-            delta = self._take(role, said)
+            delta = self._take(role, message)
             if self.merger.is_prefilled and not was_prefilled:
                 self._on_prefilled()
             self._arm_timers()
@@ -274,24 +274,24 @@ class Attempt:
         if handoff is not None and not handoff.has_ended:
             handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
 
-    def _take(self, role: Role, said: _Said) -> Delta | None:
-        ended = said if isinstance(said, _Ended) else None
+    def _take(self, role: Role, message: _Message) -> Delta | None:
+        ended = message if isinstance(message, _Ended) else None
         if ended is not None and ended.is_lost:
             self.lost_nodes.append(self._nodes[role])
         try:
-            match said:
+            match message:
                 case prefill_pb2.PrefillResponse():
-                    return self.merger.prefill_said(said)
+                    return self.merger.prefill_said(message)
                 case decode_pb2.DecodeResponse():
-                    if self.merger.is_unwanted(said.choice):
-                        self.end_choice(said.choice)  # it had not started when it was told to end
-                    return self.merger.decode_said(said)
+                    if self.merger.is_unwanted(message.choice):
+                        self.end_choice(message.choice)  # it had not started when it was told to end
+                    return self.merger.decode_said(message)
                 case _ReportIsLate():
                     return self.merger.report_is_late()
                 case _Ended() if role is Role.PREFILL:
-                    return self.merger.prefill_ended(said.error)
+                    return self.merger.prefill_ended(message.error)
                 case _Ended():
-                    self.merger.decode_ended(said.error)
+                    self.merger.decode_ended(message.error)
                     return None
         except DeadlineExceeded:
             raise
@@ -346,15 +346,15 @@ class Attempt:
 
     def _how_it_ended(self, failure: grpc.RpcError, peer: str) -> _Ended:
         error = error_from_rpc(failure, peer)
-        told = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
+        has_code = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
             str(key) for key, _ in failure.trailing_metadata() or ()
         }
         if isinstance(error, DeadlineExceeded):
             if self._clock() >= self._deadline - 0.1:
                 return _Ended(error, is_retryable=False)
             return _Ended(HandoffFailed(f"{peer}: {error.message}"))
-        if not told and isinstance(error, NodeUnavailable):
+        if not has_code and isinstance(error, NodeUnavailable):
             return _Ended(error, is_lost=True)
-        if not told and isinstance(error, InternalError):
+        if not has_code and isinstance(error, InternalError):
             return _Ended(error)  # a crash in the node's handler, or a broken stream
         return _Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

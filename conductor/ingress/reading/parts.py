@@ -70,15 +70,15 @@ class OnceReader:
         return not self._is_over and self.reader.is_thinking
 
     def push(self, text: str, is_last: bool) -> list[Said]:
-        told: list[Said] = []
+        parts: list[Said] = []
         if self._is_over:
-            return told
+            return parts
         for part in self.reader.push(text, is_last):
-            told.append(part)
+            parts.append(part)
             if isinstance(part, CallPart) and part.is_end:
                 self._is_over = True
                 break
-        return told
+        return parts
 
 
 def read_json(text: str) -> Any:
