@@ -27,7 +27,7 @@ from mooncake.types import SamplingParams
 
 BLOCK = 64
 MIN_TOKEN = 100  # ids below are often special
-RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: more tokens than they can get during a long prompt
+RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: long enough not to end during a long prompt
 NOTES = (
     "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
     "99th percentile",
@@ -60,7 +60,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, Cancelled after Ctrl-C."""
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
-    config["model"] = Path(options.model).name  # the line names no path
+    config["model"] = Path(options.model).name  # no path in the report
     report = Report("chunked", config, options.seed, notes=list(NOTES))
     ways = {
         "whole": (0, 0.0),

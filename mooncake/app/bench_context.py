@@ -159,7 +159,7 @@ class Bench:
     def _tell_bytes(
         self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, Value]
     ) -> None:
-        """For the last pass; and how long the longest-waiting rank waited."""
+        """Report the bytes of the last pass, and the longest wait of a rank."""
         report, shape = cut.report, shape_of(self._checkpoint, setup)
         assert report is not None
         plan = ContextPlan.of(setup.size, batch.query_starts.numpy(), batch.context_lens.numpy())

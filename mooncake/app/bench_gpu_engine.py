@@ -137,13 +137,13 @@ def _step_s(
     settings = EngineConfig(BLOCK, 0, batch, longest, keep_events=False)
     engine = Engine(model, cache, settings)
     vocab = model.config.vocab_size
-    asked = SamplingParams(
+    params = SamplingParams(
         max_tokens=longest - context, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
     )
     for index in range(batch):
         prompt = random.integers(0, vocab, context, dtype=np.uint32)
         name = f"r{index}"
-        engine.reserve(Sequence(name, prompt, context, asked, Chain(b"bench"), eos_ids=(), max_model_len=longest))
+        engine.reserve(Sequence(name, prompt, context, params, Chain(b"bench"), eos_ids=(), max_model_len=longest))
         engine.start_reserved(name, [SampledToken(0, int(random.integers(vocab)))])
     for _ in range(3):
         engine.step()

@@ -78,7 +78,7 @@ def parse(args: list[str]) -> Options:
     add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
     flags.overrides()
     flags.model("")  # default: the configuration's model
-    flags.transports("shm,tcp", "of the hand-off, each in its own cluster")
+    flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
     add("--new", type=int, default=48, metavar="TOKENS")

@@ -100,7 +100,7 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench store", __doc__)
     add = flags.add
     flags.mooncake_python()
-    flags.transports("tcp,shm", "of ours, each measured")
+    flags.transports("tcp,shm", "our transports, each measured")
     add("--seconds", type=float, default=0.4, help="seconds per repetition")
     flags.reps(4, "turns of each")
     flags.seed()

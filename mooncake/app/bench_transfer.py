@@ -103,7 +103,7 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench transfer", __doc__)
     add = flags.add
     flags.mooncake_python()
-    flags.transports("tcp,shm", "of ours, each measured")
+    flags.transports("tcp,shm", "our transports, each measured")
     half = max(1, (os.cpu_count() or 2) // 2)
     add("--streams", type=int, default=min(2, half), help="TCP connections; both ends of one use a core each here")
     add("--seconds", type=float, default=0.3, help="seconds per repetition")

@@ -49,14 +49,14 @@ class Flags:
         self.add("--peer-model", default="", metavar="DIR", help=what)
 
     def mooncake_python(self) -> None:
-        what = "with mooncake-transfer-engine-non-cuda, to compare with"
+        what = "a Python that has mooncake-transfer-engine-non-cuda, to compare with"
         self.add("--mooncake-python", default="", metavar="PATH", help=what)
 
     def reps(self, default: int, what: str | None = None) -> None:
         self.add("--reps", type=whole("--reps", 1), default=default, help=what)
 
     def turns_within(self, default_s: float) -> None:
-        what = "time limit; each measurement is done at least once"
+        what = "time limit (s); each measurement is done at least once"
         self.add("--max-s", type=float, default=default_s, help=what)
 
     def seed(self) -> None:

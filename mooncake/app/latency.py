@@ -155,10 +155,10 @@ def summarize(results: Sequence[RequestResult], block_tokens: int, duration_s: f
 
 
 def hit_rates(results: Sequence[RequestResult], block_tokens: int) -> HitRates:
-    asked = [-(-result.prompt_tokens // block_tokens) for result in results]
+    num_blocks = [-(-result.prompt_tokens // block_tokens) for result in results]
     hit = [result.cached_tokens // block_tokens for result in results]
     return HitRates(
-        block=sum(hit) / max(1, sum(asked)),
+        block=sum(hit) / max(1, sum(num_blocks)),
         token=sum(result.cached_tokens for result in results) / max(1, sum(result.prompt_tokens for result in results)),
-        request_mean=mean([found / max(1, total) for found, total in zip(hit, asked, strict=True)]),
+        request_mean=mean([found / max(1, total) for found, total in zip(hit, num_blocks, strict=True)]),
     )

@@ -128,8 +128,8 @@ def _arrivals(axes: Axes, results: Sequence[RequestResult]) -> None:
 def _hit_rate(axes: Axes, results: Sequence[RequestResult], endless: float) -> None:
     ordered = sorted(results, key=lambda result: result.sent_s)
     hit = accumulate(result.cached_tokens for result in ordered)
-    asked = accumulate(result.prompt_tokens for result in ordered)
-    rates = [found / max(1, total) for found, total in zip(hit, asked, strict=True)]
+    total_tokens = accumulate(result.prompt_tokens for result in ordered)
+    rates = [found / max(1, total) for found, total in zip(hit, total_tokens, strict=True)]
     axes.plot([result.sent_s for result in ordered], rates, color=LINE, label="so far, by token")
     axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run, by token")
     axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(0, 1))

@@ -22,10 +22,10 @@ ALL = EXPERIMENTS | CONTESTS
 _HEAD = """# The paper's figures, replayed
 
 Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
-fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. What is run stands in `mooncake/app/sim`:
-`experiments.py` (the paper's) and `contests.py` (what is asked of us). A verdict is by a rule in `verdicts.py`, which
-reads the table. Each part names the traces that it was made of; tool&agent is generated of its measured shape where its
-file was not there.
+fitted to FAST'25 Fig. 14 and 15), with the real conductor's decisions. The experiments are in `mooncake/app/sim`:
+`experiments.py` (the paper's) and `contests.py` (our own requirements). Verdicts follow from the tables by the rules in
+`verdicts.py`. Each part names its traces; if the tool&agent trace was missing, a generated one of its measured shape
+was used.
 
 """
 

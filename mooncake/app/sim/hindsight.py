@@ -202,11 +202,11 @@ def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floa
     ``[requests, features]`` have near ranks."""
     ranks = features.argsort(axis=0).argsort(axis=0) / max(len(features), 1)
     is_right = np.abs(WAITS[:, None] / true_s - 1.0) <= EXACT  # [waits, requests]
-    told: Floats = np.zeros(len(features))
+    predicted_s: Floats = np.zeros(len(features))
     for one in range(len(features)):
         distance = ((ranks - ranks[one]) ** 2).sum(axis=1)
         distance[is_slow != is_slow[one]] += features.shape[1]  # farther than all others
         distance[one] = np.inf
         alike = distance.argsort(kind="stable")[: min(ALIKE, len(features) - 1)]
-        told[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
-    return told
+        predicted_s[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
+    return predicted_s
