@@ -1,7 +1,7 @@
 """``mooncake bench chunked``: one process that prefills and decodes; answers are running when a long prompt arrives.
 
-The same traffic with whole prompts, with chunks of fixed size and with chunks cut to a limit on the token gap, in turn.
-It shows the gap that the arrival causes, and what the cutting costs the prompt.
+The same traffic alternately with whole prompts, with chunks of fixed size and with chunks cut to a limit on the token
+gap. It shows the gap that the arrival causes, and how much the chunks slow the prompt.
 """
 
 from __future__ import annotations

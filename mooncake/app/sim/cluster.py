@@ -1,4 +1,4 @@
-"""What is simulated: machines with measured step curves, their caches and links, and the conductor's settings.
+"""The simulated cluster: machines with measured step curves, their caches and links, and the conductor's settings.
 
 A cluster is one TOML file; presets are such files in this folder. With ``extends`` a file contains only its differences
 from another. This module holds facts only and knows no events.
@@ -109,7 +109,7 @@ class Conductor(Frozen, frozen=True):
     balances_roles: bool = False  # machines change between prefill and decode
     switch_s: NotNegative = 0.2  # duration of a switch once the machine is empty
     replicates: bool = True  # hot prefixes are copied ahead of need, to machines that do not have them
-    replica_ttl_s: Positive = 120.0  # a copy not asked for in that time is dropped
+    replica_ttl_s: Positive = 120.0  # a copy not used in that time is dropped
     max_tokens: Count = 4096  # of an answer, as requested by clients
     heartbeat_s: Positive = 1.0
     sample_every: Count = 1  # nodes report every n-th measurement

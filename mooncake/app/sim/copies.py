@@ -69,7 +69,7 @@ class Copies:
         moving = _Moving(copy)
         self._moving[moving] = None
         source, target = host_of(copy.source), host_of(copy.target)
-        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call reaches nobody
+        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call fails
             self._end(moving, ok=False)
             return
         store = self._machines[source].cache

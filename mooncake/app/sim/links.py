@@ -27,7 +27,7 @@ class Port:
 
     @property
     def binds(self) -> bool:
-        """Whether its flows want more than its capacity. Otherwise the port slows nobody."""
+        """Whether its flows want more than its capacity. Otherwise the port limits no flow."""
         return self.demand > self._binds_above
 
 
@@ -80,7 +80,7 @@ class Network:
             flows = self._touched([port for port in (out, into) if port.binds])
             flows.setdefault(flow)
             self._share(flows)
-        else:  # it uses all it can and slows nobody
+        else:  # it runs at its limit and affects no other flow
             self._set_rate(flow, flow.limit)
         return flow
 

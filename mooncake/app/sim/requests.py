@@ -85,7 +85,7 @@ class Flight:
         self.retries = 0  # retries that followed a loss that counts
         self.returns = 0  # times that its client returned after a refusal
         self.predicted_ttft_s = math.nan
-        self.first_token_s = math.nan  # of the answer, whichever attempt produced it
+        self.first_token_s = math.nan  # of the answer, from any attempt
         self.session = ""
         self.dead: frozenset[int] = frozenset()  # incarnations of nodes lost while they served it
         self.begin_attempt()
@@ -96,7 +96,7 @@ class Flight:
         self.prefill_id = self.decode_id = ""
         self.source_id = ""  # the host it is fetching from
         self.cached_tokens = self.fetched_tokens = 0
-        self.ssd_tokens = 0  # that came from an SSD, here or on another host
+        self.ssd_tokens = 0  # read from an SSD, here or on another host
         self.loading: Loading | None = None  # reading from an SSD
         self.is_ready = False  # everything needed to compute it has arrived
         self.is_prefilled = self.is_handed_over = False
@@ -131,8 +131,8 @@ class Results:
         self.tail_tbt_ms = np.full(size, np.nan)
         self.end_s = np.full(size, np.nan)
         self.cached_tokens = np.zeros(size, dtype=np.int64)  # reused, wherever from
-        self.fetched_tokens = np.zeros(size, dtype=np.int64)  # of those, from another host
-        self.ssd_tokens = np.zeros(size, dtype=np.int64)  # of the reused, from an SSD, here or on another host
+        self.fetched_tokens = np.zeros(size, dtype=np.int64)  # part of cached_tokens: from another host
+        self.ssd_tokens = np.zeros(size, dtype=np.int64)  # part of cached_tokens: from an SSD, here or on another host
         self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
         self.retry_after_s = np.full(size, np.nan)
         self.attempts = np.zeros(size, dtype=np.int16)

@@ -52,8 +52,8 @@ class Run:
     speed: float = 1.0
     jitter_s: float = 3.0
     max_output: int | None = None
-    tokens_per_block: int = TRACE_BLOCK_TOKENS  # that one id of the trace stands for; fewer in a scaled trace
-    returns: int = 0  # how often a refused client comes back when told to; its times then start anew
+    tokens_per_block: int = TRACE_BLOCK_TOKENS  # tokens per id of the trace; fewer in a scaled trace
+    returns: int = 0  # how often a refused client returns after its retry time; its times then start over
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Simulation:
             return
         machines = (flight.prefill_id, flight.decode_id)
         missing = [name for name in machines if name in self._down] if self._down else ()
-        if missing:  # the conductor has not noticed yet: its call reaches nobody, which costs no retry
+        if missing:  # the conductor has not noticed yet: its call fails, which does not count as a retry
             self._try_again(flight, missing, is_free=True)
         elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
@@ -306,7 +306,7 @@ class Simulation:
         if gaps:
             mean_ms = (now - flight.first_token_s) * 1e3 / gaps
             results.mean_tbt_ms[index] = mean_ms
-            # After a retry whose prefill gave the last token, nobody has tracked the gaps.
+            # After a retry whose prefill gave the last token, no gaps were recorded.
             results.tail_tbt_ms[index] = mean_ms if math.isnan(tail_ms) else tail_ms
         self._end(flight, Fate.DONE, math.nan)
 
