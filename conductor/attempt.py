@@ -110,9 +110,9 @@ class Attempt:
     async def next(self) -> Delta:
         """The next delta (without its summary). Raises AttemptFailed or DeadlineExceeded."""
         while True:
-            role, said = await self._inbox.get()
+            role, message = await self._inbox.get()
             was_prefilled = self.merger.is_prefilled
-            delta = self._take(role, said)
+            delta = self._take(role, message)
             if self.merger.is_prefilled and not was_prefilled:
                 self._on_prefilled()
             self._arm_timers()
@@ -158,24 +158,24 @@ class Attempt:
         if handoff is not None and not handoff.has_ended:
             handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
 
-    def _take(self, role: Role, said: Said) -> Delta | None:
-        ended = said if isinstance(said, Ended) else None
+    def _take(self, role: Role, message: Said) -> Delta | None:
+        ended = message if isinstance(message, Ended) else None
         if ended is not None and ended.is_lost:
             self._lost.add(role)
         try:
-            match said:
+            match message:
                 case prefill_pb2.PrefillResponse():
-                    return self.merger.prefill_said(said)
+                    return self.merger.prefill_said(message)
                 case decode_pb2.DecodeResponse():
-                    if self.merger.is_unwanted(said.choice):
-                        self.end_choice(said.choice)  # it had not started when it was told to end
-                    return self.merger.decode_said(said)
+                    if self.merger.is_unwanted(message.choice):
+                        self.end_choice(message.choice)  # it had not started when it was told to end
+                    return self.merger.decode_said(message)
                 case ReportIsLate():
                     return self.merger.report_is_late()
                 case Ended() if role is Role.PREFILL:
-                    return self.merger.prefill_ended(said.error)
+                    return self.merger.prefill_ended(message.error)
                 case Ended():
-                    self.merger.decode_ended(said.error)
+                    self.merger.decode_ended(message.error)
                     return None
         except DeadlineExceeded:
             raise

@@ -123,7 +123,7 @@ async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
     try:
         there = await store.exists(keys, timeout_s=ASK_TIMEOUT_S)
     except MooncakeError as error:
-        log.info("a pool cannot be asked for a variant's KV: %s", error.message)
+        log.info("a pool does not answer for a variant's KV: %s", error.message)
         return 0
     return next((i for i, found in enumerate(there) if not found), len(keys))
 

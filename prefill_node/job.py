@@ -174,7 +174,7 @@ class PrefillJob:
         try:
             return await self._prefix.count(usable)
         except MooncakeError as error:
-            log.info("the pool cannot be asked, going on without: %s", error.message)
+            log.info("the pool does not answer, continuing without: %s", error.message)
             self._store = self._prefix = None
             return 0
 

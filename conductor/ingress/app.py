@@ -80,8 +80,8 @@ class Ingress:
         api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
-            told = ("x-request-id", "x-mooncake-warning", "retry-after")
-            app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)
+            exposed = ("x-request-id", "x-mooncake-warning", "retry-after")
+            app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=exposed)
         edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = HttpServer(edge, limits)
 

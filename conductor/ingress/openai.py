@@ -145,20 +145,20 @@ class OpenAIApi:
     async def complete(self, request: Request) -> Response:
         call, body = await self.receive(request, CompletionRequest, COMPLETION.id_prefix)
         check_completion(body)
-        asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        keep = self.prompts.num_to_keep(body.truncate_prompt_tokens, asked)
+        max_new = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        keep = self.prompts.num_to_keep(body.truncate_prompt_tokens, max_new)
         prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
         n = _num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self.extras(body, logprobs=body.logprobs is not None)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
-        asked = 1 if is_echo_alone else asked
+        max_new = 1 if is_echo_alone else max_new
         bad_words = self.prompts.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
             self.prompts.check_room(len(tokens), body.max_tokens, "max_tokens")
-            max_tokens = self.prompts.max_tokens(len(tokens), asked, None)
+            max_tokens = self.prompts.max_tokens(len(tokens), max_new, None)
             scores = body.logprobs if body.echo else None
             with _guide_named(body.guide_field):
                 sampling = sampling_of(
@@ -177,13 +177,13 @@ class OpenAIApi:
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         n = _num_choices(body, 1)
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        max_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         conversation = Conversation(
             chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
         )
-        job = await self.chat_job(call, conversation, asked, logprobs)
-        self.prompts.check_room(len(job.request.tokens), asked, name)
+        job = await self.chat_job(call, conversation, max_new, logprobs)
+        self.prompts.check_room(len(job.request.tokens), max_new, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
         thinks = self.form.thinks
         return await self._answer(

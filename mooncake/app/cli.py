@@ -1,5 +1,5 @@
-"""The command line: names, flags and exit codes. What a command does lives in its own module, imported when it runs,
-so that ``mooncake --help`` answers at once.
+"""The command line: names, flags and exit codes. Each command is in its own module, imported when it runs, so that
+``mooncake --help`` answers at once.
 
 Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a missing dependency, 130 interrupted.
 """
@@ -28,7 +28,7 @@ from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 if TYPE_CHECKING:
     from mooncake.types import SamplingParams
 
-# For output: a disk is full, a file as large as it may be, a terminal or whoever read a pipe is gone.
+# Errors of output: the disk is full, the file size limit is reached, the terminal or the reader of a pipe is gone.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 app = typer.Typer(
@@ -56,26 +56,26 @@ Adapter = Annotated[
 ]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens that make up this probability.")]
 
-# flags of theirs, --help too, are for the module behind them to read
+# their flags, including --help, are parsed by the command's module
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
-    "blend": "prompts put together from chunks computed alone, beside full prefill",
+    "blend": "prompts blended from cached chunks, compared with full prefill",
     "character": "windows, shared KV and one KV head: quality, bytes, time of prompts",
-    "chunked": "answers under way while a long prompt arrives",
+    "chunked": "running answers while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
-    "context": "a long prompt over several processes beside one",
+    "context": "a long prompt over several processes, compared with one",
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
     "layout": "KV read into another layout",
-    "pipeline": "prompts through stages, beside one process",
+    "pipeline": "prompts through pipeline stages, compared with one process",
     "quality": "what narrow formats cost in perplexity",
-    "rdma": "one-sided writes and reads beside perftest",
-    "serve": "a cluster as its clients see it, beside one engine",
+    "rdma": "one-sided writes and reads, compared with perftest",
+    "serve": "a cluster as its clients see it, compared with one engine",
     "speculation": "answers with and without guesses",
-    "ssd": "the SSD tier beside fio",
-    "store": "the pool's put, get and look-up beside Mooncake's store",
-    "transfer": "the data plane beside Mooncake's transfer engine",
-    "variants": "KV of a variant of a model, read in place of a full prefill",
+    "ssd": "the SSD tier, compared with fio",
+    "store": "the pool's put, get and exists, compared with Mooncake's store",
+    "transfer": "the data plane, compared with Mooncake's transfer engine",
+    "variants": "KV of a model's variant, read instead of a full prefill",
 }
 
 
@@ -99,12 +99,12 @@ def generate(
     timeout_s: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="Seconds to wait for the whole answer.", show_default="what the cluster gives a request"
+            min=0.1, help="Seconds to wait for the whole answer.", show_default="the cluster's limit for a request"
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask once and stream the answer. Then come its TTFT, speed and reused tokens."""
+    """Ask once and stream the answer. TTFT, speed and reused tokens follow."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import generate as generate_once
 
@@ -132,7 +132,7 @@ def chat(
     seed: Seed = 0,
     stop: Stop = None,
 ) -> None:
-    """A conversation; each turn reuses the blocks of those before."""
+    """Chat in turns; each turn reuses the blocks of those before."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import chat as converse
 
@@ -144,7 +144,7 @@ def chat(
 def status(
     config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
 ) -> None:
-    """The nodes of a running cluster, their load, what was reused."""
+    """Show a running cluster: nodes, load, reused tokens."""
     from mooncake.app.show import show_status
 
     show_status(address_of(address, config, overrides), as_json)
@@ -158,7 +158,7 @@ def role(
     overrides: Overrides = None,
     address: Address = "",
 ) -> None:
-    """Make a prefill node a decode node, or the other way. It takes nodes started with cluster.switchable."""
+    """Make a prefill node a decode node, or the reverse. Needs nodes started with cluster.switchable."""
     from mooncake.app.switch import switch_role
 
     switch_role(address_of(address, config, overrides), node, to)
@@ -245,7 +245,7 @@ def profile_variants(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as both are served.")] = "float32",
     block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Same as block.tokens.")] = 64,
 ) -> None:
-    """Find the layers that one variant of a model has to compute itself to read another's KV."""
+    """Find the layers to recompute when a model reads a variant's KV."""
     from mooncake.app.variant_profile import ProfileOptions, profile
 
     profile(
@@ -265,7 +265,7 @@ def profile_variants(
 
 @app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
-    """Play a trace on a live pair of nodes and in the simulator."""
+    """Play a trace live and in the simulator, and compare."""
     from mooncake.app.validate import main as compare
 
     compare(context.args)
@@ -273,11 +273,11 @@ def validate(context: typer.Context) -> None:
 
 @app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Start a cluster, ask it twice, replay a small trace. It shows what was reused and where time went."""
+    """Start a cluster, ask it twice, and replay a small trace."""
     from mooncake.app.demo import demo as show_demo
     from mooncake.app.role_main import run_async
 
-    any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # beside any cluster that is there already
+    any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # another cluster may be running
     run_async(show_demo(load(config, [*any_ports, *(overrides or [])], {})))
 
 
@@ -286,7 +286,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)] = "",
 ) -> None:
-    """Measure: a table, then one line of JSON."""
+    """Run a benchmark: a table, then one line of JSON."""
     if name in ("", "-h", "--help"):
         typer.echo("Usage: mooncake bench NAME [OPTIONS]; mooncake bench NAME --help lists its options\n")
         typer.echo("\n".join(f"  {each:<12} {what}" for each, what in BENCHES.items()))
@@ -312,7 +312,7 @@ def _common(
 
 @app.command()
 def version() -> None:
-    """The version of this installation."""
+    """Show the installed version."""
     import platform
     from importlib.metadata import version as installed
 
@@ -326,7 +326,7 @@ def config_show(
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Every value that a cluster would start with."""
+    """Show every value that a cluster would start with."""
     from mooncake.app.show import show_config
 
     show_config(config, overrides or [], origin, as_json)
@@ -347,12 +347,12 @@ def exit_code(error: MooncakeError) -> int:
 
 
 def main() -> None:
-    """The console script. Whatever a user can cause is one sentence on stderr, never a traceback."""
+    """The console script. User errors are one sentence on stderr, never a traceback."""
     try:
         try:
             app()
         finally:
-            sys.stdout.flush()  # while what goes wrong can still be told
+            sys.stdout.flush()  # while an error can still be reported
     except MooncakeError as error:
         sys.stderr.write(f"mooncake: {error.message}\n")
         raise SystemExit(exit_code(error)) from None
@@ -361,7 +361,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what could not be written is tried at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mooncake: {f'{error.filename}: ' if error.filename else ''}{error.strerror}\n")
         raise SystemExit(1) from None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mooncake.engine.inherit import HiddenStates
 
 NEVER = sys.maxsize
-"""More tokens than there are."""
+"""Larger than any number of tokens."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ class Holdings:
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
-        """The fewest pages it can be computed with."""
+        """Minimum number of pages to compute it."""
         return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:

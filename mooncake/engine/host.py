@@ -66,8 +66,8 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
     num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
-    asked = checkpoint.config.context(config.model.max_model_len)
-    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or asked, config.block.tokens, asked)
+    context = checkpoint.config.context(config.model.max_model_len)
+    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or context, config.block.tokens, context)
     if num_pages < 2 * groups.num_groups:
         raise ConfigError(
             f"kv_gb = {section.kv_gb:g} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "

@@ -540,7 +540,7 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
 
 
 async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_them(start_cluster: Any) -> None:
-    """It was computed twice, and whoever had asked was told to come again."""
+    """Such a prompt was once computed twice, and the client was told to retry."""
     cluster = await start_cluster(1, 1)
     with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
         await cluster.generate(cluster.request([5] * 46_000, 8, prompt_logprobs=20))
@@ -584,7 +584,7 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
 
 
 async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_cluster: Any) -> None:
-    """All of it is computed. A decode node that held it was given it for a short tail, and kept its answers waiting."""
+    """All of it is computed. Once, a decode node that held it got it as a short tail, and delayed its answers."""
     cluster = await start_cluster(1, 1)
     prompt = list(range(10, 30))
     keys = Chain.of("kv").keys(np.array(prompt, dtype=np.uint32), 4)
@@ -598,7 +598,7 @@ async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_
 
 
 async def test_an_adapter_that_begins_within_a_prompt_is_placed_by_the_models_own_blocks(start_cluster: Any) -> None:
-    """And a retry, which goes on from what was told, lets it begin at the same token."""
+    """And in a retry, which continues from the tokens already sent, the adapter starts at the same token."""
     cluster = await start_cluster(2, 2)
     prompt = list(range(10, 30))
     cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)

@@ -1,4 +1,4 @@
-"""The way in, live: limits refuse or hold back, who waits gets in when room is made, and nobody is forgotten there."""
+"""Admission, live: limits refuse or delay requests, waiting ones are admitted when there is room, and none is lost."""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +44,7 @@ async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster:
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: Any, mode: str) -> None:
-    """What was spent on it by then is no reason to refuse where requests are only held back."""
+    """In soft mode the request is not refused, although it is counted."""
     cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
     stats = cluster.core.dispatcher.door.admission.stats
     assert stats.refused_after_prefill == 0

@@ -1,4 +1,4 @@
-"""What a node is asked to become, by hand or by the balancer, and when that is no longer asked of it."""
+"""Requests to change a node's role, by an operator or the balancer, and when they are withdrawn."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_search_that_is_aborted_or_fails_leaves_nothing(num_steps: int) -> Non
 
 
 class LoadsOnceAndFails:
-    """A hook that fills blocks out of another engine's, once; whoever is to load them again sees its step fail."""
+    """A hook that fills blocks from another engine's once; a second load fails its step."""
 
     def __init__(self, source: KVCache, table: list[int], target: KVCache) -> None:
         self._source, self._table, self._target = source, table, target
@@ -252,7 +252,7 @@ def test_what_beams_cannot_do_is_said() -> None:
 
 
 class Lost(HashModel):
-    """Has no opinion after the first steps any more."""
+    """A model whose logits are not finite after the first steps."""
 
     def __init__(self, num_good_steps: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Blended prompts inside an engine: where their chunks lie, what of them others may find, and beside whom they run."""
+"""Blended prompts in an engine: where their chunks are, which blocks others may find, and running beside others."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def test_eos_and_stop_ids_end_an_answer_but_not_before_min_tokens() -> None:
 
 
 def answers_alone(prompt: list[int], sampling: SamplingParams) -> dict[str, list[int]]:
-    """What each answer is when it is asked for by itself, with its own seed."""
+    """Each answer when requested alone with its own seed."""
     alone = {}
     for i in range(sampling.num_answers):
         engine = hash_engine()
@@ -342,7 +342,7 @@ def test_one_answer_of_several_ends_alone_and_all_end_together() -> None:
 
 
 def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: SamplingParams, name: str = "r") -> None:
-    """What prefill and decode nodes do between them, with the network left out."""
+    """A hand-off between prefill and decode, without the network."""
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
     source.add(there)
     outputs = sorted(run_all(source), key=lambda output: output.choice)
@@ -433,7 +433,7 @@ def test_a_stalled_engine_says_so_and_goes_on_once_there_is_room() -> None:
 
 
 class Pool:
-    """A hook that loads blocks out of another engine's cache, layer by layer, and can be told to fail."""
+    """A hook that loads blocks from another engine's cache, layer by layer, and can be made to fail."""
 
     def __init__(self, source: Engine, target: Engine, fail_at: tuple[str, int] | None = None) -> None:
         self.source, self.target, self.fail_at = source, target, fail_at
@@ -731,7 +731,7 @@ POISON = -7  # for a token's value
 
 
 class Sick(HashModel):
-    """Has no opinion about a context in which it finds poison."""
+    """A model whose logits are not finite for a context that contains poison."""
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = super().forward(batch, cache, hook)
@@ -790,7 +790,7 @@ def test_poison_in_a_cached_block_costs_its_readers_alone(sampling: SamplingPara
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_poison_in_the_middle_of_a_prompt_ends_it(prompt_logprobs: int | None) -> None:
-    """At once where each token's logits are wanted, else with its last chunk."""
+    """At once if every token's logits are requested, else with its last chunk."""
     engine = hash_engine(model=Sick(), chunk_tokens=4)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, prompt_logprobs=prompt_logprobs, n=2)
     engine.add(hash_sequence("ill", random_prompt(17, 0), sampling))

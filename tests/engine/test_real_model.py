@@ -1,4 +1,4 @@
-"""SmolLM2 through the engine: what a request gets does not depend on how, where or beside whom it was computed."""
+"""SmolLM2 through the engine: answers do not depend on how, where or with which other requests they are computed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sequence(name: str, prompt: list[int], sampling: SamplingParams, **settings:
 
 @pytest.fixture(scope="module")
 def alone(model: CausalLM, checkpoint: Checkpoint, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """What each request gets with the engine to itself, greedy and sampled ("~")."""
+    """The answer to each request alone in the engine, greedy and sampled ("~")."""
     got: dict[str, list[int]] = {}
     for name, prompt in prompts.items():
         for label, sampling in ((name, GREEDY), (f"~{name}", SAMPLED)):

@@ -1,4 +1,4 @@
-"""A conductor that starts anew with Redis beside it knows its nodes and their blocks before it has heard from any."""
+"""A conductor restarted with Redis knows its nodes and their blocks before any of them has reported."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ LOADS = (0.6, 0.9, 1.2)
 FULL_SPEED = {"conversation": 2.1, "synthetic": 1.3}  # where the prefill machines of paper-16 are just busy
 OVERLOAD = 2.0
 ORACLE_REPLAYS = 200
-RETURNS = 2  # of a refused client: max_retries of OpenAI's
+RETURNS = 2  # times that a refused client returns: max_retries of OpenAI's client
 RETRY_SHARE = 0.3  # fraction of refusals that are retried
 FALSE_REJECTION = "at most; false: put back with all else as it was, it meets its limits and nobody else misses theirs"
 DROPPED = "at most so much is asked: of who was computed and then refused, as arXiv 2407.00079 counts waste"
@@ -72,7 +72,7 @@ def _rivals(name: str, load: float, traces: Traces) -> Finding:
 
 
 def overload(traces: Traces) -> Finding:
-    """Who is admitted at twice the machines' capacity, and what that is worth."""
+    """Admission at twice the machines' capacity: goodput, waste, false rejections and retry times."""
     trace = second_half(traces.conversation())
     cluster = load_preset("paper-16").with_conductor(max_tokens=2000)
     options = Run(seed=SEED, speed=OVERLOAD * FULL_SPEED["conversation"])
@@ -172,7 +172,7 @@ def _waits(probe: RetryProbe) -> list[Row]:
 
 
 def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
-    """The same with clients that come back when told to, like OpenAI's: the retry time is a promise."""
+    """The same with clients that return after their retry time, like OpenAI's: the retry time is a promise."""
     simulation, summary = run(cluster, trace, replace(options, returns=RETURNS))
     results = simulation.results
     told_s = np.array([telling.told_s for telling in results.tellings])
@@ -195,8 +195,8 @@ def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
 CROWD_LOAD, CROWD_FROM_S, CROWD_S, CROWD_BLOCKS = 0.4, 240.0, 120.0, 40
 CROWD_UNTIL_S = CROWD_FROM_S + CROWD_S
 CROWD_TOKENS = CROWD_BLOCKS * TRACE_BLOCK_TOKENS + 100
-AFTER_CROWD_S = 180.0  # in which copies that are no longer asked for must be dropped
-CROWD_BLOCK_ID = 10**9  # of blocks that the trace does not have
+AFTER_CROWD_S = 180.0  # time in which copies that are not used any more must be dropped
+CROWD_BLOCK_ID = 10**9  # ids from here on are not in the trace
 
 
 class _Watch:
@@ -314,7 +314,7 @@ def shift(traces: Traces) -> Finding:
 
 
 def _part(trace: Trace) -> list[TraceRequest]:
-    """What is looked at of it, from time 0."""
+    """The part of the trace that is used, shifted to time 0."""
     part = [one for one in trace if SHIFT_FROM_MS <= one.timestamp_ms < SHIFT_FROM_MS + SHIFT_PART_MS]
     return [replace(one, timestamp_ms=one.timestamp_ms - part[0].timestamp_ms) for one in part]
 
