@@ -27,7 +27,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
+import grpc
 import msgspec
+from grpc_health.v1 import health_pb2
 from msgspec.structs import replace
 
 from mooncake.app.extras import require
@@ -37,7 +39,7 @@ from mooncake.app.readiness import Readiness
 from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
-from mooncake.rpc.server import join_address, split_address
+from mooncake.rpc.server import check_address, join_address, split_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
@@ -54,6 +56,7 @@ GCS_PORT = 6390  # Ray's default is the port of Redis
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
 OBJECT_STORE_BYTES = 80_000_000  # the minimum that Ray accepts; we do not use it
 START_S = 120.0  # limit on the start of Ray
+JOIN_S = 5.0  # limit on the first answer of a Ray that is to be joined; Ray itself tries for minutes
 READY_S = 600.0  # limit on the start of a node: large weights take minutes
 STOP_S = 15.0
 RETRY_S = 2.0  # between two attempts to restart a node
@@ -165,6 +168,7 @@ class RayCluster:
         self._group: PlacementGroup | None = None
         self._grpc_address = ""
         self._ports: list[socket.socket] = []
+        self._loop: asyncio.AbstractEventLoop
         self._starting: asyncio.Future[None] | None = None
         self._give_up = threading.Event()
         self._is_joined = False
@@ -182,7 +186,8 @@ class RayCluster:
     async def __aenter__(self) -> RayCluster:
         require("ray", "ray", "--ray")
         try:
-            self._starting = asyncio.get_running_loop().run_in_executor(None, self._start)
+            self._loop = asyncio.get_running_loop()
+            self._starting = self._loop.run_in_executor(None, self._start)
             await asyncio.shield(self._starting)
             await self.wait_ready()
         except BaseException:
@@ -247,6 +252,8 @@ class RayCluster:
             self._ray_address = self._private.start(
                 num_cpus=max(available_cores(), int(sum(need["CPU"] for need in needs)) + 1), go_on=self._go_on
             )
+        else:
+            check_answers(self._ray_address)
         self._connect()
         self._place(needs)
         for index, child in enumerate(children):
@@ -277,8 +284,12 @@ class RayCluster:
             )
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise NodeUnavailable(f"cannot join the Ray at {self._ray_address}: {reason}") from None
+            raise NodeUnavailable(
+                f"cannot join the Ray at {self._ray_address}: {reason}; a Ray that wants a token has to be given it "
+                "(RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH)"
+            ) from None
         self._is_joined = True
+        self._loop.call_soon_threadsafe(take_back_sigterm)
 
     def _place(self, needs: list[dict[str, float]]) -> None:
         import ray
@@ -460,6 +471,46 @@ def needs_of(config: Config, role: str) -> dict[str, float]:
     section = {"prefill": config.prefill, "decode": config.decode}.get(role)
     cpus = {"CPU": ACTOR_CPUS[role]}
     return cpus if section is None or section.device == "cpu" else cpus | {"GPU": 1.0}
+
+
+def check_answers(ray_address: str) -> None:
+    """Raise NodeUnavailable unless a Ray's head answers within ``JOIN_S`` where ``ray.init`` will look for it; and
+    InvalidRequest when that is no address.
+
+    "auto" names no address: Ray looks for one on this machine, and says at once when there is none.
+    """
+    if ray_address == "auto":
+        return
+    address = _as_ray_reads(ray_address.removeprefix("ray://"))
+    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        try:
+            check(health_pb2.HealthCheckRequest(), timeout=JOIN_S)
+        except grpc.RpcError:
+            where = ray_address if address == ray_address else f"{ray_address}, which it reads as {address}"
+            raise NodeUnavailable(f"no Ray answers at {where}") from None
+
+
+def _as_ray_reads(address: str) -> str:
+    """Ray takes this machine's address for a loopback one, unless told not to."""
+    import ray
+
+    host, port = split_address(check_address(address))
+    if not is_loopback(host) or os.environ.get(_LOOPBACK_ENV) == "0":
+        return address
+    return join_address(str(ray.util.get_node_ip_address()), port)  # type: ignore[no-untyped-call]
+
+
+def take_back_sigterm() -> None:
+    """Install Python's handler of SIGTERM once more: ``ray.init`` takes it for a crash, and puts one before it that
+    prints stacks and aborts the process."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def is_loopback(host: str) -> bool:

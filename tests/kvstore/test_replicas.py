@@ -78,6 +78,10 @@ async def test_no_name_and_no_answer_of_a_source_hurts_the_store_that_copies(
                 await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=keys), timeout=10)
             assert refused.value.code() == status, refused.value.details()
             assert store.ask("counts")["free"] == SLOTS
+        for nowhere in ("", "\0", "a store", "a/b:1"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Fetch(replica_pb2.FetchRequest(source=nowhere, keys=[key]), timeout=10)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         source.blocks = [pb.LeasedBlock(slot=0, length=BLOCK, checksums=bytes(8))]  # of other bytes
         fetched = await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[key]), timeout=10)
         assert (fetched.held, fetched.copied) == (0, 0) and store.ask("counts")["free"] == SLOTS

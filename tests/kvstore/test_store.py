@@ -30,6 +30,7 @@ from mooncake.errors import (
     StaleEpoch,
 )
 from mooncake.rpc import common_pb2, common_pb2_grpc, store_pb2
+from mooncake.rpc.server import MAX_MESSAGE_BYTES
 
 BLOCK = 1 << 20
 Eventually = Callable[..., None]
@@ -536,3 +537,30 @@ def test_the_process_starts_alone_and_stops_on_a_signal(settings: list[str]):
             assert line, "it ended without serving"
         process.terminate()
         assert process.wait(10) == 0
+
+
+async def test_more_blocks_than_one_message_holds_the_checksums_of_are_sealed_and_leased(
+    start_actor: Callable[..., Any],
+):
+    num_blocks, num_ranges, size = 2200, 1000, 1000
+    store = start_actor("store", block_bytes=size, settings=[f"store.dram_gb={num_blocks * 4096 / 1e9}"])
+    block = data(0, size)
+    sums = range_checksums(block, num_ranges)
+    assert num_blocks * sums.nbytes > MAX_MESSAGE_BYTES
+    names = [(name(i), name(i - 1) if i else b"") for i in range(num_blocks)]
+    async with await join(store) as client:
+        slots = await client.reserve(names, size, num_ranges)
+        ranges = [WriteRange(slot.index, 0, block, slot.epoch) for slot in slots]
+        await client.write_ranges(slots[0].segment, ranges)
+        assert all(await client.seal([(slot, sums) for slot in slots], timeout_s=30))
+        leases = await client.acquire_all([name(i) for i in range(num_blocks)], timeout_s=30)
+        leased = [found for lease in leases for found in lease.blocks]
+        assert [found.slot for found in leased] == [slot.index for slot in slots]
+        assert all(np.array_equal(found.checksums, sums) for found in leased)
+        assert store.ask("counts")["leases"] == len(leases) > 1
+        await client.release(leases)
+        with pytest.raises(KVLoadFailed, match=f"not all of {num_blocks + 1}"):
+            await client.acquire_all([name(i) for i in range(num_blocks + 1)], timeout_s=30)
+        async with asyncio.timeout(5):
+            while store.ask("counts")["leases"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
