@@ -15,7 +15,7 @@ from conductor.accounts import Ticket
 from conductor.api import Delta
 from conductor.lifecycle import HandoffState
 from conductor.merge import Merger
-from conductor.node_call import Call, Ended, Inbox, NodeCall, ReportIsLate, Said
+from conductor.node_call import Call, Ended, Inbox, Message, NodeCall, ReportIsLate
 from conductor.node_requests import NodeRequests
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement
@@ -158,7 +158,7 @@ class Attempt:
         if handoff is not None and not handoff.has_ended:
             handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
 
-    def _take(self, role: Role, message: Said) -> Delta | None:
+    def _take(self, role: Role, message: Message) -> Delta | None:
         ended = message if isinstance(message, Ended) else None
         if ended is not None and ended.is_lost:
             self._lost.add(role)

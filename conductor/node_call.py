@@ -35,7 +35,7 @@ class ReportIsLate:
     pass
 
 
-Said = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | Ended | ReportIsLate
+Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | Ended | ReportIsLate
 
 
 class Inbox:
@@ -43,7 +43,7 @@ class Inbox:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._items: deque[tuple[Role, Said]] = deque()
+        self._items: deque[tuple[Role, Message]] = deque()
         self._error: MooncakeError | None = None
         self._filled = asyncio.Event()
         self._has_room = asyncio.Event()
@@ -52,8 +52,8 @@ class Inbox:
     async def room(self) -> None:
         await self._has_room.wait()
 
-    def post(self, role: Role, said: Said) -> None:
-        self._items.append((role, said))
+    def post(self, role: Role, message: Message) -> None:
+        self._items.append((role, message))
         self._filled.set()
         if len(self._items) >= self._limit:
             self._has_room.clear()
@@ -62,7 +62,7 @@ class Inbox:
         self._error = self._error or error
         self._filled.set()
 
-    async def get(self) -> tuple[Role, Said]:
+    async def get(self) -> tuple[Role, Message]:
         while not self._items:
             if self._error is not None:
                 raise self._error
@@ -145,15 +145,15 @@ class NodeCall:
 
 def _how_it_ended(failure: grpc.RpcError, peer: str, is_time_over: Callable[[], bool]) -> Ended:
     error = error_from_rpc(failure, peer)
-    told = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
+    has_code = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
         str(key) for key, _ in failure.trailing_metadata() or ()
     }
     if isinstance(error, DeadlineExceeded):
         if is_time_over():
             return Ended(error, is_retryable=False)
         return Ended(HandoffFailed(f"{peer}: {error.message}"))
-    if not told and isinstance(error, NodeUnavailable):
+    if not has_code and isinstance(error, NodeUnavailable):
         return Ended(error, is_lost=True)
-    if not told and isinstance(error, InternalError):
+    if not has_code and isinstance(error, InternalError):
         return Ended(error)  # a crash in the node's handler, or a broken stream
     return Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))
