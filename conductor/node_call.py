@@ -1,4 +1,4 @@
-"""The calls to an attempt's two nodes: what they say, in order of arrival, and how each call ended.
+"""The calls to an attempt's two nodes: their messages in order of arrival, and how each call ended.
 
 It knows neither what the messages mean nor which attempt they belong to.
 """
@@ -79,7 +79,7 @@ Call = (
 
 
 class NodeCall:
-    """One node's call, from now on until it ends or is closed. What it says goes into the inbox.
+    """One node's call, from now on until it ends or is closed. Its messages go into the inbox.
 
     A decode node's messages wait for ``may_decode``, which the prefill node's first message or end sets.
     ``is_time_over`` says whether the request's own deadline explains a call that ran out of time. ``on_lost`` is called
@@ -122,7 +122,7 @@ class NodeCall:
             self._may_decode.set()
 
     async def _pass_on(self) -> Ended:
-        """Everything it says. Returns how it ended."""
+        """Pass on all its messages. Returns how it ended."""
         peer = f"{self._role} node {self.info.node_id}"
         try:
             self.was_accepted = bool((await self._call.initial_metadata()).get(TAKEN_KEY))
@@ -145,15 +145,15 @@ class NodeCall:
 
 def _how_it_ended(failure: grpc.RpcError, peer: str, is_time_over: Callable[[], bool]) -> Ended:
     error = error_from_rpc(failure, peer)
-    told = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
+    has_code = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
         str(key) for key, _ in failure.trailing_metadata() or ()
     }
     if isinstance(error, DeadlineExceeded):
         if is_time_over():
             return Ended(error, is_retryable=False)
         return Ended(HandoffFailed(f"{peer}: {error.message}"))
-    if not told and isinstance(error, NodeUnavailable):
+    if not has_code and isinstance(error, NodeUnavailable):
         return Ended(error, is_lost=True)
-    if not told and isinstance(error, InternalError):
+    if not has_code and isinstance(error, InternalError):
         return Ended(error)  # a crash in the node's handler, or a broken stream
     return Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

@@ -104,16 +104,16 @@ class Prompts:
         ``num_answer`` tokens. Raises InvalidRequest."""
         if truncate_prompt_tokens is None:
             return None
-        asked, limit = truncate_prompt_tokens, self.context_len
-        if asked == -1:
+        keep, limit = truncate_prompt_tokens, self.context_len
+        if keep == -1:
             return max(1, limit - max(1, num_answer))
-        if not 1 <= asked <= limit:
-            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(asked)}"
+        if not 1 <= keep <= limit:
+            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(keep)}"
             raise InvalidRequest(what, "truncate_prompt_tokens")
-        return asked
+        return keep
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """As token sequences that spell them. Raises InvalidRequest."""
+        """Token sequences of these words. Raises InvalidRequest."""
         return bad_word_tokens(self.tokenizer, words)
 
     def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
@@ -128,25 +128,25 @@ class Prompts:
             raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}, got {wrong}", param)
         return array.astype(np.uint32)
 
-    def max_tokens(self, num_prompt: int, asked: int | None, default: int | None) -> int:
-        """How many tokens an answer may have: the number asked for, or the default, limited by the context.
+    def max_tokens(self, num_prompt: int, requested: int | None, default: int | None) -> int:
+        """How many tokens an answer may have: the requested number, or the default, limited by the context.
 
         With ``default`` None: all that is left of the context.
         """
         room = self.model.max_model_len - num_prompt
-        wanted = default if asked is None else asked
+        wanted = default if requested is None else requested
         return room if wanted is None else min(wanted, room)
 
-    def check_room(self, num_prompt: int, asked: int | None, param: str) -> None:
-        """Raises ContextTooLong when the context leaves fewer tokens than ``asked`` for: clients of OpenAI's API
+    def check_room(self, num_prompt: int, requested: int | None, param: str) -> None:
+        """Raises ContextTooLong when the context leaves fewer tokens than ``requested``: clients of OpenAI's API
         rely on getting them, and should not wait for a truncated answer."""
         room = self.model.max_model_len - num_prompt
-        if asked is not None and asked > room:
+        if requested is not None and requested > room:
             left = f"leaves {room} of the context of {self.model.max_model_len}"
-            raise ContextTooLong(f"{param} is {shown(asked)}, and a prompt of {num_prompt} tokens {left}", param)
+            raise ContextTooLong(f"{param} is {shown(requested)}, and a prompt of {num_prompt} tokens {left}", param)
 
     def close(self) -> None:
-        """What waits for a thread is not done any more."""
+        """Drop the work that still waits for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _maybe_in_thread(self, num_chars: int, work: Callable[[], T]) -> T:

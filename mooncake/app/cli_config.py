@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from json import dumps as json_text  # a JSON string or number is one of TOML too
+from json import dumps as json_text  # JSON strings and numbers are also valid TOML
 from pathlib import Path
 from typing import Annotated
 
@@ -30,9 +30,9 @@ def load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str
     given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
     config = load_config(path, [*(overrides or []), *given])
     if config.conductor.api_key:
-        os.environ[API_KEY_ENV] = config.conductor.api_key  # where clients look
+        os.environ[API_KEY_ENV] = config.conductor.api_key  # clients read it there
     if config.conductor.ssl_certfile or config.node.ssl_ca_certs:
-        from mooncake.tls import tls_of  # brings in gRPC
+        from mooncake.tls import tls_of  # imports gRPC
 
         if tls := tls_of(config):
             os.environ.update(tls.environment())
@@ -42,5 +42,5 @@ def load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str
 def address_of(address: str, path: Path | None, overrides: list[str] | None) -> str:
     from mooncake.rpc.server import check_address
 
-    settings = load(path, overrides, {})  # also for an address: the configuration may have the key to it
+    settings = load(path, overrides, {})  # also with an address: the configuration may have the API key
     return check_address(address or settings.conductor_address)

@@ -103,7 +103,7 @@ def serve(
 ) -> None:
     """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
     if named_model and model and named_model != model:
-        raise ConfigError(f"two models are named, {named_model} and {model}: a cluster serves one")
+        raise ConfigError(f"got two models, {named_model} and {model}: a cluster serves one")
     flags = {
         "model.path": named_model or model,
         "model.dtype": dtype,
