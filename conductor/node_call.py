@@ -1,4 +1,4 @@
-"""The calls to an attempt's two nodes: what they say, in order of arrival, and how each call ended.
+"""The calls to an attempt's two nodes: their messages in order of arrival, and how each call ended.
 
 It knows neither what the messages mean nor which attempt they belong to.
 """
@@ -79,7 +79,7 @@ Call = (
 
 
 class NodeCall:
-    """One node's call, from now on until it ends or is closed. What it says goes into the inbox.
+    """One node's call, from now on until it ends or is closed. Its messages go into the inbox.
 
     A decode node's messages wait for ``may_decode``, which the prefill node's first message or end sets.
     ``is_time_over`` says whether the request's own deadline explains a call that ran out of time. ``on_lost`` is called
@@ -122,7 +122,7 @@ class NodeCall:
             self._may_decode.set()
 
     async def _pass_on(self) -> Ended:
-        """Everything it says. Returns how it ended."""
+        """Pass on all its messages. Returns how it ended."""
         peer = f"{self._role} node {self.info.node_id}"
         try:
             self.was_accepted = bool((await self._call.initial_metadata()).get(TAKEN_KEY))

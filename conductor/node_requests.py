@@ -1,4 +1,4 @@
-"""What an attempt asks of its two nodes, on the wire."""
+"""The requests of an attempt to its two nodes, in wire format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class NodeRequests:
 
 def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placement, epoch: int) -> NodeRequests:
     """The requests to the two nodes. Ids include the epoch to be unique: a client may reuse one, and a retry may
-    meet what is left of the attempt before it."""
+    meet remains of the attempt before it."""
     handoff_id = f"{epoch:016x}"
     request_id = f"{request.request_id}/{handoff_id}"
     data = tokens_to_wire(tokens)

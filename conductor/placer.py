@@ -1,7 +1,7 @@
-"""Where the rest of a request goes: what is known of it, and the pair of nodes that is best for it.
+"""Placement of the rest of a request: its facts, and the best pair of nodes for it.
 
-It counts and books nothing and calls no node. The scheduler compares pairs; what a request's failed attempts have
-taught comes from its journey.
+It counts and books nothing and calls no node. The scheduler compares pairs; which nodes failed attempts rule out comes
+from the request's journey.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ModelFacts:
 
 
 class Placer:
-    """``stats`` has what recent answers were like. Raises ConfigError for an unknown policy."""
+    """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
 
     def __init__(self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats) -> None:
         self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))

@@ -299,7 +299,7 @@ class Store:
         return self._index.usage
 
     def check(self) -> None:
-        """Raises AssertionError when the accounts do not add up."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         self._index.check()
         if self._ssd is not None:
             self._ssd.index.check()

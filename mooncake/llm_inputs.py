@@ -1,4 +1,4 @@
-"""What callers may give ``mooncake.LLM``, and how it becomes lists with one item per prompt.
+"""The inputs of ``mooncake.LLM``, converted to lists with one item per prompt.
 
 It knows neither a model's vocabulary nor how answers are made.
 """

@@ -146,7 +146,7 @@ class Prompts:
             raise ContextTooLong(f"{param} is {shown(requested)}, and a prompt of {num_prompt} tokens {left}", param)
 
     def close(self) -> None:
-        """What waits for a thread is not done any more."""
+        """Drop the work that still waits for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _maybe_in_thread(self, num_chars: int, work: Callable[[], T]) -> T:

@@ -416,7 +416,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
 
 
 def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
-    """As the content parts of a chat message."""
+    """Convert to the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
     return [ContentPart("text" if part.type in _TEXT_PARTS else part.type, part.text) for part in content]

@@ -1,4 +1,4 @@
-"""What one sequence has in the cache, and what it gets there from elsewhere. ``holdings`` gives and takes the pages."""
+"""The pages of one sequence, and KV that it gets from elsewhere. ``holdings`` allocates and releases the pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Holding:
 
     @property
     def pages(self) -> list[int]:
-        """All of them."""
+        """All pages."""
         return [page for table, first in zip(self.tables, self.first_held, strict=True) for page in table[first:]]
 
 
@@ -58,5 +58,5 @@ class Borrowed:
             raise InvalidRequest("external_blocks must not be negative", "external_blocks")
 
     def limit_exact(self, num_exact: int) -> None:
-        """No token from this one on is exact. Never more are than before: inexact KV may have been kept."""
+        """Tokens from this one on are not exact. The limit never rises, because inexact KV may have been kept."""
         self.num_exact = num_exact if self.num_exact is None else min(num_exact, self.num_exact)
