@@ -34,6 +34,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import PieceHook
+from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -171,8 +172,8 @@ class EngineHost:
         self.engine: Engine
         self.thread: EngineThread
 
-    async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
-        """Load the model, place the cache or its mirror in ``buffer`` (or its own memory), and measure a few steps.
+    async def start(self, hook: StepHook, memory: Mappable | None = None) -> None:
+        """Load the model, place the cache or its mirror in ``memory`` (or memory of its own), and measure a few steps.
 
         Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
         """
@@ -183,7 +184,7 @@ class EngineHost:
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
         log.info("reading %s for %s", self._checkpoint.name, self.device)
-        backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
+        backend = await asyncio.to_thread(self._backend, self._cache_size, memory)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
@@ -344,7 +345,7 @@ class EngineHost:
             },
         )
 
-    def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
+    def _backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
         section, config, processes = self._section, self.config, ALONE
         if isinstance(section, PrefillSection):
             stages, context = section.pipeline_stages, section.context_parallel
@@ -357,7 +358,7 @@ class EngineHost:
             processes,
             self._adapters.adapters,
             config.model.max_model_len,
-            buffer,
+            memory,
             self._blends,
         )
 
