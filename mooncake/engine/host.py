@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
@@ -346,10 +346,11 @@ class EngineHost:
         )
 
     def _backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
-        section, config, processes = self._section, self.config, ALONE
+        section, config = self._section, self.config
+        processes = Processes(section.tensor_parallel, threads=section.threads, cores=config.node.cores)
         if isinstance(section, PrefillSection):
             stages, context = section.pipeline_stages, section.context_parallel
-            processes = Processes(stages=stages, context=context, threads=section.threads, cores=config.node.cores)
+            processes = replace(processes, stages=stages, context=context)
         return open_for_node(
             self._checkpoint,
             self._precision,
