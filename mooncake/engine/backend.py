@@ -21,7 +21,7 @@ from mooncake.kernels.cpu import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
-from mooncake.model.pages import TORCH_DTYPES, SharedMemory
+from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
@@ -41,8 +41,8 @@ class CacheSize:
 class Processes:
     """Over how many processes of this machine one engine computes, and how: of the three, one at most is not 1.
 
-    Each stage of a pipeline has ``threads``, and as many of ``cores`` where there are enough; the ranks of a context
-    share those of this process.
+    Each tensor parallel rank and each stage of a pipeline has ``threads``, and a stage as many of ``cores`` where there
+    are enough; the ranks of a context share those of this process.
     """
 
     tensor: int = 1
@@ -93,7 +93,7 @@ def open_backend(
     (tokens; 0: what it reads). Raises as the others do."""
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1:
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor)
+        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads)
     if processes.stages > 1:
         path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
         return over_stages(path, precision, asked, processes.stages, threads, cores)
@@ -110,12 +110,16 @@ def open_for_node(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
-    buffer: memoryview | None = None,
+    memory: Mappable | None = None,
     can_blend: bool = False,
 ) -> Backend:
-    """The same with a cache that others see, in ``buffer`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
     if processes.stages > 1:
         return open_backend(checkpoint, precision, size, device, processes, adapters, context)
+    if processes.tensor > 1:
+        asked = replace(size, max_model_len=checkpoint.config.context(context))
+        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads, memory)
+    buffer = None if memory is None else memory.buffer
     if device == "cpu":
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
     if can_blend:
@@ -228,16 +232,29 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
-def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
-    """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
+def over_ranks(
+    path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
+) -> Backend:
+    """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
+    where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.codes or precision.key_scales or size.layout.dtype != precision.dtype:
-        raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
-    model = TensorParallelModel(
-        path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
-    )
-    return Backend(model, model, close=model.close)
+    if precision.coding or precision.codes or precision.key_scales:
+        raise ModelError("tensor parallelism takes float32 or bfloat16 weights, without model.key_scales")
+    own = None if memory else SharedMemory.create(size.num_blocks * size.layout.block_bytes)
+    shared = memory or own
+    assert shared is not None
+    try:
+        model = TensorParallelModel(
+            path, num_ranks, precision.dtype, shared, size.layout, size.num_blocks, size.max_model_len, threads
+        )
+    finally:
+        if own is not None:
+            own.close()
+    cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
+    if own is not None:  # else whoever lent it sees to that
+        prefault_in_background(cache.memory)
+    return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
 def over_stages(
