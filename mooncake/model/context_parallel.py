@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.errors import ConfigError, ModelError
+from mooncake.errors import ModelError
 from mooncake.kernels import choose_kernels
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.context_attention import ContextAttention
@@ -37,7 +36,6 @@ from mooncake.model.ranks import (
     find_store,
     leave_group,
     live_with_first,
-    open_store,
     rank_threads,
     starting,
 )
@@ -88,17 +86,15 @@ class ContextParallelModel:
         cannot be split this way or a rank cannot load it, ConfigError for a second one in this process, NodeUnavailable
         if a rank dies as it starts."""
         check_can_cut(checkpoint, setup)
-        if dist.is_initialized():
-            raise ConfigError("this process has a model over several ranks already; it can have one")
         self.config = model.config
         self.report: StepReport | None = None  # of the last step that all ranks computed
         self._model, self._setup = model, setup
         self.workers = Workers("context parallel ranks", leave_group)
-        store, given = open_store(), msgspec.json.encode(setup).decode()
+        port, given = self.workers.open_store(), msgspec.json.encode(setup).decode()
         try:
             for rank in range(1, setup.size):
-                self.workers.start("mooncake.model.context_parallel", [given, rank, store.port])
-            self._rank = _Rank(model, setup, self.workers.join(store, setup.size), checkpoint)
+                self.workers.start("mooncake.model.context_parallel", [given, rank, port])
+            self._rank = _Rank(model, setup, self.workers.join(setup.size), checkpoint)
             self.workers.await_ready()
         except BaseException:
             self.workers.end()

@@ -17,9 +17,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from multiprocessing.connection import wait
+from subprocess import PIPE
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from mooncake.errors import ModelError, MooncakeError, NodeUnavailable
+from mooncake.errors import ConfigError, ModelError, MooncakeError, NodeUnavailable
 from mooncake.kernels.cpu import threads_for
 from mooncake.model.batch import ForwardBatch
 
@@ -38,7 +38,7 @@ POLL_S = 0.1  # between two looks at whether all ranks are alive
 IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this timeout
 
 _HEADER = 8  # int64: kind, then sizes
-_READY = b"\0"  # what a rank says of its start; anything else is why it failed
+_HERE, _READY = b"\1", b"\0"  # what a rank says as it starts, and then, unless it says why it could not
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
@@ -46,49 +46,66 @@ class Workers:
     """The other ranks' processes. They are killed at the latest when this object is collected."""
 
     def __init__(self, what: str, end: Callable[[], None] = lambda: None) -> None:
-        """``what`` they are, for errors; ``end`` is called once they have ended."""
+        """``what`` they are, for errors; ``end`` is called once they have ended, if there were any."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self.are_to_end = False  # whether their end is no failure
         self._what = what
+        self._store: TCPStore | None = None
         self._finalizer = weakref.finalize(self, _end, self.processes, end)
 
     def start(self, module: str, arguments: Sequence[object], share: Collection[int] = ()) -> None:
         """Start one more; it inherits the file descriptors ``share``."""
         # -P: a folder with our name in the user's directory must not take precedence
         command = [sys.executable, "-P", "-m", module, *map(str, arguments)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=share)
+        process = subprocess.Popen(command, bufsize=0, stdin=PIPE, stdout=PIPE, pass_fds=share)
         self.processes.append(process)
 
-    def join(self, store: TCPStore, size: int) -> Group:
+    def open_store(self) -> int:
+        """Open what the ranks of a ``Group`` find each other through; returns its port. Raises ConfigError for a second
+        group in this process."""
+        if dist.is_initialized():
+            raise ConfigError("this process has a model over several ranks already; it can have one")
+        self._store = _store(0, is_first=True)
+        return int(self._store.port)
+
+    def join(self, size: int) -> Group:
         """The first rank's place in the group, once the others have taken theirs. Raises NodeUnavailable if one dies
         before that."""
-        joined: Future[Group] = Future()
-
-        def join() -> None:
-            try:
-                joined.set_result(Group(0, size, store))
-            except BaseException as error:
-                joined.set_exception(error)
-
-        # torch waits for a dead rank as long as for one that is late
-        threading.Thread(target=join, name="join the ranks", daemon=True).start()
-        while True:
-            with contextlib.suppress(TimeoutError), speaking_to(self):
-                return joined.result(POLL_S)
-            if self._dead():
+        for word in self._hear(1):
+            if not word:
                 raise self.failed(None)
+        assert self._store is not None, "it has been opened"
+        own_store, joined = find_store(self._store.port), threading.Event()
+
+        def watch() -> None:
+            while not joined.wait(POLL_S):
+                if self._dead():
+                    self._store = None  # torch waits for the dead until it closes
+                    return
+
+        threading.Thread(target=watch, name="watch ranks join", daemon=True).start()
+        try:
+            with speaking_to(self):
+                return Group(0, size, own_store)
+        finally:
+            joined.set()
 
     def await_ready(self) -> None:
         """Return once all ranks have started. Raises ModelError with a rank's own words for why it could not,
         NodeUnavailable if one has died."""
-        waiting = {out.fileno(): out for process in self.processes if (out := process.stdout) is not None}
+        for words in self._hear(-1):
+            if not words:
+                raise self.failed(None)
+            if words != _READY:
+                raise ModelError(words.decode())
+
+    def _hear(self, count: int) -> Iterator[bytes]:
+        """What each rank says next, as they say it, ``count`` bytes (-1: all); nothing if it has died."""
+        waiting = {said.fileno(): said for process in self.processes if (said := process.stdout) is not None}
         while waiting:
             for one in wait(waiting):
                 assert isinstance(one, int)
-                if not (text := waiting.pop(one).read()):
-                    raise self.failed(None)
-                if text != _READY:
-                    raise ModelError(text.decode())
+                yield waiting.pop(one).read(count)
 
     def watch(self, tell: Callable[[MooncakeError], None]) -> None:
         """Call ``tell`` on a thread of its own if a rank dies before it is to end."""
@@ -137,7 +154,8 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None])
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
         process.stdout.close()
-    then()
+    if processes:
+        then()
 
 
 def live_with_first() -> None:
@@ -156,10 +174,11 @@ def live_with_first() -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """In another rank, around its start: tell the first rank (``Workers.await_ready``) how it went. A MooncakeError
-    ends this process."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as report:
+    """In another rank, around its start, which begins with joining the group: tell the first rank how it goes. A
+    MooncakeError ends this process."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0) as report:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever libraries print
+        report.write(_HERE)
         try:
             yield
         except MooncakeError as error:
@@ -180,13 +199,8 @@ def rank_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def open_store() -> TCPStore:
-    """Where the ranks of a group find each other, at a port of this host that others find in it."""
-    return _store(0, is_first=True)
-
-
 def find_store(port: int) -> TCPStore:
-    """The store at that port, in another rank."""
+    """In another rank: what the first one has opened at that port."""
     return _store(port, is_first=False)
 
 

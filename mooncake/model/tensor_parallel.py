@@ -35,7 +35,6 @@ from mooncake.model.ranks import (
     find_store,
     leave_group,
     live_with_first,
-    open_store,
     rank_threads,
     starting,
 )
@@ -113,8 +112,8 @@ class TensorParallelModel:
         """``model`` and ``max_model_len`` as for ``open_checkpoint``; ``memory`` has ``num_blocks`` blocks of
         ``layout``. Each rank has ``threads`` threads (0: its share of torch's).
 
-        Raises ModelError if the model cannot be split this way or a rank cannot load it, NodeUnavailable if a rank dies
-        as it starts."""
+        Raises ModelError if the model cannot be split this way or a rank cannot load it, ConfigError for a second one
+        in this process, NodeUnavailable if a rank dies as it starts."""
         checkpoint = open_checkpoint(model, max_model_len)
         self.config = checkpoint.config
         shard_config(self.config, size)
@@ -123,12 +122,12 @@ class TensorParallelModel:
         self._failure: MooncakeError | None = None
         self._is_in_step = False
         self._workers = Workers("tensor parallel ranks", leave_group)
-        store = open_store()
+        port = self._workers.open_store()
         try:
             for rank in range(1, size):
-                arguments = [msgspec.json.encode(setup).decode(), rank, store.port]
+                arguments = [msgspec.json.encode(setup).decode(), rank, port]
                 self._workers.start("mooncake.model.tensor_parallel", arguments, [memory.fd])
-            self._group = self._workers.join(store, size)
+            self._group = self._workers.join(size)
             self._pass = _FirstPass(self._group)
             pages = pages_over(np.frombuffer(memory.buffer, np.uint8), layout, num_blocks)
             with rank_threads(threads):

@@ -68,6 +68,26 @@ def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> N
     assert torch.equal(*caches) and torch.allclose(caches[0], whole.tensor, atol=1e-4)
 
 
+def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Published) -> None:
+    """Four ranks over two KV heads: both ranks of a head write it into the one cache, so they must write the same."""
+    checkpoint = published.checkpoint
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69]))
+    ranks = InThreads(4)
+    caches = [
+        torch.zeros((NUM_BLOCKS, layout.num_layers, layout.num_kinds, 1, BLOCK_TOKENS, layout.head_dim)) for _ in "1234"
+    ]
+
+    def compute(rank: int) -> torch.Tensor:
+        return part_of(checkpoint, rank, 4, ranks.sum).forward(batch, caches[rank], NoHook())
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(compute, range(4)))
+    first, second, third, fourth = caches
+    assert first.any() and torch.equal(first, second) and torch.equal(third, fourth)
+    assert torch.equal(first, third) == (layout.num_kinds == 1), "one latent row, or two heads"
+
+
 class InThreads:
     """``Group.sum`` among threads."""
 

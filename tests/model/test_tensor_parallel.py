@@ -91,6 +91,16 @@ def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> Non
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_ranks_share_pages_of_int8(folder: Path) -> None:
+    prompts = [np.random.default_rng(seed).integers(3, 300, 40).tolist() for seed in range(3)]
+    found = []
+    for size in (1, 2):
+        with LLM(str(folder), kv_gb=0.01, block_tokens=16, kv_dtype="int8", tensor_parallel=size) as llm:
+            given = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+            found.append([answer.token_ids for answer in given])
+    assert found[0] == found[1]
+
+
 def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder))
     weights, config = load_weights(checkpoint, "float32"), checkpoint.config
