@@ -580,9 +580,6 @@ def _check_processes(config: Config) -> None:
         _exclude(f"prefill.{way}", of_prefill | others | {"a GPU as prefill.device": prefill.device != "cpu"})
     if config.decode.tensor_parallel > 1 and not config.cluster.coupled:
         _exclude("decode.tensor_parallel", excluded | {"a GPU as decode.device": config.decode.device != "cpu"})
-    for engine in config._engines:
-        if engine.tensor_parallel > 1 and config.model.weights in ("int8", "w8a8"):
-            raise ConfigError(f"tensor_parallel does not go together with model.weights = {config.model.weights!r}")
 
 
 def _exclude(name: str, excluded: dict[str, object]) -> None:

@@ -215,7 +215,6 @@ def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.T
         (["prefill.tensor_parallel=2", "prefill.context_parallel=2"], "together with prefill.context_parallel"),
         (["prefill.tensor_parallel=2", "prefill.blend_share=0.1"], "together with prefill.blend_share"),
         (["decode.tensor_parallel=2", "decode.device=cuda"], "together with a GPU as decode.device"),
-        (["decode.tensor_parallel=2", "model.weights=int8"], "tensor_parallel does not go together with model.weights"),
         (["decode.tensor_parallel=0"], "decode.tensor_parallel must be at least 1"),
     ],
 )
