@@ -68,7 +68,8 @@ class PipelineModel:
         ``layout``. Each stage has ``threads`` threads (0: its share of torch's) on as many of ``cores``, if there are
         enough.
 
-        Raises ModelError if the model cannot be split this way, ConfigError if there is too little memory.
+        Raises ModelError if the model cannot be split this way, ConfigError if there is too little memory,
+        NodeUnavailable if a stage dies as it starts.
         """
         self.config: ModelConfig = open_checkpoint(model, max_model_len).config
         self.last_step: StepTimes | None = None
@@ -94,7 +95,7 @@ class PipelineModel:
         )
         try:
             self._start(task, cores if len(cores) >= num_stages * threads else ())
-            self._await_ready()
+            self._workers.await_ready()
         except BaseException:
             self._end()
             raise
@@ -183,17 +184,6 @@ class PipelineModel:
                     send(control, Kind.STOP, 0)
             self._workers.wait()
         self._end()
-
-    def _await_ready(self) -> None:
-        for control in self._controls:
-            try:
-                with _speaking():
-                    kind, _ = receive(control)
-                    text = control.recv_bytes().decode() if kind is Kind.FAILED else ""
-            except StageLost as error:
-                raise self._failed(error) from None
-            if kind is Kind.FAILED:
-                raise ModelError(text)
 
     def _failed(self, error: BaseException) -> NodeUnavailable:
         """A pipeline that has lost a stage cannot continue."""

@@ -94,10 +94,11 @@ class Workers:
         """Return once all ranks have started. Raises ModelError with a rank's own words for why it could not,
         NodeUnavailable if one has died."""
         for words in self._hear(-1):
-            if not words:
+            said = words.removeprefix(_HERE)
+            if not said:
                 raise self.failed(None)
-            if words != _READY:
-                raise ModelError(words.decode())
+            if said != _READY:
+                raise ModelError(said.decode())
 
     def _hear(self, count: int) -> Iterator[bytes]:
         """What each rank says next, as they say it, ``count`` bytes (-1: all); nothing if it has died."""
@@ -174,8 +175,8 @@ def live_with_first() -> None:
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """In another rank, around its start, which begins with joining the group: tell the first rank how it goes. A
-    MooncakeError ends this process."""
+    """In another rank, around its start, which begins with joining the group, if there is one: tell the first rank how
+    it goes. A MooncakeError ends this process."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb", buffering=0) as report:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for whatever libraries print
         report.write(_HERE)
