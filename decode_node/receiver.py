@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar
 
-import numpy as np
-
 from decode_node.handoff import Handoff, HandoffState, Heard
-from kvstore.checksum import Checksums, checksums_from_wire, range_checksums
+from kvstore.checksum import digest, range_checksums
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.engine import Engine, Reservation, StepOutput
 from mooncake.engine.kv_cache import Mirror
@@ -140,22 +138,19 @@ class Receiver:
         handoff_id: str,
         epoch: int,
         first_tokens: Rows[SampledToken],
-        checksums: bytes,
+        expected: int,
         num_exact: int | None = None,
     ) -> None:
-        """All ranges are written: verify them and start the sequence, with one answer for each of ``first_tokens``.
-        Blocks after the first ``num_exact`` tokens are not shared, nor are those that follow.
+        """All ranges are written: verify them, whose checksums have the ``expected`` digest, and start the sequence,
+        with one answer for each of ``first_tokens``. Blocks after the first ``num_exact`` tokens are not shared, nor
+        are those that follow.
 
-        Raises HandoffFailed, StaleEpoch, InvalidRequest, or ChecksumMismatch (the hand-off has failed then).
+        Raises HandoffFailed, StaleEpoch, or ChecksumMismatch (the hand-off has failed then).
         """
         entry = self._get(handoff_id)
         handoff = entry.handoff
         handoff.check_epoch(epoch)
-        expected = checksums_from_wire(checksums)
         handoff.hear(Heard.COMMIT)
-        if expected.size != len(handoff.block_ids) * self._layout.num_layers:
-            await self._give_up(entry, Heard.WRONG)
-            raise InvalidRequest("checksums do not fit the blocks of the hand-off", "checksums")
         try:
             is_right = await self._work_on(entry, lambda: self._take_in(handoff.block_ids, expected))
         except asyncio.CancelledError:
@@ -294,12 +289,11 @@ class Receiver:
         except KeyError:
             raise HandoffFailed(f"hand-off {handoff_id} is not known here (any more)") from None
 
-    def _take_in(self, block_ids: list[int], expected: Checksums) -> bool:
+    def _take_in(self, block_ids: list[int], expected: int) -> bool:
         """On a thread: whether the bytes are those that were sent. If so they are in the cache afterwards."""
         self._server.revoke(block_ids)
         memory, num_layers = self._mirror.memory, self._layout.num_layers
-        parts = [range_checksums(memory[block].data, num_layers) for block in block_ids]
-        if parts and not np.array_equal(np.concatenate(parts), expected):
+        if digest(range_checksums(memory[block].data, num_layers) for block in block_ids) != expected:
             return False
         self._mirror.to_device(block_ids).wait()
         return True
@@ -319,7 +313,7 @@ class Receiver:
 def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
     """On the engine's thread. A sequence that cannot start ends here: nobody else would free its blocks."""
     handoff = entry.handoff
-    entry.sequence.num_exact = num_exact
+    entry.sequence.borrowed.num_exact = num_exact
     try:
         engine.start_reserved(handoff.request_id, first_tokens)
     except MooncakeError as error:

@@ -71,7 +71,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def CommitHandoff(self, request: pb.CommitHandoffRequest, context: Any) -> pb.CommitHandoffResponse:  # noqa: N802
         tokens = [sampled_from_wire(token) for token in request.first_tokens]
         num_exact = request.exact_tokens if request.HasField("exact_tokens") else None
-        await self._receiver.commit(request.handoff_id, request.epoch, tokens, request.checksums, num_exact)
+        await self._receiver.commit(request.handoff_id, request.epoch, tokens, request.digest, num_exact)
         return pb.CommitHandoffResponse()
 
     async def CloseHandoff(self, request: pb.CloseHandoffRequest, context: Any) -> pb.CloseHandoffResponse:  # noqa: N802
@@ -88,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await self._clean_ups.drain()
 
     async def _sequence(self, request: pb.DecodeRequest) -> Sequence:
-        """Its id is the hand-off's: a retry on this very node must not collide with the earlier attempt."""
+        """The sequence, with the hand-off's id, so that a retry here does not collide with an earlier attempt."""
         sampling = sampling_from_wire(request.sampling)
         await self._host.prepare(sampling)
         return self._host.sequence(

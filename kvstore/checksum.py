@@ -49,6 +49,14 @@ def first_mismatch(data: Buffer, expected: Checksums) -> int | None:
     return int(differs.argmax()) if differs.any() else None
 
 
+def digest(checksums: Iterable[Checksums]) -> int:
+    """One checksum over the checksums of many blocks, in order: xxh3-64 of them as they travel."""
+    whole = xxhash.xxh3_64()
+    for part in checksums:
+        whole.update(checksums_to_wire(part))
+    return int(whole.intdigest())
+
+
 def checksums_to_wire(checksums: Checksums) -> bytes:
     return np.ascontiguousarray(checksums, dtype="<u8").tobytes()
 

@@ -17,12 +17,13 @@ from kvstore.client_types import (
     Lease,
     Reservation,
     StoredBlock,
+    in_batches,
     lease_from_wire,
     reservations_from_wire,
     slot_to_wire,
 )
 from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
-from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, LeaseExpired, OutOfBlocks
+from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVLoadFailed, LeaseExpired, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
@@ -85,19 +86,25 @@ class RangeClient(ABC):
 
         With ``durable`` it returns once they are on the SSD too, and raises OutOfBlocks when one of them is not.
         """
+        deadline = time.monotonic() + timeout_s
         blocks = [pb.Sealing(slot=slot_to_wire(slot), checksums=checksums_to_wire(sums)) for slot, sums in sealings]
-        request = pb.SealRequest(blocks=blocks, durable=durable)
+        sealed: list[bool] = []
+        is_safe: list[bool] = []
         with self._calls.owing([slot for slot, _ in sealings]):
-            response = await self._calls.call(self._calls.fast.Seal(request, timeout=timeout_s))
-        if durable and any(sealed and not safe for sealed, safe in zip(response.sealed, response.durable, strict=True)):
+            for part in in_batches(blocks):
+                request = pb.SealRequest(blocks=part, durable=durable)
+                response = await self._calls.call(self._calls.fast.Seal(request, timeout=left_s(deadline)))
+                sealed += response.sealed
+                is_safe += response.durable
+        if durable and any(here and not safe for here, safe in zip(sealed, is_safe, strict=True)):
             raise OutOfBlocks("stored, but not durable: the store has no SSD, or it did not take the block")
-        return list(response.sealed)
+        return sealed
 
     async def abort(self, reservations: Iterable[Reservation], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Abort reservations. The writer must have stopped writing into them. Repeated until it gets through."""
         await self._calls.abort(reservations, timeout_s)
 
-    # Reading in ranges: acquire, read_ranges as often as needed, then release
+    # Reading in ranges: acquire (or acquire_all), read_ranges as often as needed, then release
 
     async def acquire(
         self,
@@ -119,6 +126,23 @@ class RangeClient(ABC):
         response = await self._calls.acquire(request, timeout_s)
         self._met(response.segment.incarnation)
         return lease_from_wire(response, asked_s)
+
+    async def acquire_all(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Lease]:
+        """Lease all of a chain's blocks, in as many leases as its length asks for, which together are in order.
+
+        Raises KVLoadFailed, and leaves no lease, when a block is missing or the store was restarted meanwhile.
+        """
+        deadline = time.monotonic() + timeout_s
+        leases: list[Lease] = []
+        try:
+            for part in in_batches(keys):
+                leases.append(lease := await self.acquire(part, timeout_s=left_s(deadline)))
+                if len(lease.blocks) < len(part) or lease.segment != leases[0].segment:
+                    raise KVLoadFailed(f"not all of {len(keys)} stored blocks are still there")
+        except BaseException:
+            self._calls.later(self.release(leases))
+            raise
+        return leases
 
     async def read_ranges(
         self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S

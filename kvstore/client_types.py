@@ -5,14 +5,19 @@ They know neither connections nor the memory that blocks are read into.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from kvstore.checksum import Checksums, checksums_from_wire
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.types import SegmentAddress
+
+MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they still fit
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class Lease:
     lease_id: int
     expires_s: float
     blocks: tuple[StoredBlock, ...]
+
+
+def in_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Parts of at most ``MAX_BATCH``."""
+    return (items[at : at + MAX_BATCH] for at in range(0, len(items), MAX_BATCH))
 
 
 @dataclass(frozen=True, slots=True)

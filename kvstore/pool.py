@@ -23,9 +23,9 @@ from typing import TypeVar
 from kvstore.checksum import range_checksums
 from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client_types import StoreStats, room_in
+from kvstore.client_types import MAX_BATCH, StoreStats, room_in
 from kvstore.memory import Memory, readable, writable
-from kvstore.pool_answers import MAX_BATCH, OUTAGES, Told, answers_of, grouped, share_s
+from kvstore.pool_answers import OUTAGES, Told, answers_of, grouped, share_s
 from kvstore.pool_keys import Key, PoolKeys
 from kvstore.segment import MAX_BLOCK_BYTES
 from kvstore.transfer.engine import TransferEngine

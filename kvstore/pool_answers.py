@@ -10,9 +10,8 @@ import time
 from collections.abc import Awaitable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
+from kvstore.client_types import MAX_BATCH
 from mooncake.errors import DeadlineExceeded, MooncakeError, RetryElsewhere, TryLater
-
-MAX_BATCH = 2048  # blocks in one message to a store: with a thousand checksums each they still fit
 
 OUTAGES = (RetryElsewhere, TryLater, DeadlineExceeded)  # of one store: another may well answer
 

@@ -24,7 +24,7 @@ from mooncake.config import Config, transfer_secret
 from mooncake.errors import InvalidRequest, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.rpc import replica_pb2 as pb
 from mooncake.rpc import replica_pb2_grpc
-from mooncake.rpc.server import Channels, remaining_s
+from mooncake.rpc.server import Channels, check_address, remaining_s
 from mooncake.types import BlockKey
 
 COPIER = f"{OWN}copies"  # the writer of blocks copied from other stores
@@ -57,7 +57,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:  # noqa: N802
         keys = _checked_keys(request.keys)
         deadline = time.monotonic() + remaining_s(context, DEFAULT_TIMEOUT_S)
-        source = StoreClient(request.source, self._transfer, self._channels)
+        source = StoreClient(check_address(request.source), self._transfer, self._channels)
         copied = 0
         try:
             async with self._turns:

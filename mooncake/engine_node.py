@@ -32,15 +32,15 @@ class NodeRole(Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether somebody waits for its work."""
+        """Whether a client waits for its work."""
         ...
 
     def report(self, load: cluster_pb2.Load) -> None:
-        """Add what this role counts."""
+        """Add this role's counters."""
         ...
 
     async def drain(self) -> None:
-        """Return once nothing of finished requests is held any more; the engine is still running."""
+        """Return once nothing of finished requests is held; the engine is still running."""
         ...
 
     def stop(self) -> None:
@@ -142,7 +142,7 @@ class EngineNode:
         return any(role.is_answering for role in self._roles)
 
     def _on_wanted_role(self, role: str) -> None:
-        """Called repeatedly while the conductor wants this; most nodes cannot change."""
+        """Called repeatedly while the conductor wants another role; most nodes cannot change."""
 
     def _info(self) -> cluster_pb2.NodeInfo:
         return cluster_pb2.NodeInfo(

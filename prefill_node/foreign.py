@@ -17,7 +17,7 @@ from kvstore.layout import ShardedLayout
 from kvstore.layout_plan import Plan, plan
 from kvstore.layout_reader import Shard
 from mooncake.config import PoolLayoutSection
-from mooncake.errors import ConfigError, KVLoadFailed
+from mooncake.errors import ConfigError
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.types import BlockKey, KVLayout, TokenIds
 
@@ -107,20 +107,21 @@ class ForeignPrefix:
         """Raises KVLoadFailed when something has gone since it was counted."""
         needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
         answers = await asyncio.gather(
-            *(self._store.acquire(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
+            *(self._store.acquire_all(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
             return_exceptions=True,
         )
-        leases = [answer for answer in answers if isinstance(answer, Lease)]
-        if len(leases) < len(answers) or any(len(lease.blocks) < needed for lease in leases):
-            await self._store.release(leases)
-            for failure in answers:
-                if isinstance(failure, BaseException):
-                    raise failure
-            raise KVLoadFailed(f"not all of {needed} stored blocks of each rank are still there")
-        shards = {
-            rank: Shard(lease.segment, [block.slot for block in lease.blocks], [b.checksums for b in lease.blocks])
-            for rank, lease in zip(self._keys, leases, strict=True)
-        }
-        return ForeignLease(
-            self._plan, num_blocks, min(lease.expires_s for lease in leases), shards, self._keys, tuple(leases)
-        )
+        by_rank = [answer for answer in answers if not isinstance(answer, BaseException)]
+        leases = tuple(lease for parts in by_rank for lease in parts)
+        for failure in answers:
+            if isinstance(failure, BaseException):
+                await self._store.release(leases)
+                raise failure
+        shards = {rank: _shard_of(parts) for rank, parts in zip(self._keys, by_rank, strict=True)}
+        expires_s = min(lease.expires_s for lease in leases)
+        return ForeignLease(self._plan, num_blocks, expires_s, shards, self._keys, leases)
+
+
+def _shard_of(leases: list[Lease]) -> Shard:
+    """One rank's blocks, in order."""
+    blocks = [block for lease in leases for block in lease.blocks]
+    return Shard(leases[0].segment, [block.slot for block in blocks], [block.checksums for block in blocks])

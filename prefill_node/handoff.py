@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 import grpc
-import numpy as np
 
+from kvstore.checksum import digest
 from mooncake.errors import InternalError
 from mooncake.page_groups import PageGroups, page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
@@ -69,12 +69,11 @@ class Handoff:
         missing = [page for page in self._pages if page not in checksums]
         if missing:
             raise InternalError(f"{self.sink.name}: blocks {missing[:4]} were never written")
-        sums = [checksums[page] for page in self._pages]
         request = decode_pb2.CommitHandoffRequest(
             handoff_id=self._request.handoff_id,
             epoch=self._request.epoch,
             first_tokens=[sampled_to_wire(token) for token in first_tokens],
-            checksums=np.stack(sums).astype("<u8").tobytes() if sums else b"",
+            digest=digest(checksums[page] for page in self._pages),
             exact_tokens=num_exact,
         )
         try:

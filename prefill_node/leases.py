@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstore.client import StoreClient
-from mooncake.errors import KVLoadFailed, MooncakeError
+from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey
 from prefill_node.foreign import ForeignLease, ForeignPrefix
 from prefill_node.loader import LeasedPrefix, lease_in_time
@@ -46,16 +46,14 @@ class Leases:
 
 
 async def _acquire(store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-    lease = await store.acquire(keys, timeout_s=CONTROL_TIMEOUT_S)
-    if len(lease.blocks) < len(keys):
-        await _quietly(store.release([lease]))
-        raise KVLoadFailed(f"only {len(lease.blocks)} of {len(keys)} stored blocks are still there")
+    leases = await store.acquire_all(keys, timeout_s=CONTROL_TIMEOUT_S)
+    blocks = [block for lease in leases for block in lease.blocks]
     return LeasedPrefix(
-        lease.segment,
-        [lease.lease_id],
-        lease.expires_s,
-        [block.slot for block in lease.blocks],
-        [block.checksums for block in lease.blocks],
+        leases[0].segment,
+        [lease.lease_id for lease in leases],
+        min(lease.expires_s for lease in leases),
+        [block.slot for block in blocks],
+        [block.checksums for block in blocks],
     )
 
 

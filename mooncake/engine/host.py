@@ -25,6 +25,7 @@ from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
@@ -66,8 +67,8 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
     num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
-    asked = checkpoint.config.context(config.model.max_model_len)
-    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or asked, config.block.tokens, asked)
+    context = checkpoint.config.context(config.model.max_model_len)
+    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or context, config.block.tokens, context)
     if num_pages < 2 * groups.num_groups:
         raise ConfigError(
             f"kv_gb = {section.kv_gb:g} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "
@@ -88,7 +89,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts if it is of one kind: a single prefill chunk, or decodes only."""
         chunks = plan.entries
-        if plan.inherited or any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
+        if plan.inherited or any(chunk.num_draft or chunk.sequence.borrowed.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -291,8 +292,7 @@ class EngineHost:
         salt: str,
         *,
         num_to_sample: int | None = None,
-        external_blocks: int = 0,
-        inheritable_blocks: int = 0,
+        borrowed: Borrowed | None = None,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
@@ -311,8 +311,7 @@ class EngineHost:
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
-            external_blocks=external_blocks,
-            inheritable_blocks=inheritable_blocks,
+            borrowed=borrowed or Borrowed(),
             hold_blocks=hold_blocks,
             priority=priority,
             adapter=self._adapters.place(adapter),

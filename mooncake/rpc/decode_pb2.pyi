@@ -176,12 +176,14 @@ class CommitHandoffRequest(_message.Message):
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_TOKENS_FIELD_NUMBER: _builtins.int
-    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     EXACT_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
     epoch: _builtins.int
-    checksums: _builtins.bytes
-    """uint64 little-endian [block][layer], xxh3-64 of each layer range written"""
+    digest: _builtins.int
+    """xxh3-64 of the checksums of all layer ranges written, as uint64 little-endian [block][layer]. Whatever the prompt's
+    length, it has 8 bytes: the checksums themselves would not fit into a message beyond some million tokens.
+    """
     exact_tokens: _builtins.int
     """Behind so many leading tokens KV is blended: blocks there must not be found by their tokens. Unset: none is."""
     @_builtins.property
@@ -194,12 +196,12 @@ class CommitHandoffRequest(_message.Message):
         handoff_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         first_tokens: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
-        checksums: _builtins.bytes = ...,
+        digest: _builtins.int = ...,
         exact_tokens: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens", "exact_tokens", b"exact_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens", "checksums", b"checksums", "epoch", b"epoch", "exact_tokens", b"exact_tokens", "first_tokens", b"first_tokens", "handoff_id", b"handoff_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens", "digest", b"digest", "epoch", b"epoch", "exact_tokens", b"exact_tokens", "first_tokens", b"first_tokens", "handoff_id", b"handoff_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_tokens: _TypeAlias = _typing.Literal["exact_tokens"]  # noqa: Y015
     _WhichOneofArgType__exact_tokens: _TypeAlias = _typing.Literal["_exact_tokens", b"_exact_tokens"]  # noqa: Y015

@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:
                 check_ports(config)
             assert caught.value.message == (
                 f"port {port} is taken by process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()}); "
-                f"choose another with {flag}, or stop what holds it"
+                f"choose another with {flag}, or stop that process"
             )
     assert port_holder(port) == ""
 
@@ -135,7 +135,7 @@ def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
 
 
 def test_a_free_port_is_not_the_one_that_is_meant_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may give the same one twice; here, for as long as it is not held."""
+    """The system may return the same port twice; here it does, until the port is held."""
     port = free_port("127.0.0.1")
     bound = preflight._bound
 

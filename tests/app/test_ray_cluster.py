@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from live import small_config
+from live import SMALL, small_config
 
 from mooncake.app.preflight import free_port
 from mooncake.app.ray_cluster import PrivateRay, RayCluster, is_loopback, needs_of
 from mooncake.client import Client, GenerateResult
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.types import SamplingParams
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+ROOT = Path(__file__).parents[2]
 PROMPT = "The first three planets are"
 
 
@@ -66,7 +70,7 @@ async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> Non
 
 
 async def holding(port: int) -> socket.socket:
-    """It, as soon as it is free."""
+    """A socket bound to the port as soon as it is free."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -100,12 +104,35 @@ async def test_a_start_that_is_given_up_leaves_no_ray_behind() -> None:
         assert private_folders() == before
 
 
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["starting decode-0", "Ctrl-C stops the cluster."])
+def test_the_script_ends_in_order_when_it_is_told_to(moment: str) -> None:
+    before = private_folders()
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    command = [sys.executable, "-u", str(ROOT / "deploy" / "ray_cluster.py"), *settings]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        assert any(moment in line for line in process.stdout)
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=40)
+        assert rest.splitlines()[-1] == "stopped"
+        assert "SIGTERM" not in rest
+        assert process.returncode == 0
+        assert private_folders() == before
+    finally:
+        process.kill()
+        process.wait()
+
+
 def private_folders() -> set[Path]:
     return set(Path(tempfile.gettempdir()).glob("mr-*"))
 
 
 def reached_at() -> set[str]:
-    """Where the private Ray listens, for whoever has its token."""
+    """The addresses on which the private Ray listens."""
     import ray
 
     return {node["NodeManagerAddress"] for node in ray.nodes()}
@@ -132,6 +159,18 @@ def test_a_port_that_is_taken_is_told_before_ray_starts() -> None:
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"port {port} is taken by process {os.getpid()} .* RAY_ADDRESS"):
             PrivateRay(port).start(num_cpus=1)
+
+
+@needs_ray
+@pytest.mark.parametrize("listens", [False, True])
+async def test_a_ray_that_does_not_answer_is_told_of_before_ray_waits_for_it(listens: bool) -> None:
+    port = free_port("127.0.0.1")
+    with socket.create_server(("", port)) if listens else contextlib.nullcontext():
+        cluster = RayCluster(small_config(), ray_address=f"127.0.0.1:{port}")
+        async with asyncio.timeout(30):
+            with pytest.raises(NodeUnavailable, match=f"no Ray answers at 127.0.0.1:{port}"):
+                async with cluster:
+                    pass
 
 
 @needs_ray

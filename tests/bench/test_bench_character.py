@@ -1,4 +1,4 @@
-"""The benchmark of windows and shared KV trains, serves and tells. What two steps of training teach means nothing."""
+"""The benchmark of windows and shared KV trains, serves and reports. Results after two training steps mean nothing."""
 
 from __future__ import annotations
 

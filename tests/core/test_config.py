@@ -1,4 +1,4 @@
-"""One configuration: a file, overrides, and a sentence for each thing that can be wrong with either."""
+"""The configuration: a file, overrides, and an error of one sentence for every mistake in them."""
 
 from __future__ import annotations
 

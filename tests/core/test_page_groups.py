@@ -139,7 +139,7 @@ def model(windows: list[int]) -> ModelConfig:
 def test_all_nodes_of_a_cluster_part_layers_alike(
     settings: tuple[str, ...], of_hybrid: tuple[int, ...], of_local: tuple[int, ...]
 ) -> None:
-    """In a cluster with hand-offs somebody must have every block, for a prefix is known by its first ones."""
+    """In a cluster with hand-offs one group must keep every block, because a prefix is found by its first blocks."""
     config = load_config(None, list(settings))
     assert config.page_groups(model(every(3, 6, 64))).windows == of_hybrid
     assert config.page_groups(model([64] * 6)).windows == of_local

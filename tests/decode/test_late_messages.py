@@ -1,4 +1,4 @@
-"""The receiver between a real engine, a real segment and a real writer: what comes late, twice or across each other."""
+"""The receiver with a real engine, segment and writer: messages that come late, twice or out of order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from decode_node.handoff import Handoff, HandoffState, Outcome
 from decode_node.receiver import Receiver
-from kvstore.checksum import range_checksums
+from kvstore.checksum import digest, range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
@@ -40,7 +40,7 @@ WAIT_S = 20.0
 
 
 class SlowMirror:
-    """The cache, whose blocks take as long to get to their places as they are made to."""
+    """A mirror whose copies take as long as the test wants."""
 
     def __init__(self, cache: KVCache) -> None:
         self.memory = cache.memory
@@ -78,15 +78,15 @@ class Node:
     async def open(self, name: str, epoch: int = 3, wait_s: float = WAIT_S) -> Handoff:
         return await self.receiver.open(name, epoch, self.writer.writer_id, wait_s)
 
-    async def write(self, handoff: Handoff, prompt: list[int] = PROMPT) -> bytes:
-        """The checksums of what was written."""
+    async def write(self, handoff: Handoff, prompt: list[int] = PROMPT) -> int:
+        """The digest of what was written."""
         blocks = kv_of(prompt)[handoff.first_block :]
         ranges = [
             WriteRange(block_id, 0, data, handoff.epoch)
             for block_id, data in zip(handoff.block_ids, blocks, strict=True)
         ]
         await self.writer.write_async(self.server.address, ranges, time.monotonic() + WAIT_S)
-        return np.concatenate([range_checksums(block.data, LAYOUT.num_layers) for block in blocks]).tobytes()
+        return digest(range_checksums(block.data, LAYOUT.num_layers) for block in blocks)
 
     async def in_use(self) -> int:
         return await asyncio.wrap_future(self.thread.call(lambda engine: engine.block_pool.num_in_use))
@@ -99,7 +99,7 @@ class Node:
 
 
 class Inbox:
-    """What the request's call was told."""
+    """The outputs that the request's call received."""
 
     def __init__(self) -> None:
         self.told: list[StepOutput | MooncakeError] = []
@@ -169,12 +169,12 @@ async def test_the_good_way() -> None:
 
 
 async def test_what_the_engine_does_not_start_is_told_and_gives_its_blocks_back() -> None:
-    """The first token of another place than the next one: two nodes that do not agree on the request."""
+    """The first token has the wrong index: the two nodes do not agree on the request."""
     async with a_node() as node:
         handoff, inbox = node.announce("h")
-        checksums = await node.write(await node.open("h"))
+        whole = await node.write(await node.open("h"))
         with pytest.raises(InvalidRequest, match="token 5 is not the next one"):
-            await node.receiver.commit("h", 3, first_token(index=5), checksums)
+            await node.receiver.commit("h", 3, first_token(index=5), whole)
         await until(lambda: inbox.told)
         assert isinstance(inbox.told[0], InvalidRequest), "it would wait for its answer to its deadline"
         await node.receiver.abandon(handoff, is_late=False)
@@ -209,7 +209,7 @@ async def test_a_writer_that_found_no_room_may_ask_again() -> None:
 
 
 async def test_a_writer_that_no_longer_waits_gets_no_blocks() -> None:
-    """The engine has reserved them, and nobody has heard of it yet."""
+    """The engine has reserved them, but the reservation has not been reported yet."""
     async with a_node() as node:
         _, inbox = node.announce("h")
         may_reserve = threading.Event()
@@ -242,8 +242,8 @@ async def test_an_announcement_finds_each_writer_that_waits_for_it() -> None:
 
 
 async def test_blocks_are_not_granted_to_the_next_one_before_the_right_to_write_them_is_back() -> None:
-    """The first one is given up, its writer closes, and the thread that is to take its right back is late: what it then
-    takes must not be the right of whoever has the blocks by now."""
+    """The first hand-off is given up, its writer closes, and the thread that revokes its grant is late: it must not
+    revoke the grant of the blocks' next owner."""
     async with a_node("tcp") as node:
         threads = ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(threads)
@@ -267,12 +267,12 @@ async def test_blocks_are_not_granted_to_the_next_one_before_the_right_to_write_
 async def test_what_is_given_up_while_it_is_verified_goes_back_once_the_thread_is_through() -> None:
     async with a_node() as node:
         handoff, inbox = node.announce("h")
-        checksums = await node.write(await node.open("h"))
+        whole = await node.write(await node.open("h"))
         node.mirror.may_end.clear()
-        committing = asyncio.create_task(node.receiver.commit("h", 3, first_token(), checksums))
+        committing = asyncio.create_task(node.receiver.commit("h", 3, first_token(), whole))
         await asyncio.to_thread(node.mirror.has_begun.wait, WAIT_S)
         with pytest.raises(HandoffFailed, match="is verifying"):
-            await node.receiver.commit("h", 3, first_token(), checksums)
+            await node.receiver.commit("h", 3, first_token(), whole)
         abandoning = asyncio.create_task(node.receiver.abandon(handoff, is_late=True))
         await asyncio.sleep(0.02)
         assert await node.in_use() == 3
@@ -287,9 +287,9 @@ async def test_what_is_given_up_while_it_is_verified_goes_back_once_the_thread_i
 async def test_a_writer_that_does_not_wait_for_the_end_of_its_commit_has_closed() -> None:
     async with a_node() as node:
         _, inbox = node.announce("h")
-        checksums = await node.write(await node.open("h"))
+        whole = await node.write(await node.open("h"))
         node.mirror.may_end.clear()
-        committing = asyncio.create_task(node.receiver.commit("h", 3, first_token(), checksums))
+        committing = asyncio.create_task(node.receiver.commit("h", 3, first_token(), whole))
         await asyncio.to_thread(node.mirror.has_begun.wait, WAIT_S)
         committing.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -354,14 +354,11 @@ async def test_an_old_epoch_is_refused_and_changes_nothing() -> None:
         handoff, inbox = node.announce("h")
         with pytest.raises(StaleEpoch):
             await node.open("h", epoch=2)
-        checksums = await node.write(await node.open("h"))
+        whole = await node.write(await node.open("h"))
         with pytest.raises(StaleEpoch):
-            await node.receiver.commit("h", 2, first_token(), checksums)
+            await node.receiver.commit("h", 2, first_token(), whole)
         await node.receiver.close("h", 2, "")
         assert handoff.state is HandoffState.RESERVED
-        with pytest.raises(InvalidRequest, match="multiple of 8"):
-            await node.receiver.commit("h", 3, first_token(), checksums[:-1])
-        assert handoff.state is HandoffState.RESERVED
-        await node.receiver.commit("h", 3, first_token(), checksums)
+        await node.receiver.commit("h", 3, first_token(), whole)
         await until(lambda: inbox.answer == true_answer(PROMPT, 12))
         assert not any(isinstance(output, Cancelled) for output in inbox.told)

@@ -14,6 +14,7 @@ from kvstore.checksum import (
     checksum,
     checksums_from_wire,
     checksums_to_wire,
+    digest,
     first_mismatch,
     range_checksums,
 )
@@ -68,3 +69,12 @@ def test_a_copy_and_its_checksum_are_right_wherever_memory_begins(length: int) -
         assert library.hash_of(place, size) == right
         assert np.array_equal(room[begin : begin + length], source)
         assert (room[:begin] == 0xA5).all() and (room[begin + length :] == 0xA5).all()
+
+
+def test_a_digest_sees_every_checksum_and_their_order() -> None:
+    sums = [np.arange(4, dtype=np.uint64), np.arange(4, 8, dtype=np.uint64)]
+    whole = np.concatenate(sums)
+    assert digest(sums) == digest([whole]) == checksum(whole.tobytes())
+    others = [whole[:-1], whole[::-1], np.append(whole, np.uint64(0)), whole ^ np.uint64(1 << 63)]
+    assert digest(sums) not in [digest([other]) for other in others]
+    assert digest([]) == checksum(b"")

@@ -1,4 +1,4 @@
-"""Copies between stores: whoever is asked for a prefix may be anybody, and answer anything."""
+"""Copies between stores: the source may be anything, and answer anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 class Source(store_pb2_grpc.StoreServicer):
-    """Not a store of ours: it leases whatever it is told to."""
+    """A foreign store that leases whatever the test wants."""
 
     def __init__(self) -> None:
         self.segment = Segment.create("source", BLOCK, 2)
@@ -78,6 +78,10 @@ async def test_no_name_and_no_answer_of_a_source_hurts_the_store_that_copies(
                 await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=keys), timeout=10)
             assert refused.value.code() == status, refused.value.details()
             assert store.ask("counts")["free"] == SLOTS
+        for nowhere in ("", "\0", "a store", "a/b:1"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await stub.Fetch(replica_pb2.FetchRequest(source=nowhere, keys=[key]), timeout=10)
+            assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         source.blocks = [pb.LeasedBlock(slot=0, length=BLOCK, checksums=bytes(8))]  # of other bytes
         fetched = await stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[key]), timeout=10)
         assert (fetched.held, fetched.copied) == (0, 0) and store.ask("counts")["free"] == SLOTS

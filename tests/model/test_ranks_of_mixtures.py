@@ -1,5 +1,5 @@
-"""Latent attention and mixtures of experts over tensor parallel ranks: theirs, token for token, and each rank holds its
-part alone."""
+"""Latent attention and mixtures of experts over tensor-parallel ranks: transformers' tokens, and each rank holds only
+its part."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Pub
 
 
 def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> None:
-    """Two ranks as threads of this process, whose sum is theirs: what another node would read is on either."""
+    """Two ranks as threads of this process: their sum is transformers' result, and both have the whole row."""
     checkpoint = Published("deepseek-v3", tmp_path).checkpoint
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     whole = KVCache(layout, NUM_BLOCKS)
@@ -135,7 +135,7 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
 
 
 def test_what_a_rank_holds_falls_with_the_number_of_ranks(published: Published) -> None:
-    """Counted in what is packed for products, experts apart."""
+    """Counted in weights packed for products, experts separately."""
     whole = packed_bytes(load_model(published.checkpoint, "float32"))
     assert whole.experts > whole.rest / 4, "this model's experts weigh nothing"
     num_experts = published.checkpoint.config.num_experts
@@ -174,7 +174,7 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
 
 @pytest.mark.slow
 def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    """As the system counts it: 151 MB of experts, a half and then a quarter of them with each rank."""
+    """Measured by the system: 151 MB of experts, half and then a quarter of them per rank."""
     wide = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_hidden_layers": 3}
     write_tiny_model(tmp_path, "qwen3_moe", **(WIDE | wide))
     experts = 3 * 16 * 3 * 512 * 512 * 4
@@ -187,7 +187,7 @@ def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> Non
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Of the process alone: mapped files are everybody's."""
+    """Anonymous memory of the process: mapped files are shared."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 

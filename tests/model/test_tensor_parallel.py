@@ -174,7 +174,7 @@ sys.stdin.read()
 
 
 def is_running(pid: int) -> bool:
-    """Not as one that has ended and nobody has asked how."""
+    """Whether the process is running, and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -198,7 +198,7 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size"])
 def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None:
-    """Those that left their group to the interpreter's end aborted there, three times out of ten."""
+    """Ranks that left their process group open at exit aborted three times out of ten."""
     for _ in range(6):
         with LLM(str(folder), kv_gb=0.01, block_tokens=16, **{way: 2}) as llm:  # type: ignore[arg-type]
             model = llm._backend.model

@@ -1,0 +1,68 @@
+"""A hand-off's messages, whatever the prompt's length."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from kvstore.checksum import digest
+from mooncake.page_groups import UNIFORM
+from mooncake.rpc import decode_pb2 as pb
+from mooncake.rpc import decode_pb2_grpc, prefill_pb2
+from mooncake.rpc.convert import segment_to_wire
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer
+from mooncake.types import KVLayout, SegmentAddress
+from prefill_node.deadline import Deadline
+from prefill_node.handoff import Handoff
+from prefill_node.workshop import Workshop
+
+LAYOUT = KVLayout(num_layers=126, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float16")
+NUM_TOKENS = 1 << 20
+NUM_BLOCKS = NUM_TOKENS // LAYOUT.block_tokens
+NOWHERE = SegmentAddress("decode", 1, "", "", "127.0.0.1:9", LAYOUT.block_bytes, NUM_BLOCKS)
+
+
+class DecodeNode(decode_pb2_grpc.DecodeServicer):
+    """Grants blocks, and notes what is committed."""
+
+    def __init__(self) -> None:
+        self.committed: list[pb.CommitHandoffRequest] = []
+
+    async def OpenHandoff(  # noqa: N802
+        self, request: pb.OpenHandoffRequest, context: Any
+    ) -> pb.OpenHandoffResponse:
+        return pb.OpenHandoffResponse(segment=segment_to_wire(NOWHERE), block_ids=range(NUM_BLOCKS))
+
+    async def CommitHandoff(  # noqa: N802
+        self, request: pb.CommitHandoffRequest, context: Any
+    ) -> pb.CommitHandoffResponse:
+        self.committed.append(request)
+        return pb.CommitHandoffResponse()
+
+
+async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
+    sums = np.arange(NUM_BLOCKS * LAYOUT.num_layers, dtype=np.uint64).reshape(NUM_BLOCKS, LAYOUT.num_layers)
+    assert sums.nbytes > MAX_MESSAGE_BYTES
+    node, server, channels = DecodeNode(), RpcServer(), Channels()
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, node, "mooncake.v1.Decode")
+    port = await server.start("127.0.0.1", 0)
+    try:
+        shop = SimpleNamespace(
+            host=SimpleNamespace(plan=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
+            transfer=SimpleNamespace(writer_id="prefill"),
+            handoffs=SimpleNamespace(kick=lambda sink: None),
+            channels=channels,
+        )
+        request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
+        handoff = Handoff(cast(Workshop, shop), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+        await handoff.open()
+        handoff.sink.checksums = dict(enumerate(sums))
+        handoff.sink.done.set_result(None)
+        await handoff.commit([], None)
+        assert [message.digest for message in node.committed] == [digest([sums.ravel()])]
+    finally:
+        await channels.close()
+        await server.stop()
