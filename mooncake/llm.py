@@ -123,7 +123,7 @@ class LLM:
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
+        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers, with
         ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
         ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
         leaves out what the model's file of that name says of sampling.

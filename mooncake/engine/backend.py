@@ -5,6 +5,7 @@ The one place that knows which of them go together. It must not know requests or
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,7 @@ from mooncake.kernels.cpu import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
-from mooncake.model.pages import TORCH_DTYPES, SharedMemory
+from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
@@ -41,8 +42,8 @@ class CacheSize:
 class Processes:
     """Over how many processes of this machine one engine computes, and how: of the three, one at most is not 1.
 
-    Each stage of a pipeline has ``threads``, and as many of ``cores`` where there are enough; the ranks of a context
-    share those of this process.
+    Each tensor parallel rank and each stage of a pipeline has ``threads``, and a stage as many of ``cores`` where there
+    are enough; the ranks of a context share those of this process.
     """
 
     tensor: int = 1
@@ -88,15 +89,17 @@ def open_backend(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
+    memory: Mappable | None = None,
 ) -> Backend:
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
-    (tokens; 0: what it reads). Raises as the others do."""
+    (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
+    others do."""
+    path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1:
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor)
+        return over_ranks(path, precision, asked, processes.tensor, processes.threads, memory)
     if processes.stages > 1:
-        path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
-        return over_stages(path, precision, asked, processes.stages, threads, cores)
+        return over_stages(path, precision, asked, processes.stages, processes.threads, processes.cores)
     if device != "cpu":
         return on_gpu(checkpoint, precision, size, device, adapters)
     return on_cpu(checkpoint, precision, size, adapters, context_ranks=processes.context)
@@ -110,12 +113,13 @@ def open_for_node(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
-    buffer: memoryview | None = None,
+    memory: Mappable | None = None,
     can_blend: bool = False,
 ) -> Backend:
-    """The same with a cache that others see, in ``buffer`` or in memory of its own; ``can_blend``: on CPUs alone."""
-    if processes.stages > 1:
-        return open_backend(checkpoint, precision, size, device, processes, adapters, context)
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    if processes.tensor > 1 or processes.stages > 1:
+        return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
+    buffer = None if memory is None else memory.buffer
     if device == "cpu":
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
     if can_blend:
@@ -228,16 +232,26 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
-def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
-    """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
+def over_ranks(
+    path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
+) -> Backend:
+    """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
+    where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.codes or precision.key_scales or size.layout.dtype != precision.dtype:
-        raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
-    model = TensorParallelModel(
-        path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
-    )
-    return Backend(model, model, close=model.close)
+    if precision.coding or precision.codes or precision.key_scales:
+        what = 'neither key scales nor int8 weights (model.weights="plain" dequantises stored ones)'
+        raise ModelError(f"tensor parallelism takes {what}")
+    with contextlib.ExitStack() as opened:
+        num_bytes = size.num_blocks * size.layout.block_bytes
+        shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
+        model = TensorParallelModel(
+            path, num_ranks, precision.dtype, shared, size.layout, size.num_blocks, size.max_model_len, threads
+        )
+    cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
+    if memory is None:  # else whoever lent it sees to that
+        prefault_in_background(cache.memory)
+    return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
 def over_stages(

@@ -54,11 +54,17 @@ def experts_of(config: ModelConfig, rank: int, size: int) -> range:
     return range(share.start, share.stop)
 
 
+def kv_heads_of(config: ModelConfig, rank: int, size: int) -> slice:
+    """The KV heads of which this rank computes and reads keys and values, by their numbers in the model."""
+    first = rank * config.num_kv_heads // size
+    return slice(first, first + max(config.num_kv_heads // size, 1))
+
+
 def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
     """The part of each weight that ``rank`` computes with, without other ranks' experts; embeddings, norms, routers
     and head are whole."""
-    first_kv = rank * config.num_kv_heads // size
-    kv = slice(first_kv * config.head_dim, (first_kv + max(config.num_kv_heads // size, 1)) * config.head_dim)
+    heads = kv_heads_of(config, rank, size)
+    kv = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
     here = experts_of(config, rank, size)
 
     def part(name: str) -> torch.Tensor:
