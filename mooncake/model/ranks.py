@@ -117,6 +117,15 @@ class Group:
         dist.all_reduce(values)
         return values
 
+    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Every rank's ``columns`` ``[R, widths[rank]]`` side by side, on the first rank; no rows on others."""
+        padded = torch.nn.functional.pad(columns, (0, max(widths) - columns.shape[1]))
+        pieces = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
+        dist.gather(padded, pieces)
+        if pieces is None:
+            return columns.new_empty((0, sum(widths)))
+        return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths, strict=True)], dim=1)
+
     def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None:
         """From the first rank to all: a header with sizes, then everything in one message."""
         header = torch.tensor([kind, *(len(array) for array in arrays), *[0] * _HEADER][:_HEADER])

@@ -6,6 +6,7 @@ latent     all heads share one row per token, so each rank computes and keeps al
            to and from the latent space are split
 MLP        rank r has elements r·I/S … of the inner dimension, also in an expert that all tokens use
 mixture    each expert is on one rank: r has experts r·E/S …; routers are on all ranks
+vocabulary rank r has rows r·V/S … of the embedding table and of the head; S need not divide V
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mooncake.checkpoint import FAMILIES, ModelConfig
 from mooncake.errors import ModelError
 from mooncake.model.layers import Weights, WeightsOnDemand
 
-_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")
 _ENTRIES = ("sinks",)  # one per head
 
@@ -54,9 +55,15 @@ def experts_of(config: ModelConfig, rank: int, size: int) -> range:
     return range(share.start, share.stop)
 
 
+def vocabulary_shares(config: ModelConfig, size: int) -> list[range]:
+    """The tokens whose rows of the embedding table and of the head are on each rank."""
+    shares = [_share(config.vocab_size, rank, size) for rank in range(size)]
+    return [range(share.start, share.stop) for share in shares]
+
+
 def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
-    """The part of each weight that ``rank`` computes with, without other ranks' experts; embeddings, norms, routers
-    and head are whole."""
+    """The part of each weight that ``rank`` computes with, without other ranks' experts; norms and routers are
+    whole."""
     first_kv = rank * config.num_kv_heads // size
     kv = slice(first_kv * config.head_dim, (first_kv + max(config.num_kv_heads // size, 1)) * config.head_dim)
     here = experts_of(config, rank, size)

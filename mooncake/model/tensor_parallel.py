@@ -2,8 +2,8 @@
 2019), or with some of its experts (Lepikhin et al. 2020).
 
 The first rank is the engine's model: it sends every step to the others and computes with them. Each layer's attention
-and MLP end in one sum over the ranks. ``shards`` says what each rank holds, ``ranks`` how they start, end and
-communicate.
+and MLP end in one sum over the ranks, and the first one gathers the logits. ``shards`` says what each rank holds,
+``ranks`` how they start, end and communicate.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import InternalError
 from mooncake.host_memory import gives_back_memory
+from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
@@ -35,7 +36,8 @@ from mooncake.model.ranks import (
     live_with_first,
     speaking_to,
 )
-from mooncake.model.shards import experts_of, shard_config, shard_weights
+from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
+from mooncake.model.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
 log = logging.getLogger(__name__)
@@ -53,13 +55,19 @@ class Shard:
         whole = checkpoint.config
         config = shard_config(whole, group.size)
         weights = shard_weights(load_weights(checkpoint, dtype), whole, group.rank, group.size)
-        family = OTHER_FAMILIES.get(whole.architecture)
+        family, shares = OTHER_FAMILIES.get(whole.architecture), vocabulary_shares(whole, group.size)
+
+        def vocabulary(part: Linear) -> Linear:
+            return VocabularyPart(part, shares, group)
+
         self.model: CausalLM | Decoder
         if family is None:
-            self.model = CausalLM(config, weights, max_model_len, reduce=group.sum)
+            self.model = CausalLM(config, weights, max_model_len, reduce=group.sum, vocabulary=vocabulary)
         else:
             experts = experts_of(whole, group.rank, group.size)
-            self.model = family(config, weights, max_model_len, reduce=group.sum, experts=experts)
+            self.model = family(
+                config, weights, max_model_len, reduce=group.sum, vocabulary=vocabulary, experts=experts
+            )
         self.cache = torch.zeros(
             (num_blocks, len(config.kv_owners), config.kv_kinds, config.num_kv_heads, block_tokens, config.head_dim),
             dtype=getattr(torch, dtype),
