@@ -134,10 +134,11 @@ class LLM:
         blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are folders of
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
-        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
-        ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
-        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
+        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes,
+        each with a part of every layer, on CPUs or, with ``device`` "cuda", on a GPU each. On CPUs
+        ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
+        ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
+        two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
         leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
@@ -150,8 +151,10 @@ class LLM:
         several = [name for name, count in counts.items() if count > 1]
         if len(several) > 1:
             raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-        if several and (device != "cpu" or adapters):
-            raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
+        if several and adapters:
+            raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
+        if several and tensor_parallel == 1 and device != "cpu":
+            raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)

@@ -8,7 +8,7 @@ from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
 from mooncake.host_memory import gives_back_memory
-from mooncake.kernels import Kernels
+from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
@@ -23,6 +23,8 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.moe import MixtureOfExperts
 from mooncake.model.routed import GlmMoe
+from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
+from mooncake.model.vocabulary import Ranks, VocabularyPart
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
@@ -115,3 +117,23 @@ def load_model(
         raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
     weights = load_weights(checkpoint, dtype, keeps_groups=keeps_groups)
     return family(config, weights, max_model_len, kernels, layers=layers)
+
+
+@gives_back_memory
+def load_part(
+    checkpoint: Checkpoint, dtype: str, ranks: Ranks, max_model_len: int = 0, kernels: Kernels | None = None
+) -> CausalLM | Decoder:
+    """One tensor parallel rank's part of the model (``shards``). Raises ModelError if it cannot be split into so many,
+    and like ``load_model``."""
+    whole, rank, size = checkpoint.config, ranks.rank, ranks.size
+    config, shares = shard_config(whole, size), vocabulary_shares(whole, size)
+    weights = shard_weights(load_weights(checkpoint, dtype), whole, rank, size)
+
+    def vocabulary(part: Linear) -> Linear:
+        return VocabularyPart(part, shares, ranks)
+
+    family = OTHER_FAMILIES.get(whole.architecture)
+    if family is None:
+        return CausalLM(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary)
+    experts = experts_of(whole, rank, size)
+    return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)

@@ -20,12 +20,8 @@ import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import InternalError
-from mooncake.host_memory import gives_back_memory
-from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.decoder import Decoder
-from mooncake.model.llama import CausalLM
-from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model.load import load_part
 from mooncake.model.ranks import (
     Group,
     Workers,
@@ -36,9 +32,7 @@ from mooncake.model.ranks import (
     live_with_first,
     speaking_to,
 )
-from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
-from mooncake.model.vocabulary import VocabularyPart
-from mooncake.model.weights import load_weights
+from mooncake.model.shards import shard_config
 
 log = logging.getLogger(__name__)
 
@@ -48,26 +42,11 @@ _STEP, _COPY, _STOP = 1, 2, 0
 class Shard:
     """One rank: its part of the model and of the paged cache ``[N, layers, K|V, Hkv / S, block_tokens, D]``."""
 
-    @gives_back_memory
     def __init__(
         self, group: Group, checkpoint: Checkpoint, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int
     ) -> None:
-        whole = checkpoint.config
-        config = shard_config(whole, group.size)
-        weights = shard_weights(load_weights(checkpoint, dtype), whole, group.rank, group.size)
-        family, shares = OTHER_FAMILIES.get(whole.architecture), vocabulary_shares(whole, group.size)
-
-        def vocabulary(part: Linear) -> Linear:
-            return VocabularyPart(part, shares, group)
-
-        self.model: CausalLM | Decoder
-        if family is None:
-            self.model = CausalLM(config, weights, max_model_len, reduce=group.sum, vocabulary=vocabulary)
-        else:
-            experts = experts_of(whole, group.rank, group.size)
-            self.model = family(
-                config, weights, max_model_len, reduce=group.sum, vocabulary=vocabulary, experts=experts
-            )
+        self.model = load_part(checkpoint, dtype, group, max_model_len)
+        config = self.model.config
         self.cache = torch.zeros(
             (num_blocks, len(config.kv_owners), config.kv_kinds, config.num_kv_heads, block_tokens, config.head_dim),
             dtype=getattr(torch, dtype),

@@ -22,6 +22,9 @@ class Ranks(Protocol):
     @property
     def rank(self) -> int: ...
 
+    @property
+    def size(self) -> int: ...
+
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Over the ranks, possibly in place; bit-identical on every rank."""
         ...

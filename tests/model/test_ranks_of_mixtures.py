@@ -23,8 +23,9 @@ from mooncake.kernels.cpu import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import GatedDecoder
-from mooncake.model.load import OTHER_FAMILIES, load_model
-from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
+from mooncake.model.llama import CausalLM
+from mooncake.model.load import load_model, load_part
+from mooncake.model.shards import experts_of, shard_config, shard_weights
 from mooncake.model.tensor_parallel import TensorParallelModel
 from mooncake.model.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
@@ -91,6 +92,7 @@ class InThread:
 
     ranks: InThreads
     rank: int
+    size: int
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.ranks.exchanged(self.rank, values)).sum(0)
@@ -100,18 +102,8 @@ class InThread:
         return everyones if self.rank == 0 else everyones[:0]
 
 
-def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> Decoder:
-    whole = checkpoint.config
-    weights = shard_weights(load_weights(checkpoint, "float32"), whole, rank, size)
-    family, experts = OTHER_FAMILIES[whole.architecture], experts_of(whole, rank, size)
-    others, shares = InThread(ranks or InThreads(size), rank), vocabulary_shares(whole, size)
-    return family(
-        shard_config(whole, size),
-        weights,
-        reduce=others.sum,
-        vocabulary=lambda part: VocabularyPart(part, shares, others),
-        experts=experts,
-    )
+def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> CausalLM | Decoder:
+    return load_part(checkpoint, "float32", InThread(ranks or InThreads(size), rank, size))
 
 
 def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
