@@ -60,7 +60,8 @@ class Setup(msgspec.Struct, frozen=True):
 class _Rank:
     """One rank: its part of the model and of the cache, on its GPU."""
 
-    def __init__(self, setup: Setup, group: Group, checkpoint: Checkpoint) -> None:
+    def __init__(self, setup: Setup, group: Group, checkpoint: Checkpoint, end: ExitStack) -> None:
+        """``end`` frees its graphs, also if this fails half-way: before the group is left."""
         self.model = GpuModel(
             lambda kernels: load_part(checkpoint, setup.dtype, group, setup.max_model_len, kernels),
             max_blocks=-(-setup.max_model_len // setup.layout.block_tokens),
@@ -70,6 +71,7 @@ class _Rank:
             host_logits=group.rank == 0,
             share=group.share,
         )
+        end.callback(self.model.close)
         layout = replace(setup.layout, num_kv_heads=self.model.config.num_kv_heads)
         self.cache = DeviceCache(layout, setup.num_blocks, self.model.kernels.device, setup.num_places)
         group.wait_for_all()  # on a GPU nobody would notice who does not come
@@ -129,8 +131,7 @@ class TensorParallelGpuModel:
             for process in self._workers.processes:
                 self._watch.over(process)
             with self.in_step():
-                self._rank = _Rank(setup, self._group, checkpoint)
-            self._end.callback(self._rank.model.close)
+                self._rank = _Rank(setup, self._group, checkpoint, self._end)
         except BaseException:
             self._workers.end()
             raise
@@ -235,9 +236,7 @@ def main(argv: Sequence[str]) -> None:
     with ExitStack() as end:
         end.callback(group.leave)
         try:
-            rank = _Rank(setup, group, open_checkpoint(setup.model))
-            end.callback(rank.model.close)
-            _serve(rank, group)
+            _serve(_Rank(setup, group, open_checkpoint(setup.model), end), group)
         except RuntimeError as error:  # another rank is gone, or this one's GPU has no room
             log.warning("a tensor parallel rank ends: %s", error)
 
