@@ -172,7 +172,8 @@ class LLM:
         )
         if threads:
             torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
-        stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
+        own = checkpoint.coding
+        stored: Coding = own if tensor_parallel == 1 or own == "int8" else ""  # W8A8 is for one process
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
         groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, processes.count)

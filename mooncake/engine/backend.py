@@ -283,10 +283,20 @@ def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int)
     """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.codes or precision.key_scales or size.layout.dtype != precision.dtype:
-        raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
+    if "w8a8" in (precision.coding, precision.codes):
+        raise ModelError("tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone")
+    if precision.key_scales or size.layout.dtype != precision.dtype:
+        raise ModelError("tensor parallelism takes pages of the model's type, without model.key_scales")
     model = TensorParallelModel(
-        path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
+        path,
+        num_ranks,
+        precision.dtype,
+        size.num_blocks,
+        size.layout.block_tokens,
+        size.max_model_len,
+        precision.coding,
+        precision.codes,
+        precision.keeps_groups,
     )
     return Backend(model, model, close=model.close)
 

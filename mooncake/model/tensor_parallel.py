@@ -33,6 +33,7 @@ from mooncake.model.ranks import (
     speaking_to,
 )
 from mooncake.model.shards import shard_config
+from mooncake.precision import Coding
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,20 @@ class Shard:
     """One rank: its part of the model and of the paged cache ``[N, layers, K|V, Hkv / S, block_tokens, D]``."""
 
     def __init__(
-        self, group: Group, checkpoint: Checkpoint, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int
+        self,
+        group: Group,
+        checkpoint: Checkpoint,
+        dtype: str,
+        num_blocks: int,
+        block_tokens: int,
+        max_model_len: int,
+        coding: Coding,
+        codes: Coding,
+        keeps_groups: bool,
     ) -> None:
-        self.model = load_part(checkpoint, dtype, group, max_model_len)
+        self.model = load_part(
+            checkpoint, dtype, group, max_model_len, coding=coding, codes=codes, keeps_groups=keeps_groups
+        )
         config = self.model.config
         self.cache = torch.zeros(
             (num_blocks, len(config.kv_owners), config.kv_kinds, config.num_kv_heads, block_tokens, config.head_dim),
@@ -58,23 +70,34 @@ class TensorParallelModel:
     the other ranks end when it is collected."""
 
     def __init__(
-        self, model: str, size: int, dtype: str, num_blocks: int, block_tokens: int, max_model_len: int = 0
+        self,
+        model: str,
+        size: int,
+        dtype: str,
+        num_blocks: int,
+        block_tokens: int,
+        max_model_len: int = 0,
+        coding: Coding = "",
+        codes: Coding = "",
+        keeps_groups: bool = False,
     ) -> None:
-        """``model`` and ``max_model_len`` as for ``open_checkpoint``. Raises ModelError if it cannot be split this
-        way."""
+        """``model`` and ``max_model_len`` as for ``open_checkpoint``, ``coding`` and what follows as for ``load_part``.
+        Raises ModelError if it cannot be split this way."""
         checkpoint = open_checkpoint(model, max_model_len)
         self.config = checkpoint.config
         shard_config(self.config, size)
         self.num_blocks = num_blocks
         self.layout = checkpoint.kv_layout(block_tokens, dtype)
         port = free_port()
-        arguments = [model, size, dtype, num_blocks, block_tokens, max_model_len, torch.get_num_threads(), port]
+        form = coding, codes, keeps_groups
+        arguments = [model, size, dtype, coding, codes, num_blocks, block_tokens, max_model_len]
+        arguments += [int(keeps_groups), torch.get_num_threads(), port]
         self._workers = Workers("tensor parallel ranks", leave_group)
         try:
             for rank in range(1, size):
                 self._workers.start("mooncake.model.tensor_parallel", [*arguments, rank])
             self._group = Group(0, size, port)
-            self._shard = Shard(self._group, checkpoint, dtype, num_blocks, block_tokens, max_model_len)
+            self._shard = Shard(self._group, checkpoint, dtype, num_blocks, block_tokens, max_model_len, *form)
         except BaseException:
             self._workers.end()
             raise
@@ -148,8 +171,9 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("mooncake.model.tensor_parallel")
     parser.add_argument("model")
     parser.add_argument("size", type=int)
-    parser.add_argument("dtype")
-    for name in ("num_blocks", "block_tokens", "max_model_len", "threads", "port", "rank"):
+    for name in ("dtype", "coding", "codes"):
+        parser.add_argument(name)
+    for name in ("num_blocks", "block_tokens", "max_model_len", "keeps_groups", "threads", "port", "rank"):
         parser.add_argument(name, type=int)
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
@@ -161,6 +185,9 @@ def main(argv: Sequence[str]) -> None:
         options.num_blocks,
         options.block_tokens,
         options.max_model_len,
+        options.coding,
+        options.codes,
+        bool(options.keeps_groups),
     )
     try:
         _serve(group, shard)
