@@ -24,6 +24,7 @@ from mooncake.engine.host import CachePlan
 from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import BlockKey, Role
@@ -86,8 +87,8 @@ class ComputeNode(EngineNode):
         return BothHooks(self._prefill.hook, self._decode.hook)
 
     @property
-    def _buffer(self) -> memoryview:
-        return self._decode.buffer
+    def _memory(self) -> Mappable:
+        return self._decode.memory
 
     async def stop(self) -> None:
         """What it was given ends first, within ``node.drain_s``. Idempotent."""

@@ -59,9 +59,8 @@ def _with_threads(section: EngineSection, config: Config) -> EngineSection:
     if section.threads:
         return section
     share = _share_of_cores(config)
-    stages = section.pipeline_stages if isinstance(section, PrefillSection) else 1
     threads = share if config.cluster.pin else min(2 * share, available_cores())
-    return replace(section, threads=max(threads // stages, 1))
+    return replace(section, threads=max(threads // section.num_shares, 1))
 
 
 def openmp_threads(section: EngineSection, config: Config) -> int:
@@ -227,30 +226,39 @@ class MemoryNeed:
 
 
 def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
-    cluster = config.cluster
-    ranks = cluster.num_prefill * config.prefill.context_parallel  # each has all weights
-    engines = ranks + cluster.num_decode
-    stages = cluster.num_prefill * config.prefill.pipeline_stages if config.prefill.pipeline_stages > 1 else 0
-    on_cpus = ranks * (config.prefill.device == "cpu")
-    on_cpus += cluster.num_decode * (config.decode.device == "cpu")
-    precision = config.precision(checkpoint.coding)
-    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
-    own_codes = checkpoint.num_codes if precision.codes else 0  # of one byte each
-    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
-    others = parameter_count(checkpoint.config) - own_codes - in_groups
-    weights_gb = (others * plain_bytes + own_codes + group_bytes) / GB
+    cluster, prefill, decode = config.cluster, config.prefill, config.decode
+    nodes: list[tuple[EngineSection, int]] = [(prefill, cluster.num_prefill), (decode, cluster.num_decode)]
+    ranks = cluster.num_prefill * prefill.context_parallel  # each has all weights
+    on_cpus = sum(
+        count * _weights_gb(config, checkpoint, section) for section, count in nodes if section.device == "cpu"
+    )
+    stages = cluster.num_prefill * prefill.pipeline_stages if prefill.pipeline_stages > 1 else 0
+    engines = ranks + cluster.num_decode + stages + sum(count * (each.tensor_parallel - 1) for each, count in nodes)
     return MemoryNeed(
-        weights_gb=on_cpus * weights_gb,
-        kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
-        + cluster.num_decode * (config.decode.kv_gb + config.decode.swap_gb),
+        weights_gb=on_cpus,
+        kv_gb=sum(count * (section.kv_gb + section.swap_gb) for section, count in nodes),
         store_gb=cluster.store * config.store.dram_gb,
-        processes_gb=(engines + stages) * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
+        processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Of all weights, experts that a token never meets included."""
-    return sum(map(math.prod, weight_shapes(model).values()))
+def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) -> float:
+    """Of all processes of a node."""
+    precision, num_ranks = config.precision(checkpoint.coding), section.tensor_parallel
+    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
+    own_codes = checkpoint.num_codes if precision.codes else 0  # of one byte each
+    keeps_groups = precision.keeps_groups and num_ranks == 1
+    in_groups, group_bytes = checkpoint.groups if keeps_groups and not own_codes else (0, 0)
+    others = parameter_count(checkpoint.config) - own_codes - in_groups
+    repeated = (num_ranks - 1) * parameter_count(checkpoint.config, "embed_tokens", "lm_head")  # ranks have all of them
+    whole_gb = ((others + repeated) * plain_bytes + own_codes + group_bytes) / GB
+    return whole_gb * (section.context_parallel if isinstance(section, PrefillSection) else 1)
+
+
+def parameter_count(model: ModelConfig, *names: str) -> int:
+    """Of all weights, or those with one of ``names``; experts that a token never meets included."""
+    shapes = weight_shapes(model).items()
+    return sum(math.prod(shape) for name, shape in shapes if not names or any(part in name for part in names))
 
 
 def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:

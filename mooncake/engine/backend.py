@@ -22,7 +22,7 @@ from mooncake.kernels.cpu import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
-from mooncake.model.pages import TORCH_DTYPES, SharedMemory
+from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
@@ -42,8 +42,8 @@ class CacheSize:
 class Processes:
     """Over how many processes of this machine one engine computes, and how: of the three, one at most is not 1.
 
-    Each stage of a pipeline has ``threads``, and as many of ``cores`` where there are enough; the ranks of a context
-    share those of this process.
+    Each tensor parallel rank and each stage of a pipeline has ``threads``, and a stage as many of ``cores`` where there
+    are enough; the ranks of a context share those of this process.
     """
 
     tensor: int = 1
@@ -96,7 +96,7 @@ def open_backend(
     if processes.tensor > 1 and device != "cpu":
         return over_gpus(checkpoint, precision, size, processes.tensor, device)
     if processes.tensor > 1:
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor)
+        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads)
     if processes.stages > 1:
         path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
         return over_stages(path, precision, asked, processes.stages, threads, cores)
@@ -113,12 +113,16 @@ def open_for_node(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
-    buffer: memoryview | None = None,
+    memory: Mappable | None = None,
     can_blend: bool = False,
 ) -> Backend:
-    """The same with a cache that others see, in ``buffer`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
     if processes.stages > 1:
         return open_backend(checkpoint, precision, size, device, processes, adapters, context)
+    if processes.tensor > 1:
+        asked = replace(size, max_model_len=checkpoint.config.context(context))
+        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads, memory)
+    buffer = None if memory is None else memory.buffer
     if device == "cpu":
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
     if can_blend:
@@ -221,13 +225,13 @@ def on_gpu(
         gpu.warm_up(cache.tensor, size.max_sequences)
         return Backend(gpu, cache)
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights and kv_gb do not fit into {device}: {_first_line(error)}") from None
+        raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
 def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num_ranks: int, device: str) -> Backend:
     """Tensor parallelism over the first ``num_ranks`` GPUs of this machine, each with a process and its part of the
-    cache. Raises ConfigError where there are fewer, or ``device`` names another one than the first; ModelError when the
-    model cannot be cut so."""
+    cache. Raises ConfigError where there are fewer or too small ones, or ``device`` names another one than the first;
+    ModelError when the model cannot be cut so."""
     if torch.device(device).index:
         raise ConfigError(f'tensor parallel ranks are on the GPUs 0, 1, …: device must be "cuda", got {device!r}')
     if precision.coding or precision.codes:
@@ -247,10 +251,7 @@ def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num
         num_places=size.num_places,
         max_sequences=size.max_sequences,
     )
-    try:
-        model = TensorParallelGpuModel(setup)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights and kv_gb do not fit into {num_ranks} GPUs: {_first_line(error)}") from None
+    model = TensorParallelGpuModel(setup)
     return Backend(model, model, close=model.close)
 
 
@@ -275,30 +276,31 @@ def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
         raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]
-
-
-def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
-    """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
+def over_ranks(
+    path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
+) -> Backend:
+    """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
+    where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
     if "w8a8" in (precision.coding, precision.codes):
         raise ModelError("tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone")
-    if precision.key_scales or size.layout.dtype != precision.dtype:
-        raise ModelError("tensor parallelism takes pages of the model's type, without model.key_scales")
-    model = TensorParallelModel(
-        path,
-        num_ranks,
-        precision.dtype,
-        size.num_blocks,
-        size.layout.block_tokens,
-        size.max_model_len,
-        precision.coding,
-        precision.codes,
-        precision.keeps_groups,
-    )
-    return Backend(model, model, close=model.close)
+    if precision.key_scales:
+        raise ModelError("tensor parallelism takes no model.key_scales")
+    own = None if memory else SharedMemory.create(size.num_blocks * size.layout.block_bytes)
+    shared = memory or own
+    assert shared is not None
+    try:
+        model = TensorParallelModel(
+            path, num_ranks, precision, shared, size.layout, size.num_blocks, size.max_model_len, threads
+        )
+    finally:
+        if own is not None:
+            own.close()
+    cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
+    if own is not None:  # else whoever lent it sees to that
+        prefault_in_background(cache.memory)
+    return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
 def over_stages(

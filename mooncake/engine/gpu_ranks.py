@@ -28,14 +28,14 @@ import torch
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.contract import StartedStep
 from mooncake.engine.device_cache import DeviceCache
-from mooncake.errors import InternalError, NodeUnavailable
+from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.model.gpu_model import BUCKETS, GpuModel
 from mooncake.model.load import load_part
 from mooncake.model.pages import TORCH_DTYPES
-from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, free_port, live_with_first
+from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, find_store, live_with_first, starting
 from mooncake.model.shards import shard_config
 from mooncake.types import KVLayout
 
@@ -58,24 +58,39 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class _Rank:
-    """One rank: its part of the model and of the cache, on its GPU."""
+    """One rank: its part of the model and of the cache, on its GPU. Once all ranks are there, ``warm_up``."""
 
     def __init__(self, setup: Setup, group: Group, checkpoint: Checkpoint, end: ExitStack) -> None:
-        """``end`` frees its graphs, also if this fails half-way: before the group is left."""
-        self.model = GpuModel(
-            lambda kernels: load_part(checkpoint, setup.dtype, group, setup.max_model_len, kernels),
-            max_blocks=-(-setup.max_model_len // setup.layout.block_tokens),
-            dtype=TORCH_DTYPES[setup.dtype],
-            device=None if INTERPRETED else f"cuda:{group.rank}",
-            buckets=() if INTERPRETED else BUCKETS,
-            host_logits=group.rank == 0,
-            share=group.share,
-        )
-        end.callback(self.model.close)
-        layout = replace(setup.layout, num_kv_heads=self.model.config.num_kv_heads)
-        self.cache = DeviceCache(layout, setup.num_blocks, self.model.kernels.device, setup.num_places)
-        group.wait_for_all()  # on a GPU nobody would notice who does not come
-        self.model.warm_up(self.cache.tensor, setup.max_sequences)
+        """``end`` frees its graphs before the group is left, also if this fails half-way. Raises ConfigError if it does
+        not fit into the GPU."""
+        with _fitting_into(group.rank):
+            self.model = GpuModel(
+                lambda kernels: load_part(checkpoint, setup.dtype, group, setup.max_model_len, kernels),
+                max_blocks=-(-setup.max_model_len // setup.layout.block_tokens),
+                dtype=TORCH_DTYPES[setup.dtype],
+                device=None if INTERPRETED else f"cuda:{group.rank}",
+                buckets=() if INTERPRETED else BUCKETS,
+                host_logits=group.rank == 0,
+                share=group.share,
+            )
+            end.callback(self.model.close)
+            layout = replace(setup.layout, num_kv_heads=self.model.config.num_kv_heads)
+            self.cache = DeviceCache(layout, setup.num_blocks, self.model.kernels.device, setup.num_places)
+            self._number, self._max_sequences = group.rank, setup.max_sequences
+
+    def warm_up(self) -> None:
+        """Raises like the constructor."""
+        with _fitting_into(self._number):
+            self.model.warm_up(self.cache.tensor, self._max_sequences)
+
+
+@contextlib.contextmanager
+def _fitting_into(gpu: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        what = str(error).splitlines()[0]
+        raise ConfigError(f"a tensor parallel rank's weights and kv_gb do not fit into GPU {gpu}: {what}") from None
 
 
 class _Watch:
@@ -112,26 +127,30 @@ class TensorParallelGpuModel:
     the other ranks end when it is collected."""
 
     def __init__(self, setup: Setup) -> None:
-        """Raises ModelError if the model cannot be split this way, torch.OutOfMemoryError if it does not fit into the
-        first GPU, NodeUnavailable if another rank dies as it starts."""
+        """Raises ModelError if the model cannot be split this way or another rank cannot load it, ConfigError if it
+        does not fit into the first GPU and for a second one in this process, NodeUnavailable if another rank dies as it
+        starts."""
         checkpoint = open_checkpoint(setup.model)
         self.config = checkpoint.config
         shard_config(self.config, setup.size)
         self.num_blocks, self.num_places = setup.num_blocks, setup.num_places
-        port, given = free_port(), msgspec.json.encode(setup).decode()
+        given = msgspec.json.encode(setup).decode()
         self._failure: NodeUnavailable | InternalError | None = None
         self._end = ExitStack()  # once the other ranks have ended
         self._workers = Workers("tensor parallel ranks", self._end.close)
+        port = self._workers.open_store()
         try:
             for rank in range(1, setup.size):
                 self._workers.start("mooncake.engine.gpu_ranks", [given, rank, port])
-            self._group = Group(0, setup.size, port, on_gpus=not INTERPRETED)
+            self._group = self._workers.join(setup.size, on_gpus=not INTERPRETED)
             self._end.callback(self._group.leave)
             self._watch = _Watch(self._group)
             for process in self._workers.processes:
                 self._watch.over(process)
+            self._rank = _Rank(setup, self._group, checkpoint, self._end)
+            self._workers.await_ready()
             with self.in_step():
-                self._rank = _Rank(setup, self._group, checkpoint, self._end)
+                self._rank.warm_up()
         except BaseException:
             self._workers.end()
             raise
@@ -232,11 +251,14 @@ def main(argv: Sequence[str]) -> None:
     torch.set_num_threads(1)
     if not INTERPRETED:
         torch.cuda.set_device(index)
-    group = Group(index, setup.size, port, on_gpus=not INTERPRETED)
     with ExitStack() as end:
-        end.callback(group.leave)
         try:
-            _serve(_Rank(setup, group, open_checkpoint(setup.model), end), group)
+            with starting():
+                group = Group(index, setup.size, find_store(port), on_gpus=not INTERPRETED)
+                end.callback(group.leave)
+                rank = _Rank(setup, group, open_checkpoint(setup.model), end)
+            rank.warm_up()
+            _serve(rank, group)
         except RuntimeError as error:  # another rank is gone, or this one's GPU has no room
             log.warning("a tensor parallel rank ends: %s", error)
 

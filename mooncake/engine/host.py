@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
 from mooncake.engine.kv_cache import Mirror
@@ -34,6 +34,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import PieceHook
+from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -171,8 +172,8 @@ class EngineHost:
         self.engine: Engine
         self.thread: EngineThread
 
-    async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
-        """Load the model, place the cache or its mirror in ``buffer`` (or its own memory), and measure a few steps.
+    async def start(self, hook: StepHook, memory: Mappable | None = None) -> None:
+        """Load the model, place the cache or its mirror in ``memory`` (or memory of its own), and measure a few steps.
 
         Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
         """
@@ -183,7 +184,7 @@ class EngineHost:
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
         log.info("reading %s for %s", self._checkpoint.name, self.device)
-        backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
+        backend = await asyncio.to_thread(self._backend, self._cache_size, memory)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
@@ -344,11 +345,12 @@ class EngineHost:
             },
         )
 
-    def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
-        section, config, processes = self._section, self.config, ALONE
+    def _backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
+        section, config = self._section, self.config
+        processes = Processes(section.tensor_parallel, threads=section.threads, cores=config.node.cores)
         if isinstance(section, PrefillSection):
             stages, context = section.pipeline_stages, section.context_parallel
-            processes = Processes(stages=stages, context=context, threads=section.threads, cores=config.node.cores)
+            processes = replace(processes, stages=stages, context=context)
         return open_for_node(
             self._checkpoint,
             self._precision,
@@ -357,7 +359,7 @@ class EngineHost:
             processes,
             self._adapters.adapters,
             config.model.max_model_len,
-            buffer,
+            memory,
             self._blends,
         )
 

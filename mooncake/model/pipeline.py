@@ -10,8 +10,6 @@ process, the first rank, computes nothing: it splits steps, sends messages, and 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +78,6 @@ class PipelineModel:
         self._costs = [CostFit(guessed_cost(self.config, len(layers), threads)) for layers in self._stages]
         self._step = 0
         self._failure: MooncakeError | None = None
-        self._is_closed = False
         self._controls: list[Connection] = []
         self._workers = Workers("pipeline stages")
         task = StageTask(
@@ -175,18 +172,11 @@ class PipelineModel:
 
     def watch(self, tell: Callable[[MooncakeError], None]) -> None:
         """Call ``tell`` on a thread of its own if a stage dies before ``close``."""
-
-        def wait_for(process: subprocess.Popen[bytes]) -> None:
-            process.wait()
-            if not self._is_closed:
-                tell(self._failure or self._workers.failed(None))
-
-        for process in self._workers.processes:
-            threading.Thread(target=wait_for, args=(process,), name="watch a stage", daemon=True).start()
+        self._workers.watch(tell)
 
     def close(self) -> None:
         """End the stages. Idempotent."""
-        self._is_closed = True
+        self._workers.are_to_end = True
         if self._workers.are_alive:
             with contextlib.suppress(OSError):
                 for control in self._controls:

@@ -58,6 +58,12 @@ def experts_of(config: ModelConfig, rank: int, size: int) -> range:
     return range(share.start, share.stop)
 
 
+def kv_heads_of(config: ModelConfig, rank: int, size: int) -> slice:
+    """The KV heads of which this rank computes and reads keys and values, by their numbers in the model."""
+    first = rank * config.num_kv_heads // size
+    return slice(first, first + max(config.num_kv_heads // size, 1))
+
+
 def vocabulary_shares(config: ModelConfig, size: int) -> list[range]:
     """The tokens whose rows of the embedding table and of the head are on each rank."""
     shares = [_share(config.vocab_size, rank, size) for rank in range(size)]
@@ -70,8 +76,8 @@ def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int, c
     Codes stored in the checkpoint are cut like the weights they stand for. With ``coding`` "int8" so are those of
     matrices that are cut by columns: their scales are those of whole rows, as in one process.
     """
-    first_kv = rank * config.num_kv_heads // size
-    kv = slice(first_kv * config.head_dim, (first_kv + max(config.num_kv_heads // size, 1)) * config.head_dim)
+    heads = kv_heads_of(config, rank, size)
+    kv = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
     here = experts_of(config, rank, size)
     stored = weights if isinstance(weights, WeightsOnDemand) else None
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from ranks import ranks_of
 from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers
 from tiny_model import write_tiny_model
 
@@ -26,7 +27,6 @@ from mooncake.model.gated import GatedDecoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model, load_part
 from mooncake.model.shards import experts_of, shard_config, shard_weights
-from mooncake.model.tensor_parallel import TensorParallelModel
 from mooncake.model.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
@@ -48,8 +48,8 @@ def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Pub
     assert len({token for tokens in wanted for token in tokens}) >= 6, "a model that repeats itself proves nothing"
     cache = KVCache(published.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
     assert answers(load_model(published.checkpoint, "float32"), cache) == wanted
-    with TensorParallelModel(published.folder, size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-        assert answers(model, model) == wanted
+    with ranks_of(str(published.folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        assert answers(ranks.model, ranks.cache) == wanted
 
 
 def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> None:
@@ -69,6 +69,26 @@ def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> N
         first, second = threads.map(compute, range(2))
     assert torch.allclose(first, wanted, atol=1e-4) and second.shape == (0, checkpoint.config.vocab_size)
     assert torch.equal(*caches) and torch.allclose(caches[0], whole.tensor, atol=1e-4)
+
+
+def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Published) -> None:
+    """Four ranks over two KV heads: both ranks of a head write it into the one cache, so they must write the same."""
+    checkpoint = published.checkpoint
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69]))
+    ranks = InThreads(4)
+    caches = [
+        torch.zeros((NUM_BLOCKS, layout.num_layers, layout.num_kinds, 1, BLOCK_TOKENS, layout.head_dim)) for _ in "1234"
+    ]
+
+    def compute(rank: int) -> torch.Tensor:
+        return part_of(checkpoint, rank, 4, ranks).forward(batch, caches[rank], NoHook())
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(compute, range(4)))
+    first, second, third, fourth = caches
+    assert first.any() and torch.equal(first, second) and torch.equal(third, fourth)
+    assert torch.equal(first, third) == (layout.num_kinds == 1), "one latent row, or two heads"
 
 
 class InThreads:
@@ -182,9 +202,9 @@ def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> Non
     experts = 3 * 16 * 3 * 512 * 512 * 4
     held = []
     for size in (2, 4):
-        with TensorParallelModel(str(tmp_path), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-            answers(model, model)
-            held.append(anonymous_bytes(model._workers.processes[0].pid))
+        with ranks_of(str(tmp_path), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+            answers(ranks.model, ranks.cache)
+            held.append(anonymous_bytes(ranks.model.pids[0]))
     assert held[0] - held[1] == pytest.approx(experts / 4, rel=0.25)
 
 
