@@ -197,6 +197,22 @@ def test_the_stages_of_a_node_count_as_its_threads_and_processes() -> None:
     assert cut.processes_gb > whole.processes_gb and cut.weights_gb == whole.weights_gb
 
 
+@pytest.mark.skipif(available_cores() < 2, reason="one core cannot be shared out")
+def test_the_ranks_of_a_node_count_as_its_threads_and_processes() -> None:
+    alone = ["cluster.prefill=1", "cluster.decode=1", "model.weights=plain"]
+    ranks = [*alone, "prefill.tensor_parallel=2", "decode.tensor_parallel=3", "prefill.threads=1"]
+    config = load_config(overrides=[*ranks, "decode.threads=1"])
+    assert (config.prefill.all_threads, config.decode.all_threads) == (2, 3)
+    settled = resolve(load_config(overrides=["prefill.tensor_parallel=2", "cluster.coupled=1"]))
+    assert settled.prefill.threads == available_cores() // 2
+    model = open_checkpoint("smollm2")
+    one_each, several = (memory_need(load_config(overrides=each), model) for each in (alone, ranks))
+    assert several.processes_gb - one_each.processes_gb == pytest.approx(3 * preflight.ENGINE_OVERHEAD_GB)
+    embeddings_gb = 49_152 * 576 * 4 / 1e9  # of which each rank has all
+    assert several.weights_gb - one_each.weights_gb == pytest.approx(3 * embeddings_gb)
+    assert several.kv_gb == one_each.kv_gb
+
+
 def test_a_process_stays_on_the_cores_it_was_given() -> None:
     core = min(os.sched_getaffinity(0))
     program = (

@@ -131,6 +131,9 @@ def model(windows: list[int]) -> ModelConfig:
         (("model.keep_hidden=[1]",), (0,), (0,)),
         (("prefill.pipeline_stages=2",), (0,), (0,)),
         (("prefill.context_parallel=2",), (0,), (0,)),
+        (("prefill.tensor_parallel=2",), (0,), (0,)),
+        (("decode.tensor_parallel=2",), (0,), (0,)),
+        (("decode.tensor_parallel=2", "cluster.coupled=1"), (0, 64, 64), (64,)),
     ],
 )
 def test_all_nodes_of_a_cluster_part_layers_alike(

@@ -18,6 +18,7 @@ from tiny_mixtures import WIDE
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.app.local import LocalCluster
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 
 NEW = 12
@@ -25,7 +26,7 @@ SMALL = ("block.tokens=8", "store.dram_gb=0.02", "prefill.chunk_tokens=16", "mod
 PREFILL, DECODE = "prefill.tensor_parallel=2", "decode.tensor_parallel=2"
 MODULE = "model.tensor_parallel"
 FAMILIES = {
-    "qwen3": {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 48},
+    "qwen3": {"num_attention_heads": 12, "head_dim": 16},
     "one-head": {"num_attention_heads": 4, "num_key_value_heads": 1},  # of keys, which both ranks need
     "qwen3_moe": WIDE,
     "deepseek_v3": LATENT,
@@ -98,20 +99,19 @@ async def test_prefixes_in_the_pool_serve_nodes_of_other_numbers_of_ranks(tmp_pa
     first = greedy(model, prompt)
     turn = prompt + first + [7, 8, 9]
     wanted = greedy(model, turn)
-    with running_cluster(config_of(tmp_path, PREFILL, "prefill.kv_gb=0.0004")) as cluster:
+    block_gb = open_checkpoint(str(tmp_path)).kv_layout(8, "float32").block_bytes / 1e9
+    with running_cluster(config_of(tmp_path, PREFILL, f"prefill.kv_gb={20.5 * block_gb}")) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
             assert (await ask(channel, prompt, NEW)).tokens == first
             await wait_idle(channel)
-            nodes = {node.info.role: node.load for node in (await status(channel)).nodes}
-            assert nodes["prefill"].blocks_total < 20
-            await ask(channel, prompts_of(8 * (nodes["prefill"].blocks_total - 1))[0], 1)  # in their place
+            await ask(channel, prompts_of(8 * 19)[0], 1)  # in their place
             await wait_idle(channel)
             answer = await ask(channel, turn, NEW)
             assert answer.tokens == wanted
             assert answer.cached_tokens == 104, "the prompt's blocks, and one that the answer filled"
 
 
-async def wait_for_token(channel: grpc.aio.Channel, node_id: str) -> None:
+async def wait_computing(channel: grpc.aio.Channel, node_id: str) -> None:
     """Until the node says that it computes."""
     async with asyncio.timeout(60):
         while node_id not in [node.info.node_id for node in (await status(channel)).nodes if node.load.running]:  # noqa: ASYNC110
@@ -122,15 +122,12 @@ async def wait_for_token(channel: grpc.aio.Channel, node_id: str) -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_requests_whose_step_loses_a_rank_go_on_elsewhere(role: str, tmp_path: Path) -> None:
-    write_model(tmp_path, "qwen3")
-    ranks = f"{role}.tensor_parallel=2"
-    async with (
-        LocalCluster(config_of(tmp_path, ranks, f"cluster.{role}=2", "prefill.chunk_tokens=8")) as cluster,
-        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
-    ):
+    write_tiny_model(tmp_path, "qwen3", hidden_size=256, num_hidden_layers=8, max_position_embeddings=4096)
+    config = config_of(tmp_path, f"{role}.tensor_parallel=2", f"cluster.{role}=2")
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         prompts = prompts_of(1500, 1501, 1502)
         asking = asyncio.create_task(ask_all(channel, prompts, 100, at_once=3))
-        await wait_for_token(channel, f"{role}-0")
+        await wait_computing(channel, f"{role}-0")
         [rank] = workers_of(cluster.pids[f"{role}-0"], MODULE)
         os.kill(rank, signal.SIGKILL)
         answers: list[Answer] = await asking

@@ -38,8 +38,7 @@ def one_thread_a_rank() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "tiny"
-    shape = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 48}
-    write_tiny_model(folder, "qwen3", num_hidden_layers=LAYERS, **shape)
+    write_tiny_model(folder, "qwen3", num_hidden_layers=LAYERS, num_attention_heads=12, head_dim=16)
     return folder
 
 
