@@ -69,7 +69,7 @@ def test_two_ranks_give_the_tokens_of_a_cpu_and_start_steps_ahead(folder: str) -
         assert isinstance(model, TensorParallelGpuModel) and model.tensor.shape[3] == 1, "one KV head of two"
         [rank] = model._workers.processes
     assert [answer.token_ids for answer in answers] == wanted
-    assert rank.returncode == 0
+    assert rank.returncode in (0, -signal.SIGKILL), "it crashed, and was neither done nor slow to end"
 
 
 @pytest.mark.slow
