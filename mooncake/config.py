@@ -163,6 +163,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def all_threads(self) -> int:
+        """Of all processes."""
         return self.threads * self.num_shares
 
 
@@ -575,13 +576,14 @@ def _check_processes(config: Config) -> None:
     of_prefill = excluded | {"prefill.blend_share": prefill.blend_share, "prefill.variant": prefill.variant}
     ways = [name for name in ("tensor_parallel", "pipeline_stages", "context_parallel") if getattr(prefill, name) > 1]
     for way in ways:
-        _exclude(f"prefill.{way}", of_prefill | {f"prefill.{other}": other != way for other in ways}, prefill.device)
+        others = {f"prefill.{other}": other != way for other in ways}
+        _exclude(f"prefill.{way}", of_prefill | others | {"a GPU as prefill.device": prefill.device != "cpu"})
     if config.decode.tensor_parallel > 1 and not config.cluster.coupled:
-        _exclude("decode.tensor_parallel", excluded, config.decode.device)
+        _exclude("decode.tensor_parallel", excluded | {"a GPU as decode.device": config.decode.device != "cpu"})
 
 
-def _exclude(name: str, excluded: dict[str, object], device: str) -> None:
-    for other, is_asked in (excluded | {f"a GPU as {name.partition('.')[0]}.device": device != "cpu"}).items():
+def _exclude(name: str, excluded: dict[str, object]) -> None:
+    for other, is_asked in excluded.items():
         if is_asked:
             raise ConfigError(f"{name} does not go together with {other}")
 

@@ -5,6 +5,7 @@ The one place that knows which of them go together. It must not know requests or
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -89,17 +90,19 @@ def open_backend(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
+    memory: Mappable | None = None,
 ) -> Backend:
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
-    (tokens; 0: what it reads). Raises as the others do."""
+    (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
+    others do."""
+    path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1 and device != "cpu":
         return over_gpus(checkpoint, precision, size, processes.tensor, device)
     if processes.tensor > 1:
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads)
+        return over_ranks(path, precision, asked, processes.tensor, processes.threads, memory)
     if processes.stages > 1:
-        path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
-        return over_stages(path, precision, asked, processes.stages, threads, cores)
+        return over_stages(path, precision, asked, processes.stages, processes.threads, processes.cores)
     if device != "cpu":
         return on_gpu(checkpoint, precision, size, device, adapters)
     return on_cpu(checkpoint, precision, size, adapters, context_ranks=processes.context)
@@ -117,11 +120,8 @@ def open_for_node(
     can_blend: bool = False,
 ) -> Backend:
     """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
-    if processes.stages > 1:
-        return open_backend(checkpoint, precision, size, device, processes, adapters, context)
-    if processes.tensor > 1:
-        asked = replace(size, max_model_len=checkpoint.config.context(context))
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor, processes.threads, memory)
+    if processes.tensor > 1 or processes.stages > 1:
+        return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
     buffer = None if memory is None else memory.buffer
     if device == "cpu":
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
@@ -284,21 +284,20 @@ def over_ranks(
     from mooncake.model.tensor_parallel import TensorParallelModel
 
     if "w8a8" in (precision.coding, precision.codes):
-        raise ModelError("tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone")
+        raise ModelError(
+            "tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone "
+            '(model.weights="plain" dequantises stored codes)'
+        )
     if precision.key_scales:
         raise ModelError("tensor parallelism takes no model.key_scales")
-    own = None if memory else SharedMemory.create(size.num_blocks * size.layout.block_bytes)
-    shared = memory or own
-    assert shared is not None
-    try:
+    with contextlib.ExitStack() as opened:
+        num_bytes = size.num_blocks * size.layout.block_bytes
+        shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
         model = TensorParallelModel(
             path, num_ranks, precision, shared, size.layout, size.num_blocks, size.max_model_len, threads
         )
-    finally:
-        if own is not None:
-            own.close()
     cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
-    if own is not None:  # else whoever lent it sees to that
+    if memory is None:  # else whoever lent it sees to that
         prefault_in_background(cache.memory)
     return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 

@@ -156,3 +156,21 @@ def is_running(pid: int) -> bool:
         return MODULE in Path(f"/proc/{pid}/cmdline").read_text()
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+async def test_a_node_whose_rank_hangs_ends_and_leaves_none(tmp_path: Path) -> None:
+    write_model(tmp_path, "qwen3")
+    config = config_of(tmp_path, DECODE, "node.step_timeout_s=5")
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        prompt = prompts_of(20)[0]
+        await ask(channel, prompt, 2)
+        [rank] = workers_of(cluster.pids["decode-0"], MODULE)
+        os.kill(rank, signal.SIGSTOP)
+        asking = asyncio.create_task(ask(channel, prompt, 4))
+        error = await asyncio.wait_for(cluster.wait_fatal(), 60)
+        assert "no step has ended for 5 s" in error.message
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert not is_running(rank)
