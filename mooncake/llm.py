@@ -122,10 +122,11 @@ class LLM:
         blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are folders of
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
-        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers, with
-        ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
-        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
+        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes,
+        each with a part of every layer, on CPUs with ``threads`` each or, with ``device`` "cuda", on a GPU each. On
+        CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
+        ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
+        two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
         leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
@@ -152,7 +153,8 @@ class LLM:
         )
         if threads:
             torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
-        stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
+        own = checkpoint.coding
+        stored: Coding = own if tensor_parallel == 1 or own == "int8" else ""  # W8A8 is for one process
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         config, size = _fit(checkpoint, precision, limits, device, processes.count, kv_gb, swap_gb)
         self.max_model_len = size.max_model_len
@@ -433,8 +435,10 @@ def _check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) ->
     several = [name for name, count in counts.items() if count > 1]
     if len(several) > 1:
         raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-    if several and (device != "cpu" or has_adapters):
-        raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
+    if several and has_adapters:
+        raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
+    if several and several[0] != "tensor_parallel" and device != "cpu":
+        raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])
 
 
 def _fit(

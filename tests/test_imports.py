@@ -48,6 +48,7 @@ BENCHES = {
         "mooncake.app.bench_gpu_kernels",
         "mooncake.app.bench_gpu_latent",
         "mooncake.app.bench_gpu_model",
+        "mooncake.app.bench_gpu_ranks",
         "mooncake.app.bench_kernels",
         "mooncake.app.bench_pipeline",
         "mooncake.app.bench_quality",

@@ -244,21 +244,18 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
 
 def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) -> float:
     """Weights of all processes of a node."""
-    precision, num_ranks = config.precision(checkpoint.coding), section.tensor_parallel
+    precision = config.precision(checkpoint.coding)
     plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
     own_codes = checkpoint.num_codes if precision.codes else 0  # one byte each
-    keeps_groups = precision.keeps_groups and num_ranks == 1
-    in_groups, group_bytes = checkpoint.groups if keeps_groups and not own_codes else (0, 0)
+    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
     others = parameter_count(checkpoint.config) - own_codes - in_groups
-    repeated = (num_ranks - 1) * parameter_count(checkpoint.config, "embed_tokens", "lm_head")  # ranks have all of them
-    whole_gb = ((others + repeated) * plain_bytes + own_codes + group_bytes) / GB
+    whole_gb = (others * plain_bytes + own_codes + group_bytes) / GB
     return whole_gb * (section.context_parallel if isinstance(section, PrefillSection) else 1)
 
 
-def parameter_count(model: ModelConfig, *names: str) -> int:
-    """Number of all weights, or of those with one of ``names``; of experts that a token does not use too."""
-    shapes = weight_shapes(model).items()
-    return sum(math.prod(shape) for name, shape in shapes if not names or any(part in name for part in names))
+def parameter_count(model: ModelConfig) -> int:
+    """Number of all weights, also of experts that a token does not use."""
+    return sum(math.prod(shape) for shape in weight_shapes(model).values())
 
 
 def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed import is_nccl_available
 
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -96,6 +97,8 @@ def open_backend(
     others do."""
     path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
+    if processes.tensor > 1 and device != "cpu":
+        return over_gpus(checkpoint, precision, size, processes.tensor, device)
     if processes.tensor > 1:
         return over_ranks(path, precision, asked, processes.tensor, processes.threads, memory)
     if processes.stages > 1:
@@ -201,17 +204,10 @@ def on_gpu(
 ) -> Backend:
     """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
-    try:
-        from mooncake.engine.device_cache import DeviceCache
-        from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
-        from mooncake.kernels.triton_launch import INTERPRETED
-        from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
-    except ImportError as error:
-        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
-    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
-        raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
-    if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
+    _check_gpus(checkpoint, device)
+    from mooncake.engine.device_cache import DeviceCache
+    from mooncake.kernels.triton_launch import INTERPRETED
+    from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
 
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
         return _model(checkpoint, precision, size, kernels, adapters)
@@ -232,6 +228,54 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
+def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num_ranks: int, device: str) -> Backend:
+    """Tensor parallelism over the first ``num_ranks`` GPUs of this machine, each with a process and its part of the
+    cache. Raises ConfigError where there are fewer or too small ones, or ``device`` names another one than the first;
+    ModelError when the model cannot be cut so."""
+    if torch.device(device).index:
+        raise ConfigError(f'tensor parallel ranks are on the GPUs 0, 1, …: device must be "cuda", got {device!r}')
+    if precision.coding or precision.codes:
+        raise ModelError("tensor parallelism over GPUs takes float32 or bfloat16 weights")
+    if precision.key_scales:
+        raise ModelError("tensor parallelism takes no model.key_scales")
+    _check_gpus(checkpoint, device, num_ranks)
+    from mooncake.engine.gpu_ranks import Setup, TensorParallelGpuModel
+
+    setup = Setup(
+        size=num_ranks,
+        model=str(checkpoint.path),
+        max_model_len=size.max_model_len,
+        dtype=precision.dtype,
+        layout=size.layout,
+        num_blocks=size.num_blocks,
+        num_places=size.num_places,
+        max_sequences=size.max_sequences,
+    )
+    model = TensorParallelGpuModel(setup)
+    return Backend(model, model, close=model.close)
+
+
+def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
+    """Raises ConfigError without Triton, or without so many GPUs from ``device`` on; ModelError for latent rows that
+    are too wide."""
+    try:
+        from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
+        from mooncake.kernels.triton_launch import INTERPRETED
+    except ImportError as error:
+        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
+    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
+        raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
+    if INTERPRETED:
+        return
+    found = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= found:
+        raise ConfigError(f"device {device!r} is not here: torch finds {found} GPUs")
+    if count > found:
+        raise ConfigError(f"{count} tensor parallel ranks need a GPU each: torch finds {found}")
+    if count > 1 and not is_nccl_available():
+        raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
+
+
 def over_ranks(
     path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
 ) -> Backend:
@@ -239,14 +283,18 @@ def over_ranks(
     where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.codes or precision.key_scales:
-        what = 'neither key scales nor int8 weights (model.weights="plain" dequantises stored ones)'
-        raise ModelError(f"tensor parallelism takes {what}")
+    if "w8a8" in (precision.coding, precision.codes):
+        raise ModelError(
+            "tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone "
+            '(model.weights="plain" dequantises stored codes)'
+        )
+    if precision.key_scales:
+        raise ModelError("tensor parallelism takes no model.key_scales")
     with contextlib.ExitStack() as opened:
         num_bytes = size.num_blocks * size.layout.block_bytes
         shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
         model = TensorParallelModel(
-            path, num_ranks, precision.dtype, shared, size.layout, size.num_blocks, size.max_model_len, threads
+            path, num_ranks, precision, shared, size.layout, size.num_blocks, size.max_model_len, threads
         )
     cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
     if memory is None:  # else whoever lent it sees to that

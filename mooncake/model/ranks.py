@@ -37,7 +37,7 @@ DEATH_S = 1  # between the end of a process's connections and its own
 POLL_S = 0.1  # between two looks at whether all ranks are alive
 IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this timeout
 
-_HEADER = 8  # int64: kind, then sizes
+_HEADER = 16  # int64: kind, number of arrays, then their sizes
 _HERE, _READY = b"\1", b"\0"  # what a rank says as it starts, and then, unless it says why it could not
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
@@ -68,7 +68,7 @@ class Workers:
         self._store = _store(0, is_first=True)
         return int(self._store.port)
 
-    def join(self, size: int) -> Group:
+    def join(self, size: int, *, on_gpus: bool = False) -> Group:
         """The first rank's place in the group, once the others have taken theirs. Raises NodeUnavailable if one dies
         before that."""
         for word in self._hear(1):
@@ -86,7 +86,7 @@ class Workers:
         threading.Thread(target=watch, name="watch ranks join", daemon=True).start()
         try:
             with speaking_to(self):
-                return Group(0, size, own_store)
+                return Group(0, size, own_store, on_gpus=on_gpus)
         finally:
             joined.set()
 
@@ -213,22 +213,44 @@ def _store(port: int, *, is_first: bool) -> TCPStore:
 class Group:
     """The ranks that communicate through torch.distributed, from the view of one of them.
 
-    Methods raise RuntimeError, torch's own, if a connection breaks.
+    Messages travel between processors, by gloo; what is computed does so too, or between GPUs, by nccl. Methods raise
+    RuntimeError, torch's own, if a connection breaks.
     """
 
-    def __init__(self, rank: int, size: int, store: TCPStore) -> None:
-        """Returns once all have come."""
+    def __init__(self, rank: int, size: int, store: TCPStore, *, on_gpus: bool = False) -> None:
+        """Returns once all have come. ``on_gpus``: what ``sum``, ``gather`` and ``share`` take is on GPUs, one per
+        rank."""
         self.rank, self.size = rank, size
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=IDLE)
+        self._computing: dist.ProcessGroup | None = None  # the default group, if it is None
+        self._abort_lock, self._is_aborted = threading.Lock(), False
+        if on_gpus:
+            # torch's own watch would end this process with a dead rank's: whoever asks for GPUs watches them
+            os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+            self._computing = dist.new_group(backend="nccl", timeout=IDLE)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """In place; bit-identical on every rank."""
-        dist.all_reduce(values)
+        dist.all_reduce(values, group=self._computing)
         return values
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        """The first rank's, in place."""
+        dist.broadcast(values, 0, group=self._computing)
+        return values
+
+    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        """Every rank's ``columns`` ``[R, widths[rank]]`` side by side, on the first rank; no rows on others."""
+        padded = torch.nn.functional.pad(columns, (0, max(widths) - columns.shape[1]))
+        pieces = [torch.empty_like(padded) for _ in widths] if self.rank == 0 else None
+        dist.gather(padded, pieces, group=self._computing)
+        if pieces is None:
+            return columns.new_empty((0, sum(widths)))
+        return torch.cat([piece[:, :width] for piece, width in zip(pieces, widths, strict=True)], dim=1)
 
     def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None:
         """From the first rank to all: a header with sizes, then everything in one message."""
-        header = torch.tensor([kind, *(len(array) for array in arrays), *[0] * _HEADER][:_HEADER])
+        header = torch.tensor([kind, len(arrays), *(len(array) for array in arrays), *[0] * _HEADER][:_HEADER])
         dist.broadcast(header, 0)
         if arrays:
             dist.broadcast(torch.from_numpy(np.concatenate(arrays)), 0)
@@ -237,9 +259,10 @@ class Group:
         """What the first rank has sent: its kind and arrays."""
         header = torch.empty(_HEADER, dtype=torch.int64)
         dist.broadcast(header, 0)
-        kind, *sizes = header.tolist()
-        if not any(sizes):
+        kind, count, *sizes = header.tolist()
+        if not count:
             return kind, []
+        sizes = sizes[:count]
         everything = torch.empty(sum(sizes), dtype=torch.int64)
         dist.broadcast(everything, 0)
         return kind, list(torch.split(everything, sizes))
@@ -256,6 +279,19 @@ class Group:
     def wait_for_all(self) -> None:
         """Until all ranks are here."""
         dist.barrier()
+
+    def abort(self) -> None:
+        """End what runs on this rank's GPU and waits for a rank that is gone: its results are of no use, and neither is
+        the group. Returns once no graph has a part of it any more. Idempotent; any thread may call it."""
+        with self._abort_lock:
+            if self._computing is not None and not self._is_aborted:
+                self._is_aborted = True
+                self._computing.abort()
+
+    def leave(self) -> None:
+        """As ``leave_group``."""
+        self.abort()
+        leave_group()
 
 
 def leave_group() -> None:

@@ -2,9 +2,9 @@
 2019), or with some of its experts (Lepikhin et al. 2020).
 
 The first rank is the engine's model: it sends every step to the others and computes with them. Each layer's attention
-and MLP end in one sum over the ranks. All of them map one cache, in the same layout as on every other node, and each
-reads and writes its KV heads there. ``shards`` says what each rank holds, ``ranks`` how they start, end and
-communicate.
+and MLP end in one sum over the ranks, and the first one gathers the logits. All of them map one
+cache, in the same layout as on every other node, and each reads and writes its KV heads there. ``shards`` says what
+each rank holds, ``ranks`` how they start, end and communicate.
 """
 
 from __future__ import annotations
@@ -20,12 +20,9 @@ import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import InternalError, MooncakeError
-from mooncake.host_memory import gives_back_memory
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.decoder import Decoder
-from mooncake.model.llama import CausalLM
-from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model.load import load_part
 from mooncake.model.pages import Mappable, SharedMemory, pages_over
 from mooncake.model.ranks import (
     Group,
@@ -38,8 +35,9 @@ from mooncake.model.ranks import (
     rank_threads,
     starting,
 )
-from mooncake.model.shards import experts_of, kv_heads_of, shard_config, shard_weights
-from mooncake.model.weights import load_weights
+from mooncake.model.shards import kv_heads_of, shard_config
+from mooncake.model.vocabulary import Ranks
+from mooncake.precision import Coding, Precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
@@ -59,6 +57,9 @@ class Setup(msgspec.Struct, frozen=True):
     num_blocks: int
     threads: int  # per rank
     cache: int  # file descriptor
+    coding: Coding = ""  # of weights, as in ``Precision``, like the next two
+    codes: Coding = ""
+    keeps_groups: bool = False
 
 
 class Shard:
@@ -69,26 +70,17 @@ class Shard:
     written twice does not change the second time.
     """
 
-    @gives_back_memory
-    def __init__(
-        self,
-        setup: Setup,
-        rank: int,
-        checkpoint: Checkpoint,
-        pages: torch.Tensor,
-        reduce: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        whole, size, max_model_len = checkpoint.config, setup.size, setup.max_model_len
-        config = shard_config(whole, size)
-        weights = shard_weights(load_weights(checkpoint, setup.dtype), whole, rank, size)
-        family = OTHER_FAMILIES.get(whole.architecture)
-        self._model: CausalLM | Decoder
-        if family is None:
-            self._model = CausalLM(config, weights, max_model_len, reduce=reduce)
-        else:
-            experts = experts_of(whole, rank, size)
-            self._model = family(config, weights, max_model_len, reduce=reduce, experts=experts)
-        self._cache = pages[:, :, :, kv_heads_of(whole, rank, size)]
+    def __init__(self, setup: Setup, ranks: Ranks, checkpoint: Checkpoint, pages: torch.Tensor) -> None:
+        self._model = load_part(
+            checkpoint,
+            setup.dtype,
+            ranks,
+            setup.max_model_len,
+            coding=setup.coding,
+            codes=setup.codes,
+            keeps_groups=setup.keeps_groups,
+        )
+        self._cache = pages[:, :, :, kv_heads_of(checkpoint.config, ranks.rank, ranks.size)]
 
     def forward(self, batch: ForwardBatch, hook: LayerHook) -> torch.Tensor:
         return self._model.forward(batch, self._cache, hook)
@@ -102,7 +94,7 @@ class TensorParallelModel:
         self,
         model: str,
         size: int,
-        dtype: str,
+        precision: Precision,
         memory: Mappable,
         layout: KVLayout,
         num_blocks: int,
@@ -118,7 +110,19 @@ class TensorParallelModel:
         self.config = checkpoint.config
         shard_config(self.config, size)
         threads = threads or max(torch.get_num_threads() // size, 1)
-        self._setup = setup = Setup(size, model, max_model_len, dtype, layout, num_blocks, threads, memory.fd)
+        self._setup = setup = Setup(
+            size=size,
+            model=model,
+            max_model_len=max_model_len,
+            dtype=precision.dtype,
+            layout=layout,
+            num_blocks=num_blocks,
+            threads=threads,
+            cache=memory.fd,
+            coding=precision.coding,
+            codes=precision.codes,
+            keeps_groups=precision.keeps_groups,
+        )
         self._failure: MooncakeError | None = None
         self._is_in_step = False
         self._workers = Workers("tensor parallel ranks", leave_group)
@@ -131,7 +135,7 @@ class TensorParallelModel:
             self._pass = _FirstPass(self._group)
             pages = pages_over(np.frombuffer(memory.buffer, np.uint8), layout, num_blocks)
             with rank_threads(threads):
-                self._shard = Shard(setup, 0, checkpoint, pages, self._pass.sum)
+                self._shard = Shard(setup, self._pass, checkpoint, pages)
             self._workers.await_ready()
         except BaseException:
             self._workers.end()
@@ -197,7 +201,7 @@ class TensorParallelModel:
 
 
 class _FirstPass:
-    """The first rank's hook and sum.
+    """The first rank's hook, and its ``Ranks``.
 
     A rank touches a layer of the cache after the signal to go on with it and before the layer's first sum, which waits
     for all ranks. So the engine's hook is told of a layer after that sum; and where a step is abandoned, at a signal,
@@ -205,6 +209,7 @@ class _FirstPass:
     """
 
     def __init__(self, group: Group) -> None:
+        self.rank, self.size = group.rank, group.size
         self._group = group
         self.begin(NoHook())
 
@@ -233,6 +238,9 @@ class _FirstPass:
         summed = self._group.sum(values)
         self._tell()
         return summed
+
+    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        return self._group.gather(columns, widths)
 
     def end(self, batch: ForwardBatch) -> None:
         """After the last layer, which has no sum in a step without logits."""
@@ -303,7 +311,7 @@ def main(argv: Sequence[str]) -> None:
             memory = SharedMemory(setup.cache, setup.num_blocks * setup.layout.block_bytes)
             prefault_in_background(memory.bytes)
             pages = pages_over(memory.bytes, setup.layout, setup.num_blocks)
-            shard = Shard(setup, rank, open_checkpoint(setup.model, setup.max_model_len), pages, group.sum)
+            shard = Shard(setup, group, open_checkpoint(setup.model, setup.max_model_len), pages)
         _serve(group, shard)
     except RuntimeError as error:  # another rank is gone
         log.warning("a tensor parallel rank ends: %s", error)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,8 +23,11 @@ from mooncake.errors import ModelError
 from mooncake.kernels.cpu import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
-from mooncake.model.load import OTHER_FAMILIES, load_model
+from mooncake.model.gated import GatedDecoder
+from mooncake.model.llama import CausalLM
+from mooncake.model.load import load_model, load_part
 from mooncake.model.shards import experts_of, shard_config, shard_weights
+from mooncake.model.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
 
@@ -60,11 +63,11 @@ def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> N
     caches = [torch.zeros_like(whole.tensor) for _ in range(2)]
 
     def compute(rank: int) -> torch.Tensor:
-        return part_of(checkpoint, rank, 2, ranks.sum).forward(batch, caches[rank], NoHook())
+        return part_of(checkpoint, rank, 2, ranks).forward(batch, caches[rank], NoHook())
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(compute, range(2))
-    assert torch.equal(first, second) and torch.allclose(first, wanted, atol=1e-4)
+    assert torch.allclose(first, wanted, atol=1e-4) and second.shape == (0, checkpoint.config.vocab_size)
     assert torch.equal(*caches) and torch.allclose(caches[0], whole.tensor, atol=1e-4)
 
 
@@ -79,7 +82,7 @@ def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Publishe
     ]
 
     def compute(rank: int) -> torch.Tensor:
-        return part_of(checkpoint, rank, 4, ranks.sum).forward(batch, caches[rank], NoHook())
+        return part_of(checkpoint, rank, 4, ranks).forward(batch, caches[rank], NoHook())
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(compute, range(4)))
@@ -89,29 +92,38 @@ def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Publishe
 
 
 class InThreads:
-    """``Group.sum`` among threads."""
+    """What ranks do together, among threads."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)
-        self._given: list[torch.Tensor] = []
+        self._given: dict[int, torch.Tensor] = {}
+
+    def exchanged(self, rank: int, values: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = values
+        self._barrier.wait()
+        given = [self._given[rank] for rank in range(len(self._given))]
+        self._barrier.wait()
+        return given
+
+
+@dataclass(frozen=True)
+class InThread:
+    """``Ranks``, from the view of one of them."""
+
+    ranks: InThreads
+    rank: int
+    size: int
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        self._given.append(values)
-        self._barrier.wait()
-        total = torch.stack(sorted(self._given, key=torch.Tensor.data_ptr)).sum(0)
-        self._barrier.wait()
-        self._given.clear()
-        self._barrier.wait()
-        return total
+        return torch.stack(self.ranks.exchanged(self.rank, values)).sum(0)
+
+    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        everyones = torch.cat(self.ranks.exchanged(self.rank, columns), 1)
+        return everyones if self.rank == 0 else everyones[:0]
 
 
-def part_of(
-    checkpoint: Checkpoint, rank: int, size: int, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> Decoder:
-    whole = checkpoint.config
-    weights = shard_weights(load_weights(checkpoint, "float32"), whole, rank, size)
-    family, experts = OTHER_FAMILIES[whole.architecture], experts_of(whole, rank, size)
-    return family(shard_config(whole, size), weights, reduce=reduce, experts=experts)
+def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> CausalLM | Decoder:
+    return load_part(checkpoint, "float32", InThread(ranks or InThreads(size), rank, size))
 
 
 def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
@@ -122,7 +134,7 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
         pieces = [part[name] for part in parts if name in part]
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             assert len(pieces) == 1 and torch.equal(pieces[0], tensor), "an expert lives on one rank"
-        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks", name):
+        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks|embed_tokens|lm_head", name):
             assert torch.equal(torch.cat(pieces), tensor)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(torch.cat(pieces, dim=1), tensor)
@@ -135,26 +147,33 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
 
 
 def test_what_a_rank_holds_falls_with_the_number_of_ranks(published: Published) -> None:
-    """Counted in weights packed for products, experts separately."""
-    whole = packed_bytes(load_model(published.checkpoint, "float32"))
+    """Counted in weights packed for products, experts and vocabulary separately."""
+    model, vocab_size = load_model(published.checkpoint, "float32"), published.checkpoint.config.vocab_size
+    whole, width = packed_bytes(model), dict(linears_of(model, ""))[".head"]._width
     assert whole.experts > whole.rest / 4, "this model's experts weigh nothing"
+    assert whole.vocabulary > whole.rest / 4, "this model's vocabulary weighs nothing"
+    assert vocab_size % width == 0
     num_experts = published.checkpoint.config.num_experts
     for size in (2, 4):
         parts = [packed_bytes(part_of(published.checkpoint, rank, size)) for rank in range(size)]
         assert sum(part.experts for part in parts) == whole.experts
         assert max(part.experts for part in parts) == whole.experts * -(-num_experts // size) // num_experts
         assert all(part.rest < whole.rest for part in parts)
+        panels = -(-vocab_size // size // width)
+        assert {part.vocabulary for part in parts} == {whole.vocabulary * panels // (vocab_size // width)}
 
 
 class Packed(NamedTuple):
     experts: int
+    vocabulary: int
     rest: int
 
 
 def packed_bytes(model: object) -> Packed:
     linears = list(linears_of(model, ""))
     experts = sum(linear.num_bytes for path, linear in linears if re.search(r"\.(experts|gate_up|down)\.\d+", path))
-    return Packed(experts, sum(linear.num_bytes for _, linear in linears) - experts)
+    vocabulary = sum(linear.num_bytes for path, linear in linears if path in (".embedding", ".head"))
+    return Packed(experts, vocabulary, sum(linear.num_bytes for _, linear in linears) - experts - vocabulary)
 
 
 def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
@@ -163,8 +182,11 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
         yield path, thing
     elif isinstance(thing, PanelExperts):
         yield from linears_of(dict(zip(("gate_up", "down"), thing._layers, strict=True)), path)
-    elif isinstance(thing, Decoder):
-        yield from linears_of({"layers": thing._layers}, path)  # type: ignore[attr-defined]
+    elif isinstance(thing, VocabularyPart):
+        yield from linears_of(thing.part, path)
+    elif isinstance(thing, GatedDecoder):
+        parts = {"layers": thing._layers, "embedding": thing._embedding, "head": thing._head}
+        yield from linears_of(parts, path)
     elif is_dataclass(thing):
         yield from linears_of({field.name: getattr(thing, field.name) for field in fields(thing)}, path)
     elif isinstance(thing, dict | list):

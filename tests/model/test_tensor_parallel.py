@@ -30,6 +30,7 @@ from mooncake.model.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
 from mooncake.types import SamplingParams
 
+VOCABULARY = ("embed_tokens", "lm_head")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 60
 
@@ -82,6 +83,16 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
     assert found == whole(str(folder), prompts, 16)
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_vocabulary_that_does_not_divide_gives_the_tokens_of_one_process(is_tied: bool, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3", vocab_size=321, tie_word_embeddings=is_tied, initializer_range=0.1)
+    prompts = [[320, 0, 160, 161, 159, 7], [5, 6, 300]]  # tokens at the borders of the parts
+    wanted = whole(str(tmp_path), prompts, 16)
+    assert {token < 160 for tokens in wanted for token in tokens} == {True, False}, "one part gives all tokens"
+    with ranks_of(str(tmp_path), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        assert answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16) == wanted
+
+
 @pytest.mark.slow
 def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [np.random.default_rng(1).integers(100, 40_000, length).tolist() for length in (150, 20)]
@@ -107,7 +118,7 @@ def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
     parts = [shard_weights(weights, config, rank, 2) for rank in range(2)]
     for name, tensor in weights.items():
         pieces = [part[name] for part in parts]
-        if any(kind in name for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+        if any(kind in name for kind in (*("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), *VOCABULARY)):
             assert torch.equal(torch.cat(pieces), tensor)
         elif any(kind in name for kind in ("o_proj", "down_proj")):
             assert torch.equal(torch.cat(pieces, dim=1), tensor)
