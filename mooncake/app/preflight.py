@@ -254,8 +254,8 @@ def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) 
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Number of all weights, also of experts that a token does not use."""
-    return sum(math.prod(shape) for shape in weight_shapes(model).values())
+    """Number of all weights, including those of experts that a token does not use."""
+    return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:
