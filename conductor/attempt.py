@@ -7,90 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import grpc
 
 from conductor.accounts import Ticket
-from conductor.api import Delta, InferenceRequest
+from conductor.api import Delta
 from conductor.lifecycle import HandoffState
 from conductor.merge import Merger
+from conductor.node_call import Call, Ended, Inbox, Message, NodeCall, ReportIsLate
+from conductor.node_requests import NodeRequests
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement
-from mooncake import errors
-from mooncake.errors import DeadlineExceeded, HandoffFailed, InternalError, MooncakeError, NodeUnavailable
+from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
 from mooncake.rpc import decode_pb2, prefill_pb2
-from mooncake.rpc.convert import (
-    sampling_to_wire,
-    segment_to_wire,
-    tokens_to_wire,
-)
 from mooncake.rpc.decode_pb2_grpc import DecodeStub
-from mooncake.rpc.errors import CODE_KEY, error_from_rpc
 from mooncake.rpc.prefill_pb2_grpc import PrefillStub
-from mooncake.rpc.server import TAKEN_KEY, Channels
-from mooncake.types import Role, TokenIds
+from mooncake.rpc.server import Channels
+from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
 END_CHOICE_TIMEOUT_S = 5.0
 INBOX_LIMIT = 256  # messages buffered for a slow client; beyond that gRPC's flow control holds the nodes back
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
-
-
-@dataclass(frozen=True, slots=True)
-class WireRequests:
-    prefill: prefill_pb2.PrefillRequest
-    decode: decode_pb2.DecodeRequest | None
-
-
-def wire_requests(request: InferenceRequest, tokens: TokenIds, placement: Placement, epoch: int) -> WireRequests:
-    """The requests to the two nodes. Ids include the epoch to be unique: a client may reuse one, and a retry may
-    meet what is left of the attempt before it."""
-    handoff_id = f"{epoch:016x}"
-    request_id = f"{request.request_id}/{handoff_id}"
-    data = tokens_to_wire(tokens)
-    sampling = sampling_to_wire(request.sampling)
-    pools = [
-        prefill_pb2.PoolTarget(
-            control_address=store.control_address,
-            segment=segment_to_wire(store.segment) if store.segment else None,
-        )
-        for store in placement.pools
-    ]
-    prefill = prefill_pb2.PrefillRequest(
-        request_id=request_id,
-        handoff_id=handoff_id,
-        epoch=epoch,
-        tokens=data,
-        num_prompt_tokens=len(request.tokens),
-        sampling=sampling,
-        cache_salt=request.salt,
-        priority=request.priority,
-        adapter=request.adapter,
-        adapter_start=request.adapter_start,
-        decode_address=placement.decode.control_address if placement.decode else "",
-        pools=pools,
-        pool_tokens=placement.pool_tokens,
-    )
-    if placement.decode is None:
-        return WireRequests(prefill, None)
-    decode = decode_pb2.DecodeRequest(
-        request_id=request_id,
-        handoff_id=handoff_id,
-        epoch=epoch,
-        tokens=data,
-        num_prompt_tokens=len(request.tokens),
-        sampling=sampling,
-        cache_salt=request.salt,
-        priority=request.priority,
-        adapter=request.adapter,
-        adapter_start=request.adapter_start,
-        pools=pools,
-    )
-    return WireRequests(prefill, decode)
 
 
 class AttemptFailed(Exception):
@@ -100,61 +40,6 @@ class AttemptFailed(Exception):
         super().__init__(str(error))
         self.error = error
         self.is_retryable = is_retryable
-
-
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """One side's call has ended. ``error`` is None on success; ``is_lost`` means that its node could not be reached."""
-
-    error: MooncakeError | None = None
-    is_lost: bool = False
-    is_retryable: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _ReportIsLate:
-    pass
-
-
-_Said = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | _Ended | _ReportIsLate
-
-
-class _Inbox:
-    """Messages of both sides in order of arrival. An error set by ``fail`` is delivered after what came before it."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._items: deque[tuple[Role, _Said]] = deque()
-        self._error: MooncakeError | None = None
-        self._filled = asyncio.Event()
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-
-    async def room(self) -> None:
-        await self._has_room.wait()
-
-    def post(self, role: Role, said: _Said) -> None:
-        self._items.append((role, said))
-        self._filled.set()
-        if len(self._items) >= self._limit:
-            self._has_room.clear()
-
-    def fail(self, error: MooncakeError) -> None:
-        self._error = self._error or error
-        self._filled.set()
-
-    async def get(self) -> tuple[Role, _Said]:
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            self._filled.clear()
-            await self._filled.wait()
-        self._has_room.set()
-        return self._items.popleft()
-
-
-_PrefillCall = grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
-_DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
 
 
 class Attempt:
@@ -169,7 +54,7 @@ class Attempt:
         channels: Channels,
         placement: Placement,
         ticket: Ticket,
-        requests: WireRequests,
+        requests: NodeRequests,
         merger: Merger,
         deadline: float,
         handoff_timeout_s: float,
@@ -185,49 +70,49 @@ class Attempt:
         self._clock = clock
         self._on_prefilled = on_prefilled
         self._on_lost = on_lost
-        self._loop = asyncio.get_running_loop()
-        self._inbox = _Inbox(INBOX_LIMIT)
+        self._channels = channels
+        self._handoff_id = requests.prefill.handoff_id
+        self._inbox = Inbox(INBOX_LIMIT)
         self._may_decode = asyncio.Event()  # say what it says: scores of a prompt come first, and may be megabytes
         if not merger.tells_scores:
             self._may_decode.set()
         self._closed = False
         self._has_expired = False
-        self.lost_nodes: list[NodeInfo] = []  # nodes that could not be reached
-        self._took: set[Role] = set()  # roles whose node accepted the call
-        self._nodes: dict[Role, NodeInfo] = {Role.PREFILL: placement.prefill}
-        left_s = max(deadline - clock(), 0.0)
-        self._timers = [self._loop.call_later(left_s, self._deadline_is_over)]
-        self._handoff_timer: asyncio.TimerHandle | None = None
-        self._report_timer: asyncio.TimerHandle | None = None
-        prefill = PrefillStub(channels.get(placement.prefill.control_address)).Run(requests.prefill, timeout=left_s)
-        self._calls: list[_PrefillCall | _DecodeCall] = [prefill]
-        self._channels = channels
-        self._handoff_id = requests.prefill.handoff_id
+        self._lost: set[Role] = set()  # whose nodes could not be reached
         self._ending: dict[int, asyncio.Task[None]] = {}  # by choice
-        self._tasks = [asyncio.create_task(self._listen(Role.PREFILL, prefill))]
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        left_s = max(deadline - clock(), 0.0)
+        self._arm(left_s, self._deadline_is_over)
+        self._calls: dict[Role, NodeCall] = {}
+        prefill = PrefillStub(channels.get(placement.prefill.control_address))
+        self._listen_to(Role.PREFILL, placement.prefill, prefill.Run(requests.prefill, timeout=left_s))
         if placement.decode is not None and requests.decode is not None:
-            self._nodes[Role.DECODE] = placement.decode
-            decode = DecodeStub(channels.get(placement.decode.control_address)).Generate(
-                requests.decode, timeout=left_s
-            )
-            self._calls.append(decode)
-            self._tasks.append(asyncio.create_task(self._listen(Role.DECODE, decode)))
+            decode = DecodeStub(channels.get(placement.decode.control_address))
+            self._listen_to(Role.DECODE, placement.decode, decode.Generate(requests.decode, timeout=left_s))
+
+    def _listen_to(self, role: Role, info: NodeInfo, call: Call) -> None:
+        self._calls[role] = NodeCall(role, info, call, self._inbox, self._may_decode, self._is_time_over, self._on_lost)
 
     @property
     def nodes(self) -> list[NodeInfo]:
-        return list(self._nodes.values())
+        return [call.info for call in self._calls.values()]
+
+    @property
+    def lost_nodes(self) -> list[NodeInfo]:
+        """Nodes that could not be reached."""
+        return [self._calls[role].info for role in self._lost]
 
     @property
     def met_nobody(self) -> bool:
         """Whether a lost node was gone before it accepted the call: then this request did not kill it."""
-        return any(info in self.lost_nodes and role not in self._took for role, info in self._nodes.items())
+        return any(not self._calls[role].was_accepted for role in self._lost)
 
     async def next(self) -> Delta:
         """The next delta (without its summary). Raises AttemptFailed or DeadlineExceeded."""
         while True:
-            role, said = await self._inbox.get()
+            role, message = await self._inbox.get()
             was_prefilled = self.merger.is_prefilled
-            delta = self._take(role, said)
+            delta = self._take(role, message)
             if self.merger.is_prefilled and not was_prefilled:
                 self._on_prefilled()
             self._arm_timers()
@@ -236,9 +121,9 @@ class Attempt:
 
     def lose(self, lost: NodeInfo, error: MooncakeError) -> None:
         """A node of this attempt is out of the cluster."""
-        for role, info in self._nodes.items():
-            if info.incarnation == lost.incarnation:
-                self._inbox.post(role, _Ended(error, is_lost=True))
+        for role, call in self._calls.items():
+            if call.info.incarnation == lost.incarnation:
+                self._inbox.post(role, Ended(error, is_lost=True))
 
     def end_choice(self, choice: int) -> None:
         """Nobody needs more of this answer: tell the decode node, once at a time."""
@@ -263,35 +148,34 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
-        for timer in (*self._timers, self._handoff_timer, self._report_timer):
-            if timer is not None:
-                timer.cancel()
-        for call in self._calls:
-            call.cancel()
-        for task in (*self._tasks, *self._ending.values()):
+        for timer in self._timers.values():
+            timer.cancel()
+        for call in self._calls.values():
+            call.close()
+        for task in self._ending.values():
             task.cancel()
         handoff = self.merger.handoff
         if handoff is not None and not handoff.has_ended:
             handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
 
-    def _take(self, role: Role, said: _Said) -> Delta | None:
-        ended = said if isinstance(said, _Ended) else None
+    def _take(self, role: Role, message: Message) -> Delta | None:
+        ended = message if isinstance(message, Ended) else None
         if ended is not None and ended.is_lost:
-            self.lost_nodes.append(self._nodes[role])
+            self._lost.add(role)
         try:
-            match said:
+            match message:
                 case prefill_pb2.PrefillResponse():
-                    return self.merger.prefill_said(said)
+                    return self.merger.prefill_said(message)
                 case decode_pb2.DecodeResponse():
-                    if self.merger.is_unwanted(said.choice):
-                        self.end_choice(said.choice)  # it had not started when it was told to end
-                    return self.merger.decode_said(said)
-                case _ReportIsLate():
+                    if self.merger.is_unwanted(message.choice):
+                        self.end_choice(message.choice)  # it had not started when it was told to end
+                    return self.merger.decode_said(message)
+                case ReportIsLate():
                     return self.merger.report_is_late()
-                case _Ended() if role is Role.PREFILL:
-                    return self.merger.prefill_ended(said.error)
-                case _Ended():
-                    self.merger.decode_ended(said.error)
+                case Ended() if role is Role.PREFILL:
+                    return self.merger.prefill_ended(message.error)
+                case Ended():
+                    self.merger.decode_ended(message.error)
                     return None
         except DeadlineExceeded:
             raise
@@ -299,62 +183,28 @@ class Attempt:
             raise AttemptFailed(error, is_retryable=ended is not None and ended.is_retryable) from None
 
     def _arm_timers(self) -> None:
-        if self.merger.waits_for_commit and self._handoff_timer is None:
-            self._handoff_timer = self._loop.call_later(self._handoff_timeout_s, self._handoff_is_late)
-        if self.merger.waits_for_report and self._report_timer is None:
-            self._report_timer = self._loop.call_later(REPORT_GRACE_S, self._inbox.post, Role.PREFILL, _ReportIsLate())
+        if self.merger.waits_for_commit:
+            self._arm(self._handoff_timeout_s, self._handoff_is_late)
+        if self.merger.waits_for_report:
+            self._arm(REPORT_GRACE_S, self._report_is_late)
+
+    def _arm(self, after_s: float, due: Callable[[], None]) -> None:
+        """Once."""
+        if due not in self._timers:
+            self._timers[due] = asyncio.get_running_loop().call_later(after_s, due)
 
     def _handoff_is_late(self) -> None:
         if self.merger.waits_for_commit:
             self._has_expired = True
             error = HandoffFailed(f"the hand-off was not committed within {self._handoff_timeout_s:g} s")
-            self._inbox.post(Role.DECODE, _Ended(error))
+            self._inbox.post(Role.DECODE, Ended(error))
+
+    def _report_is_late(self) -> None:
+        self._inbox.post(Role.PREFILL, ReportIsLate())
 
     def _deadline_is_over(self) -> None:
         self._has_expired = True
         self._inbox.fail(DeadlineExceeded("the request did not finish within its time"))
 
-    async def _listen(
-        self,
-        role: Role,
-        call: _PrefillCall | _DecodeCall,
-    ) -> None:
-        peer = f"{role} node {self._nodes[role].node_id}"
-        try:
-            if (await call.initial_metadata()).get(TAKEN_KEY):
-                self._took.add(role)
-            async for message in call:
-                if role is Role.DECODE:
-                    await self._may_decode.wait()
-                await self._inbox.room()
-                self._inbox.post(role, message)
-                if role is Role.PREFILL:
-                    self._may_decode.set()
-            ended = _Ended()
-        except grpc.RpcError as error:
-            ended = self._how_it_ended(error, peer)
-        except asyncio.CancelledError:
-            if self._closed:
-                raise
-            # grpc.aio reports this when the other side cancelled: its server is stopping
-            ended = _Ended(NodeUnavailable(f"{peer} stopped"), is_lost=True)
-        if ended.is_lost and not self._closed:
-            self._on_lost(self._nodes[role])
-        self._inbox.post(role, ended)
-        if role is Role.PREFILL:
-            self._may_decode.set()
-
-    def _how_it_ended(self, failure: grpc.RpcError, peer: str) -> _Ended:
-        error = error_from_rpc(failure, peer)
-        told = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
-            str(key) for key, _ in failure.trailing_metadata() or ()
-        }
-        if isinstance(error, DeadlineExceeded):
-            if self._clock() >= self._deadline - 0.1:
-                return _Ended(error, is_retryable=False)
-            return _Ended(HandoffFailed(f"{peer}: {error.message}"))
-        if not told and isinstance(error, NodeUnavailable):
-            return _Ended(error, is_lost=True)
-        if not told and isinstance(error, InternalError):
-            return _Ended(error)  # a crash in the node's handler, or a broken stream
-        return _Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))
+    def _is_time_over(self) -> bool:
+        return self._clock() >= self._deadline - 0.1

@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 from conductor.copier import Copier
 from conductor.cost import CostModel
-from conductor.dispatch import Dispatcher, ModelFacts
+from conductor.dispatch import Dispatcher
 from conductor.fleet import Fleet
+from conductor.placer import ModelFacts
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
 from conductor.role_requests import RoleRequests
@@ -66,11 +67,11 @@ class Core:
         self._role_shift: RoleShift | None = None
         if section.balance:
             self._role_shift = RoleShift(section, self.fleet, model.shape.block_tokens, self.role_requests)
-            self.dispatcher.on_arrival.append(self._role_shift.arrived)
+            self.dispatcher.placer.on_arrival.append(self._role_shift.arrived)
         self.copier: Copier | None = None
         if section.replicate:
             self.copier = Copier(section, self.fleet, self.registry, self.channels)
-            self.dispatcher.on_arrival.append(self.copier.arrived)
+            self.dispatcher.placer.on_arrival.append(self.copier.arrived)
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
         self._seen_version = 0  # of the registry

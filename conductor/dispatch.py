@@ -1,9 +1,10 @@
-"""Runs requests: names their blocks, places them, calls both nodes at once, merges their messages into one stream.
+"""Runs requests: has them placed, calls both nodes at once, merges their messages into one stream.
 
 It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
 here and nowhere else: a failed attempt is cancelled on both nodes and retried on another pair, from the last token that
 the client has seen; sampling keyed by position makes that exact. A request's progress is in its ``journey``, what its
-failures have taught in ``retry``; this module makes the calls, waits and keeps the books.
+failures have taught in ``retry``, where it goes is the ``placer``'s to say; this module calls, waits and keeps the
+books.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ from itertools import count
 from conductor.absence import Absence
 from conductor.accounts import Ticket
 from conductor.api import Delta, InferenceRequest
-from conductor.attempt import Attempt, AttemptFailed, wire_requests
+from conductor.attempt import Attempt, AttemptFailed
 from conductor.door import Door
 from conductor.fairness import band_of
 from conductor.fleet import Fleet
 from conductor.journey import Journey
 from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger
-from conductor.policies import POLICIES, Policy
+from conductor.node_requests import NodeRequests, node_requests
+from conductor.placer import ModelFacts, Placer
 from conductor.registry import NodeInfo
-from conductor.retry import Failure, Incarnations
-from conductor.scheduler import Placement, Scheduler, check_time
+from conductor.retry import Failure, incarnations
+from conductor.scheduler import Placement
 from conductor.stats import DispatchStats
-from conductor.tails import on_decode_node
-from conductor.view import Question, RequestFacts, Shape
+from conductor.view import RequestFacts
 from mooncake.config import Config
 from mooncake.errors import (
     ChecksumMismatch,
-    ConfigError,
     DeadlineExceeded,
     InternalError,
     InvalidRequest,
@@ -44,26 +44,13 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
-from mooncake.hashing import Chain
-from mooncake.hashing import prepare as prepare_hashing
 from mooncake.rpc.convert import check_scores
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels
-from mooncake.types import PrefillReport, Role, TokenIds
+from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that reads slowly
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the dispatcher needs to know of the model: the seed of block names, block sizes, the end-of-sequence
-    ids, and the tokens of prompt plus answer (0: not said)."""
-
-    kv_fingerprint: str
-    shape: Shape
-    eos_ids: tuple[int, ...]
-    max_model_len: int = 0
 
 
 @dataclass(slots=True)
@@ -89,20 +76,17 @@ class Dispatcher:
     ) -> None:
         self._limits = config.conductor
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
-        self._is_coupled = config.cluster.coupled > 0  # prefill nodes give whole answers, and keep their KV
         self._model = model
         self._fleet = fleet
-        self._scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
-        self.door = Door(self._scheduler, config.conductor, clock)
+        self.stats = DispatchStats()
+        self.placer = Placer(config, model, fleet, self.stats)
+        self.door = Door(self.placer.scheduler, config.conductor, clock)
         self.absence = Absence(config.conductor.node_wait_s, clock)
-        prepare_hashing()
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._journeys: dict[str, _Running] = {}  # by request id
-        self.stats = DispatchStats()
-        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # called once per request
         self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # told which nodes corrupted bytes
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
@@ -210,7 +194,7 @@ class Dispatcher:
         return info.incarnation not in self._attempts
 
     def _prefilled(self, ticket: Ticket) -> None:
-        self._scheduler.prefill_done(ticket, self._clock())
+        self.placer.scheduler.prefill_done(ticket, self._clock())
         self.door.joined(ticket)
 
     def _lost(self, info: NodeInfo) -> None:
@@ -227,7 +211,7 @@ class Dispatcher:
         journey = _Running.begin(request, now, self._limits.retries)
         if self.stats.running >= self._limits.max_requests:
             self.stats.failures[Overloaded.code] += 1
-            self._tell_in_vain(self._facts(journey, journey.tokens, now), journey)
+            self.placer.tell_in_vain(self.placer.facts(journey, now), journey, now)
             raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
         if now >= request.deadline:
             self.stats.failures[DeadlineExceeded.code] += 1
@@ -250,59 +234,40 @@ class Dispatcher:
         if self.door.is_open or not journey.is_new:
             return
         request = journey.request
-        facts = self._facts(journey, journey.tokens, self._clock())
+        facts = self.placer.facts(journey, self._clock())
         band = band_of(request.priority)
         try:
             await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
         except (Overloaded, DeadlineExceeded, asyncio.CancelledError):
-            self._tell_in_vain(facts, journey)
+            self.placer.tell_in_vain(facts, journey, self._clock())
             raise
 
-    def _tell_in_vain(self, facts: RequestFacts, journey: _Running) -> None:
-        """Report the demand of a request that is not placed: the balancer counts it all the same."""
-        with contextlib.suppress(NodeUnavailable, Overloaded):
-            self._best(facts, journey, self._clock())
-
-    def _facts(self, journey: _Running, tokens: TokenIds, now: float) -> RequestFacts:
-        """What placement depends on, for the remaining part of the request."""
-        request = journey.request
-        left = request.sampling.max_tokens - journey.num_kept
-        chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
-        # Of a prompt that is scored every token is computed, whatever is cached.
-        is_scored = request.sampling.prompt_logprobs is not None and not journey.num_kept
-        return RequestFacts(
-            num_tokens=len(tokens),
-            keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
-            expected_tokens=self.stats.expected_output_tokens(left),
-            needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
-            # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
-            budget_ms=(request.deadline - now) * 1e3 if journey.is_new else float("inf"),
-            session=request.session,
-            number=self.stats.requests,
-        )
-
     def _start(self, journey: _Running) -> Attempt:
-        """Place the remaining part of the request, book it, and call both nodes. Raises like ``place``."""
-        request, now, tokens = journey.request, self._clock(), journey.tokens
-        facts = self._facts(journey, tokens, now)
-        placement = self._place(facts, journey, now)
-        if self._is_coupled:
-            placement = placement._replace(pools=(), fetched_tokens=0)
-        epoch = next(self._epochs)
-        requests = wire_requests(request, tokens, placement, epoch)  # before booking: it may exceed the message size
+        """Place the remaining part of the request, book it, and call both nodes. Raises like ``Placer.place``."""
+        request, now = journey.request, self._clock()
+        facts = self.placer.facts(journey, now)
+        placement = self.placer.place(facts, journey, now)
+        # before booking: it may exceed the message size
+        requests = node_requests(request, journey.tokens, placement, next(self._epochs))
         ticket = self._book(facts, placement, request.sampling.max_tokens, now)
-        journey.lifecycle.move(RequestState.PLACED)
+        journey.placed(placement)
+        log.debug("%s placed: %s", request.request_id, placement)
+        return self._call(journey, placement, ticket, requests)
+
+    def _call(self, journey: _Running, placement: Placement, ticket: Ticket, requests: NodeRequests) -> Attempt:
+        request = journey.request
+        merger = Merger(
+            expected=[len(answer) for answer in journey.emitted],
+            handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
+            tells_first=not journey.is_search,
+            tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
+        )
         attempt = Attempt(
             channels=self._channels,
             placement=placement,
             ticket=ticket,
             requests=requests,
-            merger=Merger(
-                expected=[len(answer) for answer in journey.emitted],
-                handoff=handoff_lifecycle(f"{epoch:016x}") if placement.decode else None,
-                tells_first=not journey.is_search,
-                tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
-            ),
+            merger=merger,
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
@@ -313,44 +278,15 @@ class Dispatcher:
             attempt.end_choice(choice)
         for info in attempt.nodes:
             self._attempts.setdefault(info.incarnation, set()).add(attempt)
-        journey.summary = replace(
-            journey.summary,
-            prefill_node=placement.prefill.node_id,
-            decode_node=placement.decode.node_id if placement.decode else "",
-            retries=journey.retries.count,
-            predicted_ttft_ms=journey.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
-        )
-        log.debug("%s placed: %s", request.request_id, placement)
         return attempt
 
     def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Ticket:
         stays = placement.prefill.role is Role.DECODE  # its decode steps run there as well
         booked = placement._replace(decode=placement.prefill) if stays else placement
-        ticket = self._scheduler.book(facts, booked, now)
+        ticket = self.placer.scheduler.book(facts, booked, now)
         self.stats.tails += stays
         self.door.booked(ticket, facts, placement, max_tokens)
         return ticket
-
-    def _place(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
-        """Avoid nodes that failed this request, unless they are alive and the only ones of their role."""
-        registry, retries = self._fleet.registry, journey.retries
-        if retries.dead:  # some may have been heard from since: a client reads late, or the request waited for them
-            retries.heard(registry.live())
-        usable = (_incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
-        return self._best(facts._replace(excluded=retries.excluded(usable)), journey, now)
-
-    def _best(self, facts: RequestFacts, journey: _Running, now: float) -> Placement:
-        """The scheduler's pair, or the decode node that already holds nearly the whole prompt."""
-        question = self._scheduler.ask(facts, now)
-        placement = self._scheduler.choose(question)
-        if journey.is_new:
-            for tell in self.on_arrival:
-                tell(question, placement, now)
-        check_time(placement, facts.budget_ms)
-        if not facts.needs_decode or len(journey.emitted) > 1 or not self._limits.max_tail_tokens:
-            return placement
-        costs = self._fleet.costs
-        return on_decode_node(question, placement, costs, self._limits.max_tail_tokens) or placement
 
     def _note(self, journey: _Running, attempt: Attempt, delta: Delta) -> Delta:
         """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
@@ -361,23 +297,16 @@ class Dispatcher:
         report = attempt.merger.report
         is_news = report is not None and not journey.has_report
         if report is not None and is_news:
-            self._count_prompt(journey.take_report(report))
+            self.stats.count_prompt(journey.take_report(report), self._model.shape.block_tokens)
         return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
 
     def _note_first(self, journey: _Running, attempt: Attempt) -> None:
         """The first token is there. Raises Overloaded like ``Door.look_late``."""
         now = self._clock()
         if self.door.looks_late:
-            self.door.look_late(attempt.ticket, self._facts(journey, journey.tokens, now))
+            self.door.look_late(attempt.ticket, self.placer.facts(journey, now))
         if attempt.placement.is_known:
             self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
-
-    def _count_prompt(self, report: PrefillReport) -> None:
-        block_tokens = self._model.shape.block_tokens
-        self.stats.prompt_tokens += report.prompt_tokens
-        self.stats.cached_tokens += report.cached_tokens
-        self.stats.block_queries += report.prompt_tokens // block_tokens
-        self.stats.block_hits += report.cached_tokens // block_tokens
 
     def _prepare_retry(self, journey: _Running, attempt: Attempt, failure: AttemptFailed) -> None:
         """Learn from a failed attempt. Raises its error when there is nothing left to try."""
@@ -395,15 +324,15 @@ class Dispatcher:
     def _blame(self, attempt: Attempt) -> Failure:
         """What happened to the nodes of a failed attempt."""
         return Failure(
-            nodes=_incarnations(attempt.nodes),
-            lost=_incarnations(attempt.lost_nodes),
-            leaving=_incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
+            nodes=incarnations(attempt.nodes),
+            lost=incarnations(attempt.lost_nodes),
+            leaving=incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
             met_nobody=attempt.met_nobody,
         )
 
     def _end_attempt(self, journey: _Running, attempt: Attempt) -> None:
         attempt.close()
-        self._scheduler.close(attempt.ticket, self._clock())
+        self.placer.scheduler.close(attempt.ticket, self._clock())
         self.door.ended(attempt.ticket, journey.num_emitted if journey.is_whole else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
@@ -423,17 +352,4 @@ class Dispatcher:
         if journey.lifecycle.has_ended:  # it failed
             return
         journey.lifecycle.move(RequestState.FINISHED if journey.is_whole else RequestState.CANCELLED)
-        self.stats.finished += journey.is_whole
-        self.stats.cancelled += not journey.is_whole
-        self.stats.recent_durations_s.append(self._clock() - journey.started_at)
-        self.stats.recent_output_tokens.append(max(journey.num_emitted, 1))
-
-
-def _incarnations(nodes: Iterable[NodeInfo]) -> Incarnations:
-    return frozenset(info.incarnation for info in nodes)
-
-
-def _policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ConfigError(f"conductor.policy must be one of {', '.join(POLICIES)}, got {name!r}")
-    return POLICIES[name]
+        self.stats.count_end(journey.is_whole, self._clock() - journey.started_at, journey.num_emitted)

@@ -161,6 +161,6 @@ class Door:
 
 def _why(verdict: Verdict) -> str:
     if verdict.is_kept:
-        return "what room there is is kept for requests that were told to come now"
+        return "the free room is reserved for requests that were told to come now"
     what = "the first token" if verdict.prefill_load >= verdict.decode_load else "the time between tokens"
     return f"{what} is predicted at {verdict.load:.1f} times its limit"

@@ -28,7 +28,7 @@ BATCH_PRIORITY = 100
 
 
 def band_of(priority: int) -> Band:
-    """From the client's number: lower goes first, 0 is the default."""
+    """Band of the client's priority number: lower goes first, 0 is the default."""
     if priority >= BATCH_PRIORITY:
         return Band.BATCH
     return Band.URGENT if priority < 0 else Band.NORMAL

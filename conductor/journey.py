@@ -15,6 +15,7 @@ import numpy as np
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.lifecycle import Lifecycle, RequestState, request_lifecycle
 from conductor.retry import Retries
+from conductor.scheduler import Placement
 from mooncake.errors import MooncakeError
 from mooncake.types import FinishReason, PrefillReport, TokenIds
 
@@ -89,6 +90,17 @@ class Journey:
         if not self.num_kept:
             return self.request.tokens
         return np.concatenate([self.request.tokens, np.array(self.emitted[0], dtype=np.uint32)])
+
+    def placed(self, placement: Placement) -> None:
+        """An attempt starts there."""
+        self.lifecycle.move(RequestState.PLACED)
+        self.summary = replace(
+            self.summary,
+            prefill_node=placement.prefill.node_id,
+            decode_node=placement.decode.node_id if placement.decode else "",
+            retries=self.retries.count,
+            predicted_ttft_ms=self.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
+        )
 
     def take(self, delta: Delta) -> None:
         """A delta is about to go to the client."""

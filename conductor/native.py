@@ -164,5 +164,5 @@ class NativeSearch:
 
 
 def _address(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> int:
-    """Of an array whose owner keeps it alive."""
+    """Pointer to an array, which its owner must keep alive."""
     return ctypes.addressof(_from_buffer(array)) if array.size else 0

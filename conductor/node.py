@@ -13,9 +13,9 @@ from pathlib import Path
 from conductor.api import DRAIN_S
 from conductor.calibration import read_calibration
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
 from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
+from conductor.placer import ModelFacts
 from conductor.service import ClusterServicer
 from conductor.view import Shape
 from mooncake.api_keys import ApiKeys

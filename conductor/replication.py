@@ -26,7 +26,7 @@ DEPTHS = tuple(2**power for power in range(2, 16))  # prefix lengths in blocks t
 MAX_WATCHED = 4096
 MAX_CROWDS = 256
 LOOK_S = 0.25  # between two ticks
-NOBODY = 0.5  # in recent requests: below this, whoever comes has the prefix to itself
+NOBODY = 0.5  # recent requests: below this, a new request has the prefix to itself
 
 
 class Copy(NamedTuple):

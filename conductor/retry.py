@@ -11,8 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from conductor.registry import NodeInfo
+
 Incarnations = frozenset[int]
 NOBODY: Incarnations = frozenset()
+
+
+def incarnations(nodes: Iterable[NodeInfo]) -> Incarnations:
+    return frozenset(info.incarnation for info in nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ class RoleShift:
         self._look_at = now + LOOK_S
         switch = self.balancer.tick(self._fleet.view(now), now)
         if self._switch is not None and self.balancer.switching is None:
-            log.warning("%s did not get empty in time and stays what it is", self._switch.node_id)
+            log.warning("%s did not drain in time and keeps its role", self._switch.node_id)
             self._requests.withdraw(self._switch.node_id)
             self._switch = None
         if switch is None:

@@ -78,7 +78,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
 
     def _last_switch_ms(self) -> float:
-        """As reported by the node that switched last."""
+        """Duration reported by the node that switched last."""
         report = self._reports.get(self._core.role_requests.switched_last)
         return report.load.counters.get("last_switch_us", 0) / 1e3 if report is not None else 0.0
 

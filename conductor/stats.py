@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from mooncake.types import PrefillReport
+
 RECENT = 256  # requests in a recent mean
 
 
@@ -58,6 +60,20 @@ class DispatchStats:
         """Mean |predicted − measured| TTFT of recent requests."""
         errors = self.recent_ttft_errors_ms
         return sum(errors) / len(errors) if errors else 0.0
+
+    def count_prompt(self, report: PrefillReport, block_tokens: int) -> None:
+        """What a prefill node has reported of a request's prompt."""
+        self.prompt_tokens += report.prompt_tokens
+        self.cached_tokens += report.cached_tokens
+        self.block_queries += report.prompt_tokens // block_tokens
+        self.block_hits += report.cached_tokens // block_tokens
+
+    def count_end(self, is_whole: bool, duration_s: float, num_tokens: int) -> None:
+        """Of a request that has not failed: it finished, or was cancelled."""
+        self.finished += is_whole
+        self.cancelled += not is_whole
+        self.recent_durations_s.append(duration_s)
+        self.recent_output_tokens.append(max(num_tokens, 1))
 
     def compare_ttft(self, predicted_ms: float, measured_ms: float) -> None:
         self.recent_ttft_errors_ms.append(abs(predicted_ms - measured_ms))

@@ -100,7 +100,7 @@ class Subscriber:
         try:
             async for message in call:
                 if not cursor.takes(message):
-                    log.warning("events of %s have a gap; subscribing anew", info.node_id)
+                    log.warning("events of %s have a gap; subscribing again", info.node_id)
                     cursor.incarnation = cursor.next_sequence = 0
                     return
                 if message.reset:

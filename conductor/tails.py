@@ -1,7 +1,7 @@
 """Short uncached tails: when the decode node that holds a conversation should compute its new tokens itself.
 
 Pure. A decode node that can switch roles serves both, so a prompt of which it holds all but a few tokens needs no other
-node: nothing is fetched and nothing handed off. The price is that whoever decodes there waits for the tail too.
+node: nothing is fetched and nothing handed off. The price is that all sequences decoding there wait for the tail.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class ViewKeeper:
             self._set_link(view, node_id, peer)
 
     def _set_prefill_cost(self, view: View, node_id: str) -> None:
-        """Of one node; with ALL_NODES, of all that have no samples of their own."""
+        """Update one node; with ALL_NODES, all nodes without samples of their own."""
         side, chunk = view.prefill, self._chunk_tokens
         at = _meant(node_id, view.prefill_at, side.measured)
         if at is None:
@@ -246,7 +246,7 @@ class ViewKeeper:
             view.least_send[view.has_sent] = view.links[shown].min(axis=1)
 
     def _set_link(self, view: View, node_id: str, peer: str) -> None:
-        """Of a prefill node to a decode node, or to a store."""
+        """Update the link of a prefill node to a decode node, or to a store."""
         p = view.prefill_at.get(node_id)
         if p is None:
             return
@@ -260,7 +260,7 @@ class ViewKeeper:
 
 
 def _set_own_link(view: View, links: Links, row: int, column: int, cost: TransferCost) -> None:
-    """Of a pair that has moved something; creates its link if it has none."""
+    """The link of a pair that has moved something; created if there is none."""
     link = links.item(row, column)
     if not link:
         link = links[row, column] = view.num_links

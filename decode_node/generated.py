@@ -76,7 +76,8 @@ class GeneratedBlocks:
         """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first
         group's, without which they are useless."""
         key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
-        for group, (table, first) in enumerate(zip(sequence.tables, sequence.first_held, strict=True)):
+        holding = sequence.holding
+        for group, (table, first) in enumerate(zip(holding.tables, holding.first_held, strict=True)):
             if index >= first:
                 self._offer_page(table[index], page_key(key, group), key if group else parent, pool_address)
 

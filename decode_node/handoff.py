@@ -97,8 +97,7 @@ ANSWERS: dict[HandoffState, dict[Heard, HandoffState]] = {
     },
     _S.FREED: dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP, *_LATE), _S.FREED),
 }
-"""What is not here is refused: to open and to commit are a writer's to ask, and it may ask too late or twice; anything
-else would be an error of ours."""
+"""A move that is not listed is refused: a writer may open or commit too late or twice; any other would be our bug."""
 
 GIVEN_UP = frozenset({_S.REVOKING, _S.QUARANTINED, _S.FREEING, _S.FREED})
 

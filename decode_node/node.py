@@ -10,6 +10,7 @@ from mooncake.config import Config
 from mooncake.engine.engine import StepHook
 from mooncake.engine.host import CachePlan
 from mooncake.engine_node import EngineNode, NodeRole
+from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import Role
@@ -30,8 +31,8 @@ class DecodeNode(EngineNode):
         return self._role.hook
 
     @property
-    def _buffer(self) -> memoryview:
-        return self._role.buffer
+    def _memory(self) -> Mappable:
+        return self._role.memory
 
     def _info(self) -> cluster_pb2.NodeInfo:
         info = super()._info()

@@ -26,7 +26,7 @@ from mooncake.types import SegmentAddress
 
 
 class DecodeRole:
-    """Build it, start the engine with ``hook`` over ``buffer``, ``serve``; at the end ``drain`` and ``stop``."""
+    """Build it, start the engine with ``hook`` over ``memory``, ``serve``; at the end ``drain`` and ``stop``."""
 
     def __init__(
         self, node_id: str, config: Config, plan: CachePlan, transfer: TransferEngine, channels: Channels
@@ -41,8 +41,8 @@ class DecodeRole:
         self._ending = contextlib.ExitStack()
 
     @property
-    def buffer(self) -> memoryview:
-        return self._segment.buffer
+    def memory(self) -> Segment:
+        return self._segment
 
     @property
     def address(self) -> SegmentAddress:
@@ -75,7 +75,7 @@ class DecodeRole:
 
     @property
     def is_answering(self) -> bool:
-        """Whether somebody waits for its work."""
+        """Whether a client waits for its work."""
         return self._servicer.num_running > 0
 
     def report(self, load: cluster_pb2.Load) -> None:

@@ -88,7 +88,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         await self._clean_ups.drain()
 
     async def _sequence(self, request: pb.DecodeRequest) -> Sequence:
-        """Its id is the hand-off's: a retry on this very node must not collide with the earlier attempt."""
+        """The sequence, with the hand-off's id, so that a retry here does not collide with an earlier attempt."""
         sampling = sampling_from_wire(request.sampling)
         await self._host.prepare(sampling)
         return self._host.sequence(

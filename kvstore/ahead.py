@@ -32,7 +32,7 @@ WIRE = f"{OWN}wire"  # the writer of blocks that arrive over the data plane
 NEAR_AHEAD = MAX_GIFTS  # slots for each client on this host
 
 Give = Callable[[int, int], bool]
-"""Lets somebody fill a slot under an epoch, unless there are enough already."""
+"""Lets a writer fill a slot under an epoch, unless it has enough already."""
 
 
 class Committed(Enum):
@@ -104,7 +104,7 @@ class SlotsAhead:
             self.fill_up(writer, NEAR_AHEAD)
 
     def take_back(self, grant: Grant) -> bool:
-        """Revoke a grant, whoever holds it. False when nobody does."""
+        """Revoke a grant, whoever holds it. False if it is not held."""
         is_held = self._index.abort(grant)
         if is_held:
             self._server.revoke([grant.slot])

@@ -375,7 +375,7 @@ class BoardReader:
         return sums
 
     def close(self) -> None:
-        """From now on nothing is found. Reads in progress finish."""
+        """Stop listing anything. Reads in progress finish."""
         self._mapped = self._segment = None
 
 

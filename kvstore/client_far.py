@@ -189,7 +189,7 @@ class FarStore:
         try:
             return await asyncio.shield(connecting)
         except NotAllowed as error:
-            log.warning("blocks are not asked for by key: %s", error)
+            log.warning("blocks are not requested by key: %s", error)
             self._refusal, self._not_before_s = str(error), math.inf
             return None
         except (PathFailed, StaleEpoch) as error:
@@ -210,7 +210,7 @@ class FarStore:
             async with asyncio.timeout(left_s(deadline)):
                 await self._turn.acquire()
         except TimeoutError:
-            raise DeadlineExceeded("the time for this call went by behind others to the same store") from None
+            raise DeadlineExceeded("this call timed out waiting for others to the same store") from None
 
     def _end_late(self, connecting: asyncio.Future[KeyedWire]) -> None:
         self._turn.release()
@@ -218,7 +218,7 @@ class FarStore:
             connecting.result().close()
 
     def _forsake(self, error: Exception) -> None:
-        log.debug("%s is not asked for blocks by key: %s", self._segment and self._segment.node_id, error)
+        log.debug("no requests by key to %s: %s", self._segment and self._segment.node_id, error)
         self._not_before_s = time.monotonic() + AGAIN_AFTER_S
         self._close_idle()
 

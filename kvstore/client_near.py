@@ -116,7 +116,7 @@ class NearStore:
             self._unheard_until_s = time.monotonic() + UNHEARD_S
             raise
         finally:
-            self._keep_awake()
+            self._keep_for_next()
 
     async def _put(
         self, board: BoardReader, name: tuple[bytes, bytes], view: memoryview, ranges: int, timeout_s: float
@@ -152,7 +152,7 @@ class NearStore:
     async def _commit(
         self, writer: str, name: tuple[bytes, bytes], slot: Reservation, length: int, sums: Checksums, deadline: float
     ) -> bool | None:
-        """For engines that do not use TCP."""
+        """Commit a written slot by a call, for engines that do not use TCP."""
         request = pb.CommitRequest(
             writer_id=writer,
             slot=slot_to_wire(slot),
@@ -165,7 +165,7 @@ class NearStore:
         return None if response.outcome == pb.CommitResponse.OVER else response.outcome == pb.CommitResponse.STORED
 
     async def _ask_ahead(self, timeout_s: float) -> Reservation | None:
-        """When the mailbox is empty: the store is behind, or has taken the slots back."""
+        """Request a slot when the mailbox is empty, because the store is behind or has revoked the slots."""
         if self.board is None or time.monotonic() < self._ask_ahead_after_s:
             return None
         request = pb.CommitRequest(writer_id=self.board.writer_id)
@@ -181,20 +181,20 @@ class NearStore:
         gift = self.board.receive() if self.board is not None else None
         return None if gift is None else Reservation(_NOWHERE, *gift)
 
-    def _keep_awake(self) -> None:
+    def _keep_for_next(self) -> None:
         """Hold slots for the next put if it comes soon; return those that arrive later."""
         self._last_put_s = time.monotonic()
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._grow_tired)
+            self._timer = asyncio.get_running_loop().call_later(RETURN_AHEAD_AFTER_S, self._return_unused)
 
-    def _grow_tired(self) -> None:
+    def _return_unused(self) -> None:
         self._timer, now = None, time.monotonic()
         left = self._last_put_s + RETURN_AHEAD_AFTER_S - now
         if left <= 0:
             self.return_ahead()
             left = RETURN_AHEAD_AFTER_S if now < self._unheard_until_s and self.board is not None else 0.0
         if left > 0:
-            self._timer = asyncio.get_running_loop().call_later(left, self._grow_tired)
+            self._timer = asyncio.get_running_loop().call_later(left, self._return_unused)
 
 
 async def _in_thread(work: Callable[[], T]) -> T:

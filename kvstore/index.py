@@ -39,7 +39,7 @@ class Listing(Protocol):
         ...
 
     def mark(self, key: bytes, is_marked: bool) -> None:
-        """Somebody is writing this block, or no longer."""
+        """A writer has started or stopped writing this block."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a caller's keys are called in the stores of a pool, and which of the stores should hold them.
+"""Maps a caller's keys to the keys in a pool's stores, and to the stores that should hold them.
 
 Pure. A store sees neither namespaces nor salts, only keys that cannot be guessed without knowing both.
 """

@@ -269,7 +269,7 @@ class SsdIndex:
         return self.max_segments * self.segment_bytes
 
     def check(self) -> None:
-        """Raises AssertionError when the accounts do not add up."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         live: Counter[int] = Counter()
         for key, block in self._blocks.items():
             live[block.place.segment] += block.place.size

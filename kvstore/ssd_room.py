@@ -79,7 +79,7 @@ class SsdRoom:
         self._index.counters["ssd_full"] += 1
         if self._index.shrink():
             kept = self._index.capacity_bytes / 1e9
-            log.warning("the disk is full: the SSD tier keeps to %.3g GB until the store is started anew", kept)
+            log.warning("the disk is full: the SSD tier is limited to %.3g GB until the store restarts", kept)
         return True
 
     async def _reclaim(self) -> None:

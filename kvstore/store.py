@@ -299,7 +299,7 @@ class Store:
         return self._index.usage
 
     def check(self) -> None:
-        """Raises AssertionError when the accounts do not add up."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         self._index.check()
         if self._ssd is not None:
             self._ssd.index.check()
@@ -307,7 +307,7 @@ class Store:
     # Publishing
 
     def _on_stored(self, name: BlockName, is_new: bool) -> None:
-        """Somebody has put this block into a slot granted in advance."""
+        """A writer has put this block into a slot granted in advance."""
         self._worth.saw(name.key)
         if is_new:
             self._saving.copy_if_due(name)

@@ -20,7 +20,7 @@ AHEAD_SHARE = 1 / 16  # of the slots, kept free or saved already, so that a put 
 MIN_AHEAD = 4
 MIN_REMEMBERED = 65536
 # Pause after a refused save before waiting writers look again: two writers whose blocks are in each other's way would
-# otherwise keep each other, and the disk, busy for ever.
+# otherwise keep each other, and the disk, busy forever.
 REFUSED_PAUSE_S = 0.01
 
 

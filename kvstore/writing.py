@@ -126,11 +126,11 @@ class Writing:
     def _fill(self, offers: list[Offer], wanted: Wanted) -> OutOfBlocks | None:
         """Ask the index about offers still undecided. Returns why there was no room for any of them."""
         waiting = [at for at, offer in enumerate(offers) if not (offer.grant or offer.is_stored)]
-        asked = [wanted.names[at] for at in waiting]
+        names = [wanted.names[at] for at in waiting]
         try:
             with self._ahead.alone():
                 answers = self._index.reserve(
-                    asked, wanted.writer, wanted.length, wanted.ranges, time.monotonic(), wanted.tenant
+                    names, wanted.writer, wanted.length, wanted.ranges, time.monotonic(), wanted.tenant
                 )
         except OutOfBlocks as error:
             return error

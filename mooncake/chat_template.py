@@ -22,15 +22,15 @@ from mooncake.sandbox import LimitExceeded, Sandbox, TemplateRefusal
 
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_RENDER_S = 2.0
-MAX_GROWTH_CHARS = 1 << 20  # what a template may add to its messages
+MAX_GROWTH_CHARS = 1 << 20  # how much a template may add to its messages
 MAX_MESSAGE_CHARS = 64 << 20
-MAX_VARIABLE_CHARS = 1 << 20  # of a user's own variables, tools among them, as JSON
+MAX_VARIABLE_CHARS = 1 << 20  # of a user's variables, including tools, as JSON
 
-# A private-use plane: not white space, without case, and in no text that people exchange.
+# A private-use plane: not white space, without case, and not used in real texts.
 _ALIAS_FIRST, _ALIAS_LAST = 0xF0000, 0xFFFFD
 _NONCE_CHARS = 8  # 16 bits each
 
-_PROBES = (  # innocent conversations; a template takes at least one of them
+_PROBES = (  # harmless conversations; every template accepts at least one of them
     (("user", "one"), ("assistant", "two"), ("user", "three")),
     (("system", "zero"), ("user", "one"), ("assistant", "two"), ("user", "three")),
     (("user", "one"),),
@@ -66,7 +66,7 @@ class ChatMessage:
     def as_read(self) -> dict[str, object]:
         """As a template reads it. Missing fields are left out, because templates test for their presence."""
         read: dict[str, object] = {"role": self.role, "content": self.content}
-        if self.thought:  # under all names by which templates read it
+        if self.thought:  # under every name that templates use
             read |= {"reasoning_content": self.thought, "reasoning": self.thought}
             if not (self.calls and self.content):  # gpt-oss's template takes at most one of them with calls
                 read["thinking"] = self.thought
@@ -78,7 +78,7 @@ class ChatMessage:
 
     @property
     def beside(self) -> str:
-        """What it contains besides its content, as one text."""
+        """Everything but the content, as one text."""
         calls = json.dumps([call.as_read() for call in self.calls], ensure_ascii=False) if self.calls else ""
         return f"{self.role}{self.thought}{calls}{self.call_id}"
 
@@ -92,7 +92,7 @@ class Piece:
 
 
 class ChatTemplate:
-    """One model's template. ``variables`` are what it may read beside the messages: bos_token, eos_token, …"""
+    """One model's template. ``variables`` are those it may read besides the messages: bos_token, eos_token, …"""
 
     def __init__(self, source: str, control_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
         """Raises ModelError for a template that cannot be compiled, or that assembles control tokens from parts: those
@@ -156,13 +156,13 @@ class ChatTemplate:
         return pieces
 
     def _check_variables(self, variables: Mapping[str, object]) -> int:
-        """How many characters they have."""
+        """Checks them, and returns their number of characters."""
         if taken := sorted(variables.keys() & {"messages", *self._variables}):
-            raise InvalidRequest(f"{taken[0]} is not for a request to set", "chat_template_kwargs")
+            raise InvalidRequest(f"a request cannot set {taken[0]}", "chat_template_kwargs")
         try:
             text = json.dumps(variables, ensure_ascii=False)
         except (RecursionError, TypeError, ValueError):
-            raise InvalidRequest("chat_template_kwargs are no JSON object", "chat_template_kwargs") from None
+            raise InvalidRequest("chat_template_kwargs must be a JSON object", "chat_template_kwargs") from None
         if len(text) > MAX_VARIABLE_CHARS:
             what = f"chat_template_kwargs have at most {MAX_VARIABLE_CHARS} characters"
             raise InvalidRequest(what, "chat_template_kwargs")
@@ -185,7 +185,7 @@ class ChatTemplate:
             "messages": [message.as_read() for message in messages],
         }
         try:
-            # What a template may build at once: its messages a few times over, plus its own additions.
+            # The largest value that a template may build: its messages a few times over, plus its own additions.
             return self._sandbox.run(template, context, MAX_RENDER_S, 4 * num_chars + MAX_GROWTH_CHARS)
         except TemplateRefusal as error:
             raise self._refused(f"the model's chat template refuses these messages: {error}") from None
@@ -224,7 +224,7 @@ class ChatTemplate:
 
 
 def _up_to_last(text: str, messages: Sequence[ChatMessage]) -> str:
-    """``text`` up to the end of the last message, with as much trailing space as the template kept."""
+    """``text`` up to the end of the last message, with the trailing space that the template kept."""
     content = messages[-1].content if messages else ""
     at = text.rfind(content.strip())
     if not content.strip() or at < 0:

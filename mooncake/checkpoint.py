@@ -264,7 +264,7 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     shards = tuple(read_safetensors_header(folder / name) for name in names)
     found = {name for shard in shards for name in shard.tensors}
     if missing := sorted(set(weight_map) - found):
-        raise ModelError(f"{index} promises the tensor {missing[0]}, which no shard holds")
+        raise ModelError(f"{index} names the tensor {missing[0]}, which no shard has")
     return shards
 
 
@@ -315,7 +315,7 @@ def _hf_config(
     head_dim = settings.integer("head_dim", 128 if family == "qwen3" else hidden_size // max(1, num_heads))
     rope = read_rope(settings, head_dim, partial=family == "phi3")
     if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
-        raise ModelError(f"{settings.source} scales its positions by another way than longrope, the family's only one")
+        raise ModelError(f"{settings.source} scales its positions differently from longrope, the family's only way")
     layers = read_layers(settings, family)
     config = ModelConfig(
         architecture=family,
@@ -394,7 +394,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 def _check_shapes(
     config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str, spare: Collection[str] = ()
 ) -> None:
-    """Also check that there is nothing else: a weight left out of the computation means it is another model's."""
+    """Checks names and shapes; an additional weight is an error, because it means a different architecture."""
     needed = weight_shapes(config)
     for name, shape in needed.items():
         if name not in found:
@@ -403,4 +403,4 @@ def _check_shapes(
             raise ModelError(f"{source}: the weight {name} has the shape {found[name]}, the configuration says {shape}")
     for name in sorted(found.keys() - needed.keys()):
         if not (_SPARE.fullmatch(name) or name in spare or (config.tie_embeddings and name in _HEADS)):
-            raise ModelError(f"{source} has the weight {name}, which nothing in its configuration asks for")
+            raise ModelError(f"{source} has the weight {name}, which its configuration does not need")

@@ -37,12 +37,12 @@ from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, c
 Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
 
-_SHORT_CALL_S = 30.0  # for everything but generating
+_SHORT_CALL_S = 30.0  # for all calls except generating
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """As the cluster's front door measured them (milliseconds), and where the request ran."""
+    """Times measured by the conductor (milliseconds), and where the request ran."""
 
     ttft_ms: float
     mean_tbt_ms: float  # plain mean of the token gaps
@@ -287,7 +287,7 @@ def _chat(messages: Messages) -> pb.ChatMessages:
 
 @contextlib.contextmanager
 def _refusing_what_cannot_be_sent() -> Iterator[None]:
-    """Turns protobuf's and gRPC's errors about values they cannot send into ours."""
+    """Converts errors of protobuf and gRPC about values that cannot be sent into ours."""
     try:
         yield
     except (TypeError, ValueError) as error:

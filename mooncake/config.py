@@ -149,11 +149,22 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculative_tokens: int = 0  # maximum guesses per sequence and step; 0: none
     draft_model: str = ""  # model that guesses them, with the same vocabulary, as model.path; "": from earlier text
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
+    tensor_parallel: int = 1  # processes with a part of every layer and `threads` threads each; CPUs
+
+    @property
+    def num_processes(self) -> int:
+        """That compute for one node."""
+        return self.tensor_parallel
+
+    @property
+    def num_shares(self) -> int:
+        """Those of them with ``threads`` each."""
+        return self.tensor_parallel
 
     @property
     def all_threads(self) -> int:
-        """Of all processes that compute for one node."""
-        return self.threads
+        """Of all processes."""
+        return self.threads * self.num_shares
 
 
 class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
@@ -167,8 +178,12 @@ class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     context_parallel: int = 1  # processes over which prompt tokens are split, and which share the threads; CPUs
 
     @property
-    def all_threads(self) -> int:
-        return self.threads * self.pipeline_stages
+    def num_processes(self) -> int:
+        return max(self.num_shares, self.context_parallel)
+
+    @property
+    def num_shares(self) -> int:
+        return max(self.tensor_parallel, self.pipeline_stages)
 
 
 class TransferSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -268,7 +283,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """
         prefill = self.prefill
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
-        num_processes = max(prefill.pipeline_stages, prefill.context_parallel)
+        num_processes = max(engine.num_processes for engine in self._engines)
         if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
             return UNIFORM
         groups = groups_of(model, model.context(self.model.max_model_len))
@@ -276,7 +291,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def _devices(self) -> set[str]:
-        return {self.prefill.device} if self.cluster.coupled else {self.prefill.device, self.decode.device}
+        return {engine.device for engine in self._engines}
+
+    @property
+    def _engines(self) -> list[EngineSection]:
+        return [self.prefill] if self.cluster.coupled else [self.prefill, self.decode]
 
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
@@ -431,6 +450,8 @@ _AT_LEAST_ONE = (
     "prefill.max_sequences",
     "prefill.pipeline_stages",
     "prefill.context_parallel",
+    "prefill.tensor_parallel",
+    "decode.tensor_parallel",
     "decode.max_sequences",
     "cluster.prefill",
     "cluster.decode",
@@ -544,21 +565,27 @@ def _check_cluster(config: Config) -> None:
 
 
 def _check_processes(config: Config) -> None:
-    """Several processes for one prefill node exclude some other features."""
-    asked = [name for name in ("pipeline_stages", "context_parallel") if getattr(config.prefill, name) > 1]
-    excluded = {
-        "prefill.context_parallel": len(asked) > 1,
-        "a GPU as prefill.device": config.prefill.device != "cpu",
-        "prefill.blend_share": config.prefill.blend_share,
-        "prefill.variant": config.prefill.variant,
+    """Several processes for one node exclude some other features."""
+    prefill = config.prefill
+    excluded: dict[str, object] = {
         "model.keep_hidden": config.model.keep_hidden,
         "model.adapters": config.model.adapters,
         "model.key_scales": config.model.key_scales,
         "cluster.switchable": config.cluster.switchable,
     }
-    for what, is_asked in excluded.items():
-        if asked and is_asked:
-            raise ConfigError(f"prefill.{asked[0]} does not go together with {what}")
+    of_prefill = excluded | {"prefill.blend_share": prefill.blend_share, "prefill.variant": prefill.variant}
+    ways = [name for name in ("tensor_parallel", "pipeline_stages", "context_parallel") if getattr(prefill, name) > 1]
+    for way in ways:
+        others = {f"prefill.{other}": other != way for other in ways}
+        _exclude(f"prefill.{way}", of_prefill | others | {"a GPU as prefill.device": prefill.device != "cpu"})
+    if config.decode.tensor_parallel > 1 and not config.cluster.coupled:
+        _exclude("decode.tensor_parallel", excluded | {"a GPU as decode.device": config.decode.device != "cpu"})
+
+
+def _exclude(name: str, excluded: dict[str, object]) -> None:
+    for other, is_asked in excluded.items():
+        if is_asked:
+            raise ConfigError(f"{name} does not go together with {other}")
 
 
 def _is_wildcard(host: str) -> bool:

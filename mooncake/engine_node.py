@@ -19,6 +19,7 @@ from mooncake.engine.host import CachePlan, EngineHost, plan_cache
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership, first_end
+from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer, join_address
 from mooncake.types import Role
@@ -31,15 +32,15 @@ class NodeRole(Protocol):
 
     @property
     def is_answering(self) -> bool:
-        """Whether somebody waits for its work."""
+        """Whether a client waits for its work."""
         ...
 
     def report(self, load: cluster_pb2.Load) -> None:
-        """Add what this role counts."""
+        """Add this role's counters."""
         ...
 
     async def drain(self) -> None:
-        """Return once nothing of finished requests is held any more; the engine is still running."""
+        """Return once nothing of finished requests is held; the engine is still running."""
         ...
 
     def stop(self) -> None:
@@ -75,8 +76,8 @@ class EngineNode:
         raise NotImplementedError
 
     @property
-    def _buffer(self) -> memoryview | None:
-        """The memory for the cache, or its mirror; None: allocate it."""
+    def _memory(self) -> Mappable | None:
+        """For the cache, or its mirror; None: allocate it."""
         return None
 
     async def start(self) -> None:
@@ -108,7 +109,7 @@ class EngineNode:
     async def _start_engine(self, checkpoint: Checkpoint, plan: CachePlan) -> None:
         self.host = EngineHost(self.config, self._section, checkpoint, plan)
         self._cleanup.push_async_callback(self.host.stop)
-        await self.host.start(self._hook, self._buffer)
+        await self.host.start(self._hook, self._memory)
 
     async def _serve(self) -> None:
         node, server = self.config.node, RpcServer()
@@ -141,7 +142,7 @@ class EngineNode:
         return any(role.is_answering for role in self._roles)
 
     def _on_wanted_role(self, role: str) -> None:
-        """Called repeatedly while the conductor wants this; most nodes cannot change."""
+        """Called repeatedly while the conductor wants another role; most nodes cannot change."""
 
     def _info(self) -> cluster_pb2.NodeInfo:
         return cluster_pb2.NodeInfo(

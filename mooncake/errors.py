@@ -9,7 +9,7 @@
     ├── RetryElsewhere              another node may well succeed
     │   ├── NodeUnavailable         a peer is gone, unreachable or draining
     │   ├── HandoffFailed           a hand-off ended failed or expired
-    │   ├── NotFinite               a model's logits are no numbers, perhaps because of what a cache held
+    │   ├── NotFinite               a model's logits are not finite, perhaps because of corrupt KV
     │   ├── StaleEpoch              this writer or role has been replaced
     │   └── KVLoadFailed            stored KV could not be read; recompute it
     │       ├── LeaseExpired        the read lease ran out before the read ended
@@ -35,7 +35,7 @@ _MAX_SHOWN_CHARS = 64
 
 
 def shown(value: object) -> str:
-    """As an error's sentence echoes it: enough of it to tell which one it was, however long it is."""
+    """``value`` as text for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}… ({len(text)} characters)"
 
@@ -91,7 +91,7 @@ class NotFound(CallerError):
 
 
 class RetryElsewhere(MooncakeError):
-    """This attempt failed for a reason that another node need not share."""
+    """This attempt failed for a reason that may not apply to another node."""
 
     grpc_status = "UNAVAILABLE"
     http_status = 503
@@ -109,7 +109,7 @@ class HandoffFailed(RetryElsewhere):
 
 
 class NotFinite(RetryElsewhere):
-    """A model's logits are no numbers. What a cache held may be why, and is forgotten; where it is the model, every try
+    """A model's logits are not finite. Cached KV may be the cause, so it is discarded; if the model is, every attempt
     fails."""
 
     grpc_status = "INTERNAL"
@@ -125,9 +125,9 @@ class StaleEpoch(RetryElsewhere):
 
 
 class KVLoadFailed(RetryElsewhere):
-    """Stored KV could not be read. A cache miss is never an error to a client: recompute.
+    """Stored KV could not be read. Clients never see this: it is recomputed.
 
-    ``request_ids`` names the sequences of an engine's step that cannot go on without it.
+    ``request_ids`` names the sequences of an engine's step that need it.
     """
 
     code = "kv_load_failed"

@@ -27,8 +27,8 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``prefix``: what some publishers omit at the start of every weight's name. ``first_shapes``: of the dense layers
-    before those of a ``Routing``."""
+    """``prefix``: the start of every weight's name, which some publishers omit. ``first_shapes``: shapes of the dense
+    layers that precede those of a ``Routing``."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
@@ -54,7 +54,7 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
-    """Empty if the embeddings are the head."""
+    """Shapes of the output head; empty if it is tied to the embeddings."""
     return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
 
 

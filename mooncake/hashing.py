@@ -3,10 +3,10 @@
 ``key_0 = H(seed || H(tokens_0))``, ``key_i = H(key_{i-1} || H(tokens_i))`` with the tokens as little-endian uint32. The
 seed holds everything that makes KV bytes differ for equal tokens: the scheme's version, the KV fingerprint (weights,
 dtype, layout, block size), the tenant's salt and the adapter. So equal keys mean equal bytes, in every process and on
-every machine, and a cryptographic hash leaves no collisions for a tenant to aim at. Where an adapter acts on the end of
-a prompt alone, its chain is a branch of the model's own (``Chain``). Contents are hashed apart from the chain, so that
-many blocks go side by side through a processor's vectors: where the C++ file beside can be built, the conductor names a
-prompt of 16,000 tokens in less time than it takes to place it.
+every machine, and with a cryptographic hash no tenant can construct collisions. If an adapter acts only on the end of a
+prompt, its chain is a branch of the model's own (``Chain``). Contents are hashed separately from the chain, so that C++
+(``hashing.cpp``) hashes many blocks at once with vector instructions: naming the blocks of a prompt of 16,000 tokens
+takes the conductor less time than placing it.
 """
 
 from __future__ import annotations

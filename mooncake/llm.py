@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import itertools
 import os
-import secrets
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 
@@ -24,30 +23,19 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.adapters import open_adapters
-from mooncake.checkpoint import open_checkpoint
+from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
-from mooncake.errors import InternalError, InvalidRequest, shown
+from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.precision import Coding, check_device, resolve_precision
+from mooncake.llm_inputs import Adapters, Message, Prompts, conversation_list, one_each, prompt_list, stop_strings
+from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.text import TextAssembler, TextPiece
-from mooncake.tokenizer import ROLES, ChatMessage
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
-
-Prompt = str | Sequence[int] | TokenIds
-"""Text (in which special tokens are plain text), or token ids."""
-
-Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds]
-
-Adapters = str | Sequence[str | None] | None
-"""The name of an adapter for all prompts, or one each; None: the model itself."""
-
-Message = ChatMessage | Mapping[str, object]
-"""E.g. ``{"role": "user", "content": "Hello"}``; the content may be a list of ``{"type": "text", "text": …}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +122,11 @@ class LLM:
         blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are folders of
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
-        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes on
-        CPUs, each with a part of every layer, and ``pipeline_parallel_size`` into so many with a run of layers and
-        ``threads`` each; ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share
-        ``threads``. The last two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
+        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes,
+        each with a part of every layer, on CPUs with ``threads`` each or, with ``device`` "cuda", on a GPU each. On
+        CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
+        ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
+        two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
         leaves out what the model's file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
@@ -146,19 +135,14 @@ class LLM:
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
-        check_least({name: (count, 1) for name, count in counts.items()})
-        several = [name for name, count in counts.items() if count > 1]
-        if len(several) > 1:
-            raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-        if several and (device != "cpu" or adapters):
-            raise InvalidRequest(f"{several[0]} goes neither with a device nor with adapters", several[0])
+        _check_counts(counts, device, has_adapters=bool(adapters))
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
         processes = Processes(tensor_parallel, pipeline_parallel_size, context_parallel_size, threads)
         checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
-        config = EngineConfig(
+        limits = EngineConfig(
             block_tokens,
             chunk_tokens,
             max_sequences,
@@ -169,30 +153,22 @@ class LLM:
         )
         if threads:
             torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
-        stored: Coding = checkpoint.coding if tensor_parallel == 1 else ""
+        own = checkpoint.coding
+        stored: Coding = own if tensor_parallel == 1 or own == "int8" else ""  # W8A8 is for one process
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
-        block = checkpoint.kv_layout(block_tokens, precision.kv_dtype)
-        groups, layout = plan_pages(checkpoint, block, config.max_model_len, device, processes.count)
-        num_blocks = int(kv_gb * 1e9) // layout.block_bytes
-        self.max_model_len = groups.max_model_len(num_blocks, config.most_at_once, block_tokens, config.max_model_len)
-        if self.max_model_len < 1:
-            raise InvalidRequest(
-                f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb"
-            )
+        config, size = _fit(checkpoint, precision, limits, device, processes.count, kv_gb, swap_gb)
+        self.max_model_len = size.max_model_len
         self.tokenizer = checkpoint.load_tokenizer()
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
-        self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), layout)
+        self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
         self._adapters = open_adapters(adapters or {})
-        self._guides = Guides(lambda: self.tokenizer, checkpoint.config.vocab_size)
-        num_places = int(swap_gb * 1e9) // layout.block_bytes
-        size = CacheSize(layout, num_blocks, self.max_model_len, num_places, max_sequences)
         self._backend = open_backend(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens, chunk_tokens)
-        config = replace(config, max_model_len=self.max_model_len, groups=groups)
-        self.engine = Engine(self._backend.model, self._backend.cache, config, self._guides, drafter)
+        guides = Guides(lambda: self.tokenizer, self._vocab_size)
+        self.engine = Engine(self._backend.model, self._backend.cache, config, guides, drafter)
         self._numbers = itertools.count()
 
     def __enter__(self) -> LLM:
@@ -228,12 +204,10 @@ class LLM:
         ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered that many times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
-        given = _prompt_list(prompts)
+        given = prompt_list(prompts)
         token_ids = [self._encode(prompt) for prompt in given]
+        completions = self._answer(token_ids, sampling, stop, adapter, use_tqdm)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
-        samplings = _one_each(sampling or self.get_default_sampling_params(), len(token_ids))
-        places = self._places(adapter, len(token_ids))
-        completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def chat(
@@ -246,11 +220,9 @@ class LLM:
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer one conversation, or each of several, using the model's own chat template."""
-        token_ids = [self.tokenizer.encode_chat(conversation) for conversation in _conversation_list(messages)]
+        token_ids = [self.tokenizer.encode_chat(conversation) for conversation in conversation_list(messages)]
+        completions = self._answer(token_ids, sampling, stop, adapter, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
-        samplings = _one_each(sampling or self.get_default_sampling_params(), len(token_ids))
-        places = self._places(adapter, len(token_ids))
-        completions = self._answer(token_ids, samplings, places, _stop_strings(stop), use_tqdm)
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def beam_search(
@@ -303,22 +275,16 @@ class LLM:
     def _answer(
         self,
         prompts: list[TokenIds],
-        samplings: list[SamplingParams],
-        places: list[int],
-        stop: tuple[str, ...],
+        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        stop: str | Sequence[str],
+        adapter: Adapters,
         use_tqdm: bool | None,
     ) -> list[Completion]:
+        samplings = one_each(sampling or self.get_default_sampling_params(), len(prompts))
+        places, stops = self._places(adapter, len(prompts)), stop_strings(stop)
         drafts = [
-            _Draft(
-                self._sequence(prompt, _ranking(sampling), place),
-                sampling,
-                [
-                    TextAssembler(self.tokenizer, stop, min_tokens=sampling.min_tokens)
-                    for _ in range(sampling.num_answers)
-                ],
-                frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else set(self._eos_ids)),
-            )
-            for prompt, sampling, place in zip(prompts, samplings, places, strict=True)
+            self._draft(prompt, wanted, place, stops)
+            for prompt, wanted, place in zip(prompts, samplings, places, strict=True)
         ]
         try:
             self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
@@ -327,6 +293,15 @@ class LLM:
                 self.engine.abort(draft.sequence.request_id)
             self.engine.take_ended()
         return [draft.completion() for draft in drafts]
+
+    def _draft(self, prompt: TokenIds, sampling: SamplingParams, adapter: int, stop: tuple[str, ...]) -> _Draft:
+        ends = set() if sampling.ignore_eos else set(self._eos_ids)
+        return _Draft(
+            self._sequence(prompt, _ranking(sampling), adapter),
+            sampling,
+            [TextAssembler(self.tokenizer, stop, min_tokens=sampling.min_tokens) for _ in range(sampling.num_answers)],
+            frozenset(sampling.stop_token_ids) - ends,
+        )
 
     def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
         start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
@@ -454,76 +429,44 @@ class _DraftAnswer:
             self.finish_reason = FinishReason.STOP
 
 
+def _check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) -> None:
+    """Numbers of processes, by parameter: one at most is not 1. Raises ConfigError, InvalidRequest."""
+    check_least({name: (count, 1) for name, count in counts.items()})
+    several = [name for name, count in counts.items() if count > 1]
+    if len(several) > 1:
+        raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
+    if several and has_adapters:
+        raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
+    if several and several[0] != "tensor_parallel" and device != "cpu":
+        raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])
+
+
+def _fit(
+    checkpoint: Checkpoint,
+    precision: Precision,
+    limits: EngineConfig,
+    device: str,
+    num_processes: int,
+    kv_gb: float,
+    swap_gb: float,
+) -> tuple[EngineConfig, CacheSize]:
+    """The engine's configuration, with no longer sequences than ``kv_gb`` has room for, and the size of its cache.
+    Raises InvalidRequest when that holds not one block."""
+    block = checkpoint.kv_layout(limits.block_tokens, precision.kv_dtype)
+    groups, page = plan_pages(checkpoint, block, limits.max_model_len, device, num_processes)
+    num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
+    longest = groups.max_model_len(num_blocks, limits.most_at_once, limits.block_tokens, limits.max_model_len)
+    if longest < 1:
+        raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
+    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences)
+    return replace(limits, max_model_len=longest, groups=groups), size
+
+
 def _ranking(sampling: SamplingParams) -> SamplingParams:
     """Answers are ranked by their log-probabilities, requested or not."""
     if sampling.num_answers == sampling.n or sampling.logprobs is not None:
         return sampling
     return replace(sampling, logprobs=0)
-
-
-def _prompt_list(prompts: Prompts) -> list[object]:
-    """A single prompt as a list. Validated when it is encoded."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]
-    items: list[object] = list(prompts)
-    return [items] if items and isinstance(items[0], (int, np.integer)) else items
-
-
-def _conversation_list(
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-) -> list[list[ChatMessage]]:
-    conversations: list[list[ChatMessage]] = []
-    single: list[ChatMessage] = []
-    for item in messages:
-        if isinstance(item, (ChatMessage, Mapping)):
-            single.append(_message(item))
-        else:
-            conversations.append([_message(message) for message in item])
-    if single and conversations:
-        raise InvalidRequest("messages are one conversation or a list of conversations, not both", "messages")
-    if not single and not (conversations and all(conversations)):
-        raise InvalidRequest("at least one message is needed", "messages")
-    return conversations or [single]
-
-
-def _message(message: Message) -> ChatMessage:
-    if not isinstance(message, (ChatMessage, Mapping)):
-        raise InvalidRequest('a message is {"role": …, "content": …}', "messages")
-    if isinstance(message, Mapping):
-        role, content = message.get("role"), _content(message.get("content"))
-        if not isinstance(role, str):
-            raise InvalidRequest("a message needs its role, as text", "messages")
-        message = ChatMessage(role, content)
-    if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidRequest(f"the role {shown(message.role)} is not supported; known: {known}", "messages")
-    return message
-
-
-def _content(content: object) -> str:
-    """One line per part, as in vLLM."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest("a message needs its content, as text or parts of text", "messages")
-    return "\n".join(map(str, texts))
-
-
-def _one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """Sampling for each prompt. A random answer without a seed gets one of its own."""
-    samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
-    if not all(isinstance(each, SamplingParams) for each in samplings):
-        raise InvalidRequest("sampling is one SamplingParams, or one for each prompt", "sampling")
-    if len(samplings) != count:
-        raise InvalidRequest(f"{len(samplings)} sampling parameters were given for {count} prompts", "sampling")
-    return [
-        params if params.is_greedy or params.seed else replace(params, seed=secrets.randbits(63))
-        for params in samplings
-    ]
-
-
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def _progress(shows: bool) -> Progress:

@@ -66,8 +66,7 @@ def resolve_precision(
     the products they were made for (``stored``: ``Checkpoint.coding``) if all devices can, and for float32 on CPUs
     codes in groups stay codes in memory, which does not change results. "stored": like "auto", but keeps codes in
     groups for any ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for
-    unknown values, and if a device lacks the kernels.
-    what one of the devices has no kernels for."""
+    unknown values, and if a device lacks the kernels."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),

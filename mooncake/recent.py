@@ -1,6 +1,6 @@
-"""What is open to peers, by address: made when it is first asked for, and let go of when nobody has for a while.
+"""A cache of connections by peer address: created on first use, dropped when unused for a while.
 
-A peer that starts again mostly has another address, and nobody says that the old one is of no use any more.
+A restarted peer usually has another address, and nothing announces that the old one is obsolete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Recent(Generic[T]):
-    """One owner, one event loop. Looks for what can go whenever something new is made."""
+    """One owner, one event loop. Unused entries are dropped whenever a new one is created."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class Recent(Generic[T]):
         may_go: Callable[[T], bool] = lambda thing: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Something is kept as long as it may not go."""
+        """``make`` creates the entry of an address; entries unused for ``keep_s`` are dropped if ``may_go``."""
         self._make = make
         self._keep_s = keep_s
         self._may_go = may_go

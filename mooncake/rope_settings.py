@@ -1,7 +1,7 @@
-"""How a model turns positions into rotations, as config.json says it: keys of either generation, checked. Torch-free.
+"""Reads and checks the settings of rotary positions from config.json, in the keys of either generation. Torch-free.
 
-What is left to work out of it is settled here, in the scaling's ``attention_factor``; ``mooncake.model.rope`` computes
-the tables.
+Derived values, such as the scaling's ``attention_factor``, are computed here; ``mooncake.model.rope`` computes the
+tables.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Scaling = Mapping[str, object]
 class Rope:
     theta: float
     scaling: Scaling | None  # as ``ModelConfig.rope_scaling`` before ``ModelConfig.for_context``
-    rotary_dim: int  # elements of a head that rotate, -1: all
+    rotary_dim: int  # elements of a head that rotate; -1: all
     max_model_len: int  # tokens
 
 
 def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0, partial: bool = False) -> Rope:
-    """From rope_parameters, or rope_theta and rope_scaling. ``partial``: heads may rotate in part.
+    """From rope_parameters, or rope_theta and rope_scaling. ``partial``: a part of each head may rotate.
 
-    Raises ModelError for what is not supported.
+    Raises ModelError for unsupported or invalid settings.
     """
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if not isinstance(parameters, dict):
@@ -57,7 +57,7 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
         raise ModelError(f"{settings.source}: the rope scaling 'yarn' needs a rope_theta above 1, got {theta:g}")
     scaling = _READERS[kind](settings, rope, rotary_dim)
     stretched = num_positions
-    if kind == "linear":  # so many tokens share what config.json counts as one position
+    if kind == "linear":  # config.json counts positions before scaling; so many tokens share one
         stretched = int(num_positions * _of(scaling, "factor"))
     if kind == "yarn":
         stretched = int(_of(scaling, "original_max_position_embeddings") * _of(scaling, "factor"))
@@ -65,7 +65,7 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
 
 
 _FORMER_NAMES = {"su": "longrope"}
-_REFUSALS = {"dynamic": ", so that keys in the cache would have to be rotated anew as their sequence grows"}
+_REFUSALS = {"dynamic": ", so cached keys would have to be rotated again as their sequence grows"}
 
 
 def _linear(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
@@ -99,9 +99,9 @@ def yarn_scaling(
     truncate: bool = True,
     attention_factor: float | None = None,
 ) -> Scaling:
-    """YaRN (Peng et al. 2023); what it does to the sharpness of attention is multiplied into the rotations.
+    """YaRN (Peng et al. 2023), with its attention temperature as a factor on the rotations.
 
-    Raises ModelError, naming ``source``, for numbers that cannot be.
+    Raises ModelError, naming ``source``, for invalid numbers.
     """
     numbers = {
         "factor": factor,
@@ -121,12 +121,12 @@ def _yarn_attention_factor(rope: Settings, factor: float) -> float:
 
 
 def yarn_sharpness(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's sqrt(1 / t) for contexts so many times as long (its section 3.4)."""
+    """YaRN's sqrt(1 / t) for a context extended by ``factor`` (its section 3.4)."""
     return 1.0 if not factor > 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _longrope(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:
-    """LongRoPE (Ding et al. 2024): a divisor for each frequency, of short contexts and of long ones."""
+    """LongRoPE (Ding et al. 2024): a divisor for each frequency, one set for short contexts and one for long ones."""
     trained_len = _trained_len(settings, rope, "longrope")
     factor = rope.number("factor", settings.integer("max_position_embeddings") / trained_len)
 
@@ -150,7 +150,8 @@ _READERS: dict[str, Callable[[Settings, Settings, int], Scaling]] = {
 
 
 def _trained_len(settings: Settings, rope: Settings, kind: str) -> float:
-    """Tokens, before scaling. Where several are named, the one beside max_position_embeddings counts, as everywhere."""
+    """The trained context (tokens). If it is given twice, the value beside max_position_embeddings counts, as in other
+    implementations."""
     name = "original_max_position_embeddings"
     own = rope.number(name, settings.integer("max_position_embeddings"))
     trained_len = _checked(settings.source, kind, name, settings.number(name, own))

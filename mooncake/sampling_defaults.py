@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.types import SamplingParams
 
-_KEYS = {  # of generation_config.json, and what we call them
+_KEYS = {  # keys of generation_config.json, and our names
     "temperature": "temperature",
     "top_k": "top_k",
     "top_p": "top_p",
@@ -24,7 +24,7 @@ _KEYS = {  # of generation_config.json, and what we call them
 
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
-    """Values for parameters that a request does not set: these, or a model's."""
+    """Values for parameters that a request does not set: the API's, or a model's."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -34,7 +34,7 @@ class SamplingDefaults:
     max_tokens: int | None = None  # of a chat answer; None: the rest of the context
 
     def params(self) -> SamplingParams:
-        """For a request that sets nothing at all."""
+        """The parameters of a request that sets none."""
         params = SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -46,17 +46,17 @@ class SamplingDefaults:
 
 
 NEUTRAL = SamplingDefaults()
-"""Without a model's: also of beam search, which draws nothing."""
+"""The defaults without a model's; also those of beam search, which does not sample."""
 
 
 def defaults_from(generation: Mapping[str, object], source: str) -> SamplingDefaults:
     """From a generation_config.json. Raises ModelError for a value that no request could have: a model served without
     its publisher's recommendation only appears worse."""
     given = {name: value for key, name in _KEYS.items() if (value := generation.get(key)) is not None}
-    if given.get("top_k") == -1:  # "no limit", as some say
+    if given.get("top_k") == -1:  # some models write "no limit" so
         given["top_k"] = NEUTRAL.top_k
     try:
-        SamplingParams(**given)  # type: ignore[arg-type]  # it looks at the types itself
+        SamplingParams(**given)  # type: ignore[arg-type]  # it checks the types itself
     except InvalidRequest as error:
         raise ModelError(f'{source}: {error.message} (generation_config = "none" leaves the file out)') from None
     return SamplingDefaults(**given)  # type: ignore[arg-type]

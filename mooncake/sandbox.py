@@ -151,8 +151,7 @@ class _Metered(NodeTransformer):
 
 
 def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a filter with the check of any other call. ``wraps`` keeps the marks by which Jinja passes it its
-    context."""
+    """Wraps a filter with the check of a call. ``wraps`` preserves the attributes by which Jinja passes the context."""
     skip = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @functools.wraps(function)
@@ -166,7 +165,7 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_call(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Check a call before it is made. ``args`` begins with the text whose method it is, or the filtered value."""
+    """Check a call in advance. ``args`` begins with the text whose method is called, or the filtered value."""
     limits = _limits.get()
     limits.check_time()
     for value in (*args, *kwargs.values()):

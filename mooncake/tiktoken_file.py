@@ -62,7 +62,7 @@ def backend_from_tiktoken(
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """In the order of ranks, which count from 0."""
+    """Tokens in the order of their ranks, which count from 0."""
     if path.stat().st_size > MAX_BYTES:
         raise ModelError(f"{path} is larger than {MAX_BYTES >> 20} MiB")
     try:

@@ -48,11 +48,11 @@ class Tls:
 
     @property
     def options(self) -> tuple[tuple[str, str], ...]:
-        """Of a gRPC channel."""
+        """Options of a gRPC channel."""
         return (("grpc.ssl_target_name_override", self.server_name),) if self.server_name else ()
 
     def environment(self) -> dict[str, str]:
-        """For ``own_tls`` of this process and its children."""
+        """Environment variables for ``own_tls`` in this process and its children."""
         values = (self.ca_certs, self.certfile, self.keyfile, self.server_name)
         return dict(zip((CA_CERTS_ENV, CERTFILE_ENV, KEYFILE_ENV, SERVER_NAME_ENV), values, strict=True))
 
@@ -67,14 +67,14 @@ def own_tls() -> Tls | None:
 def tls_of(config: Config) -> Tls | None:
     """How the cluster's own processes reach their conductor; None if it has no certificate.
 
-    They trust ``node.ssl_ca_certs``, or else the conductor's certificate itself; then any name in it will do, if its
-    key is here to read the name with. Raises ConfigError if they would have to present a certificate and have none.
+    They trust ``node.ssl_ca_certs``, or else the conductor's certificate itself; then any name in it is accepted, if
+    the key needed to read it is available. Raises ConfigError if they must present a certificate and have none.
     """
     conductor, node = config.conductor, config.node
     if not (conductor.ssl_certfile or node.ssl_ca_certs):
         return None
     if conductor.ssl_cert_reqs == ssl.CERT_REQUIRED and not node.ssl_certfile:
-        raise ConfigError("conductor.ssl_cert_reqs = 2 needs node.ssl_certfile: nodes, too, show a certificate to join")
+        raise ConfigError("conductor.ssl_cert_reqs = 2 needs node.ssl_certfile: nodes must present a certificate, too")
     name = node.ssl_server_name
     if not (name or node.ssl_ca_certs):
         name = _name_in(conductor.ssl_certfile, conductor.ssl_keyfile)
@@ -95,7 +95,8 @@ def server_credentials(section: ConductorSection) -> grpc.ServerCredentials | No
 
 
 def check_tls(section: ConductorSection) -> None:
-    """Raises ConfigError, naming the file, when it is missing, is no PEM, is locked, or does not fit the others."""
+    """Raises ConfigError, naming the file, when it is missing, is not PEM, has a password, or does not match the
+    others."""
     if not section.ssl_certfile:
         return
     files = {"ssl_certfile": section.ssl_certfile, "ssl_keyfile": section.ssl_keyfile}
@@ -108,12 +109,12 @@ def check_tls(section: ConductorSection) -> None:
 
 
 def _check_chain(certfile: str, keyfile: str) -> ssl.SSLContext:
-    """A server with this certificate."""
+    """The context of a server with this certificate."""
     key = keyfile or certfile
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
 
     def locked() -> str:
-        raise ConfigError(f"the key {key} is locked with a password, which nobody could type here")
+        raise ConfigError(f"the key {key} has a password, which cannot be entered here")
 
     try:
         context.load_cert_chain(certfile, keyfile or None, locked)
@@ -126,7 +127,7 @@ def _check_chain(certfile: str, keyfile: str) -> ssl.SSLContext:
 
 
 def _check_trusted(ca_certs: str) -> ssl.SSLContext:
-    """A client that trusts these certificates, whoever signed them."""
+    """The context of a client that trusts these certificates, whoever signed them."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     try:
@@ -137,7 +138,7 @@ def _check_trusted(ca_certs: str) -> ssl.SSLContext:
 
 
 def _read(name: str, file: str) -> bytes:
-    """The errors of OpenSSL name no file."""
+    """Check that the file can be read, because OpenSSL's errors do not name it."""
     try:
         return Path(file).read_bytes()
     except OSError as error:
@@ -160,12 +161,12 @@ def _name_in(certfile: str, keyfile: str) -> str:
             except ssl.SSLWantReadError:
                 continue
         return _first_name(client.getpeercert() or {})
-    except (ConfigError, OSError, ValueError):  # no key to show it with, or it is not valid any more
+    except (ConfigError, OSError, ValueError):  # there is no key to present it with, or it has expired
         return ""
 
 
 def _first_name(certificate: Mapping[str, object]) -> str:
-    """A host name if there is one, else an address, else the common name; any name in place of a wildcard."""
+    """A host name if there is one, else an address, else the common name; a wildcard is replaced by any name."""
     alternatives = certificate.get("subjectAltName", ())
     subject = certificate.get("subject", ())
     pairs = [*alternatives] if isinstance(alternatives, tuple) else []

@@ -77,7 +77,7 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """Of the chat template; "" without one."""
+        """Source of the chat template; "" without one."""
         return "" if self._template is None else self._template.source
 
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
@@ -87,7 +87,7 @@ class Tokenizer:
         return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
 
     def encode_more(self, text: str) -> TokenIds:
-        """Ids of a text that goes on from another one. Raises InvalidRequest."""
+        """Ids of a text that continues another one. Raises InvalidRequest."""
         return self._text_ids(text, self._continuing)
 
     def encode_chat(
@@ -125,7 +125,7 @@ class Tokenizer:
         return DetokenizeStream(lambda token_id: self.token_bytes(token_id, skip_special and token_id not in ids))
 
     def control_id(self, name: str) -> int | None:
-        """Of a control token; None for what is none."""
+        """Id of a control token; None if there is none with this name."""
         return self._control_ids.get(name)
 
     def token_name(self, token_id: int) -> str:
@@ -214,7 +214,7 @@ def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokeni
 
 
 def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """What the post-processor puts before a text."""
+    """Ids that the post-processor puts before a text."""
     text = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     starts = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
@@ -280,7 +280,7 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
     variables = {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
     template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
     bos, adds_bos = named["bos_token"], file.get("tokenizer.ggml.add_bos_token")
-    if adds_bos is None:  # converters leave it out where llama.cpp knows it
+    if adds_bos is None:  # converters omit it where llama.cpp has a default
         adds_bos = pre in _LLAMA3
     bos_ids = [bos] if adds_bos is True and bos is not None else []
     return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
@@ -308,7 +308,7 @@ def _added(token: str, special: bool) -> AddedToken:
 def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, source: str) -> tokenizers.Tokenizer:
     if pre not in _PRE_TOKENIZERS:
         known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelError(f"{source} cuts words in the manner of {pre!r}, which is not supported; supported: {known}")
+        raise ModelError(f"{source} uses the pre-tokenizer {pre!r}, which is not supported; supported: {known}")
     vocab = {token: i for i, token in enumerate(tokens)}
     try:
         pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]

@@ -1,8 +1,8 @@
-"""Recorded request traces in Mooncake's JSONL form: reading, scaling, tokens to stand for them, and exact cache hits.
+"""Recorded request traces in Mooncake's JSONL format: reading, scaling, synthetic tokens, and exact cache hits.
 
-A trace holds arrival times, lengths and one id per prompt block; an id names a block together with everything before
-it, so equal ids are equal prefixes. This module is pure: it knows no cluster, no clock and no model but a vocabulary
-size.
+A trace has arrival times, lengths and one id per prompt block; an id names a block together with everything before it,
+so equal ids are equal prefixes. Pure, except for reading and writing files: no cluster, no clock, and of a model only
+the vocabulary size.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import numpy.typing as npt
 from mooncake.errors import InvalidRequest
 from mooncake.types import TokenIds
 
-TRACE_BLOCK_TOKENS = 512  # what one id stands for in the published traces
+TRACE_BLOCK_TOKENS = 512  # tokens per id in the published traces
 MAX_LINE_BYTES = 1 << 22
 AZURE_HEADER = b"TIMESTAMP,ContextTokens,GeneratedTokens"
-MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 1 << 26, 1 << 20  # more is a slip, and would take for ever to play
-_DIGITS = 4  # leading tokens of a block that spell its id, so that other ids never give an equal block
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 1 << 26, 1 << 20  # larger numbers are mistakes, and would take forever to play
+_DIGITS = 4  # leading tokens of a block that encode its id, so that different ids give different blocks
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One recorded request. ``len(hash_ids) == ceil(input_length / tokens of a block)``: the last may be partial."""
+    """One recorded request. ``len(hash_ids) == ceil(input_length / tokens per block)``: the last may be partial."""
 
     timestamp_ms: float  # from the start of the trace
     input_length: int  # prompt tokens
@@ -42,7 +42,7 @@ class TraceRequest:
 
 
 class _Line(msgspec.Struct, frozen=True):
-    """One line as it is written. Unknown fields are ignored: other tools add their own."""
+    """One line of the file. Unknown fields are ignored: other tools add their own."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1, le=MAX_PROMPT_TOKENS)]
@@ -83,7 +83,7 @@ def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_B
 def load_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first ``limit`` requests (or all) of an Azure LLM inference trace (CSV, plain, .gz or .xz), by time.
 
-    It says nothing of prefixes, so every block gets an id of its own. Raises InvalidRequest with the file and line.
+    It has no prefix information, so every block gets a different id. Raises InvalidRequest with the file and line.
     """
     rows: list[tuple[float, int, int]] = []
     for line, text in _lines(path):
@@ -114,7 +114,7 @@ def load_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
 
 
 def save_trace(requests: Iterable[TraceRequest], path: Path) -> None:
-    """Mooncake's JSONL form; ``.xz`` and ``.gz`` compress."""
+    """Write Mooncake's JSONL format; ``.xz`` and ``.gz`` compress."""
     encoder = msgspec.json.Encoder()
     try:
         with _open(path, "wb") as file:
@@ -161,9 +161,9 @@ def _request(line: _Line, block_tokens: int) -> TraceRequest:
 def scale(
     request: TraceRequest, tokens_per_block: int, max_output: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS
 ) -> TraceRequest:
-    """The same request with ``tokens_per_block`` tokens for each id, so that it fits a smaller context.
+    """The same request with ``tokens_per_block`` tokens per id, so that it fits a smaller context.
 
-    Blocks, and so which prefixes are shared, stay exactly the same; a partial block stays partial by the same share.
+    Blocks, and so the shared prefixes, stay exactly the same; a partial block keeps its proportion.
     """
     output_length = max(1, _ceil_div(request.output_length * tokens_per_block, block_tokens))
     return replace(
@@ -174,11 +174,11 @@ def scale(
 
 
 class ResampledTrace(Sequence[TraceRequest]):
-    """``num_requests`` requests made of copies of a trace, side by side in the same span of time.
+    """``num_requests`` requests from copies of a trace, in parallel over the same time span.
 
-    Each copy is another set of users: its ids are its own, so nothing is shared between copies, and it begins at a
-    random moment (seeded) and wraps around, so that their ups and downs do not coincide. The last copy is a random
-    part. The load grows with the number of copies. Requests are made when they are asked for.
+    Each copy is another set of users: it has its own ids, so nothing is shared between copies, and it begins at a
+    random time (seeded) and wraps around, so that peaks do not coincide. The last copy is a random part of the trace.
+    The load grows with the number of copies. Requests are created on access.
     """
 
     def __init__(self, trace: Sequence[TraceRequest], num_requests: int, seed: int = 0) -> None:
@@ -216,12 +216,12 @@ class ResampledTrace(Sequence[TraceRequest]):
         return TraceRequest(float(self.timestamps_ms[index]), request.input_length, request.output_length, ids)
 
     def original(self, index: int) -> tuple[TraceRequest, int]:
-        """The request that this one is a copy of, and what lies between their ids."""
+        """The request that this one is a copy of, and the offset of its ids."""
         copy, at = divmod(self._number.item(index), self._size)
         return self._trace[at], copy * self._stride
 
     def lengths(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Of all prompts and answers (tokens), without making the requests."""
+        """Lengths of all prompts and answers (tokens), without creating the requests."""
         inputs = np.array([request.input_length for request in self._trace], dtype=np.int64)
         outputs = np.array([request.output_length for request in self._trace], dtype=np.int64)
         which = self._number % self._size
@@ -232,8 +232,8 @@ def trace_tokens(request: TraceRequest, tokens_per_block: int, vocab_size: int) 
     """Token ids for a (scaled) request: each block's tokens are a function of its id alone, so equal ids are equal
     prefixes in every process. A partial last block takes the first of its id's tokens.
 
-    Tokenizers keep their special ids at either end of the vocabulary; both ends are left out. Different ids give
-    different blocks as long as a block has at least ``_DIGITS`` tokens.
+    Both ends of the vocabulary, where special tokens are, are left out. Different ids give different blocks if a block
+    has at least ``_DIGITS`` tokens.
     """
     if len(request.hash_ids) != _ceil_div(request.input_length, tokens_per_block):
         raise InvalidRequest(f"the request is not scaled to {tokens_per_block} tokens a block", "tokens_per_block")
@@ -258,14 +258,14 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class HitCount:
-    """Prefix-cache hits over a list of requests. The three rates differ by percents: always say which one."""
+    """Prefix-cache hits over a list of requests. The three rates differ by percents: always name the one used."""
 
     requests: int = 0
-    blocks: int = 0  # prompt blocks asked for, the partial last one included
+    blocks: int = 0  # prompt blocks, including partial last ones
     hit_blocks: int = 0
     tokens: int = 0
     hit_tokens: int = 0
-    sum_of_ratios: float = 0.0  # of each request's own share of blocks hit
+    sum_of_ratios: float = 0.0  # sum over requests of the share of blocks hit
 
     @property
     def block_rate(self) -> float:
@@ -296,11 +296,11 @@ def expected_hits(
     tokens_per_block: int = TRACE_BLOCK_TOKENS,
     whole_blocks_only: bool = False,
 ) -> HitCount:
-    """What one LRU cache of ``capacity_blocks`` (None: endless) gives when requests are served one after the other.
+    """Hits of one LRU cache of ``capacity_blocks`` (None: infinite) that serves the requests one after the other.
 
-    A hit is the longest cached prefix. All prompt blocks are stored after the request, and touched head first. With
-    ``whole_blocks_only`` a partial last block is never stored, and the last token of a prompt is always computed:
-    the rules of our engine, where the plain count is that of the published analyses.
+    A hit is the longest cached prefix. All prompt blocks are stored after the request, and touched from the first on.
+    The default counts as the published analyses do. With ``whole_blocks_only``, as in our engine, a partial last block
+    is never stored, and the last token of a prompt is always computed.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     count = HitCount()

@@ -53,7 +53,7 @@ class BeamSearch:
     ``length_penalty``."""
 
     length_penalty: float = 1.0
-    early_stopping: bool = False  # end with n finished answers, whatever else could follow
+    early_stopping: bool = False  # end as soon as there are n finished answers
 
 
 class GuideKind(StrEnum):
@@ -81,9 +81,9 @@ class SamplingParams:
     """How to choose the next token. Greedy when ``temperature`` is 0.
 
     ``logprobs`` is None for none, or the number of top alternatives wanted besides the chosen token (0 to 20);
-    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress, which draws one
-    when the client gives none, as ``LLM`` does for 0, which ``Client`` does not send. With ``n``, answer i uses the
-    seed ``seed + i``; with ``best_of`` that many are generated and the ``n`` most likely per token are kept.
+    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress: if the client gives
+    none (``Client`` sends no 0), ingress draws one, as ``LLM`` does for 0. With ``n``, answer i uses the seed
+    ``seed + i``; with ``best_of`` that many are generated and the ``n`` most likely per token are kept.
     """
 
     max_tokens: int = 16
@@ -166,7 +166,7 @@ class SamplingParams:
         if len(guide.text) + len(guide.lead) > MAX_GUIDE_CHARS:
             raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
         if self.ignore_eos or self.min_tokens:
-            raise InvalidRequest("a guide says when the answer ends: no ignore_eos or min_tokens with it", "guide")
+            raise InvalidRequest("a guide decides when the answer ends: no ignore_eos or min_tokens with it", "guide")
 
     def _check_beams(self, beams: BeamSearch) -> None:
         check_type("beam_search", beams, BeamSearch)
@@ -176,7 +176,7 @@ class SamplingParams:
             raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
         if self.edits_logits:
             what = "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens or guide"
-            raise InvalidRequest(f"beam search takes no {what}: it ranks what the model says", "n")
+            raise InvalidRequest(f"beam search takes no {what}: it ranks unmodified probabilities", "n")
 
     def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Ids that must be in the vocabulary, with the field that names them."""

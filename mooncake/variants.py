@@ -1,9 +1,9 @@
-"""What one model may read of another's KV: two variants of one base, and the layers that the reader computes itself.
+"""Profiles of pairs of variants of one base model: which layers a receiver computes itself when it reads a sender's KV.
 
-DroidSpeak (arXiv 2411.02820): fine-tuning changes few layers' KV so much that it matters, and they are neighbours. A
-receiver takes a sender's KV of all layers but one group, and computes that group from what the sender's first of these
-layers took as its input, so that one place alone carries the other model's error. Which group, a profile says: measured
-once a pair (``mooncake variants profile``), bound to both by the names of their KV's content. Pure, and torch-free.
+DroidSpeak (arXiv 2411.02820): fine-tuning changes the KV of only a few, adjacent layers enough to matter. A receiver
+takes the sender's KV of all layers but such a group, and computes that group from the hidden states that the sender had
+as the input of its first layer, so that the other model's error enters at only one layer. The group is in a profile,
+measured once per pair (``mooncake variants profile``) and tied to both by the identities of their KV. Torch-free.
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from mooncake.errors import ConfigError
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A group of layers, computed anew, and what it leaves of the difference to a full prefill."""
+    """A group of recomputed layers, and the remaining difference from a full prefill."""
 
     first: int
     last: int
-    kl: float  # nats, mean over the places that were compared
-    agreement: float  # of them, with the same most likely token
+    kl: float  # nats, mean over the compared tokens
+    agreement: float  # share of them with the same most likely token
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    sender: str  # the content of its KV, as ``Precision.identity`` names it
+    sender: str  # identity of its KV (``Precision.identity``)
     receiver: str
-    first: int  # of the layers that the receiver computes anew
+    first: int  # first layer that the receiver recomputes
     last: int
-    sender_keeps: tuple[int, ...]  # its model.keep_hidden
-    inputs_first: bool = True  # what own layers begin with is read before KV, which follows while they are computed
-    pareto: tuple[Candidate, ...] = ()  # groups that no smaller one is as good as, for whoever chooses again
+    sender_keeps: tuple[int, ...]  # the sender's model.keep_hidden
+    inputs_first: bool = True  # read hidden states before KV, which is read while the receiver's layers are computed
+    pareto: tuple[Candidate, ...] = ()  # the Pareto-optimal groups, for another choice
 
     @property
     def layers(self) -> range:
         return range(self.first, self.last + 1)
 
     def check(self, receiver: str, num_layers: int) -> None:
-        """That it is about this receiver. Raises ConfigError."""
+        """Raises ConfigError if the profile is not for this receiver."""
         if self.receiver != receiver:
             raise ConfigError(
-                f"prefill.variant: the profile is about KV {self.receiver:.16}…, this node makes {receiver:.16}…: "
-                "it is of another model or precision"
+                f"prefill.variant: the profile is for KV {self.receiver:.16}…, this node has {receiver:.16}…: "
+                "another model or precision"
             )
         if not 0 <= self.first <= self.last < num_layers:
             raise ConfigError(f"prefill.variant: layers {self.first} to {self.last} are not in a model of {num_layers}")
         if self.first and self.first not in self.sender_keeps:
             raise ConfigError(
-                f"prefill.variant: layer {self.first} goes on from its input, which the sender must keep "
-                f"(model.keep_hidden), and it keeps {list(self.sender_keeps)}"
+                f"prefill.variant: layer {self.first} starts from its input, which the sender must keep "
+                f"(model.keep_hidden), but it keeps {list(self.sender_keeps)}"
             )
 
 

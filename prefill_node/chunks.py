@@ -180,7 +180,7 @@ async def _stored(store: StoreClient | None, chunks: list[Chunk]) -> set[BlockKe
     try:
         there = await store.exists([key for chunk in chunks for key in chunk.keys], timeout_s=FETCH_TIMEOUT_S)
     except MooncakeError as error:
-        log.info("the pool cannot be asked for chunks: %s", error.message)
+        log.info("the pool does not answer for chunks: %s", error.message)
         return set()
     found = iter(there)
     whole = [all(list(islice(found, len(chunk.keys)))) for chunk in chunks]

@@ -18,11 +18,11 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """As a timeout for a call: never 0, which some take for no limit."""
+        """Timeout for a call (s): never 0, which some APIs take as no limit."""
         return max(0.001, self.at_s - time.monotonic())
 
     async def wait_for(self, future: asyncio.Future[T]) -> T:
-        """Its result. Raises DeadlineExceeded, after cancelling the future."""
+        """The future's result. Raises DeadlineExceeded, after cancelling the future."""
         try:
             return await asyncio.wait_for(future, self.left_s)
         except TimeoutError:

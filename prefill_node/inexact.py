@@ -33,12 +33,13 @@ class BlendedPrompt:
     def admitted(self, sequence: Sequence) -> None:
         """Take the chunks' blocks. Not before: a waiting request holds nothing."""
         self.let_go()
-        sequence.blend, self._held = self._desk.take(self._pool, self._chunks, sequence.num_computed)
-        self.num_tokens = sequence.blend.num_tokens if sequence.blend else 0
-        if sequence.blend is not None:  # never more than before: what was blended may have been kept
-            first = sequence.blend.first
-            sequence.num_exact = first if sequence.num_exact is None else min(first, sequence.num_exact)
-        self.num_exact = sequence.num_exact
+        blend, self._held = self._desk.take(self._pool, self._chunks, sequence.num_computed)
+        self.num_tokens = blend.num_tokens if blend else 0
+        borrowed = sequence.borrowed
+        borrowed.blend = blend
+        if blend is not None:
+            borrowed.limit_exact(blend.first)
+        self.num_exact = borrowed.num_exact
 
     def let_go(self) -> None:
         """Idempotent."""
@@ -63,12 +64,13 @@ class InheritedPrompt:
         return self._found.end
 
     def admitted(self, stream: Stream, sequence: Sequence) -> None:
-        stream.inherited, sequence.hidden = None, None
+        borrowed = sequence.borrowed
+        stream.inherited, borrowed.hidden = None, None
         if self.num_tokens:  # the first load failed
             self._shop.host.counters["prompts_not_inherited"] += 1
-        self.num_tokens = len(sequence.inherits)
-        if sequence.inherits:
+        self.num_tokens = len(borrowed.inherits)
+        if borrowed.inherits:
             deadline = min(self._deadline.at_s, time.monotonic() + self._shop.host.config.store.lease_s)
             stream.inherited = self._found.load(sequence, self._leases.take, self._leases.end, deadline)
-            self.num_exact = sequence.num_exact
+            self.num_exact = borrowed.num_exact
             self._shop.loader.submit(stream.inherited)

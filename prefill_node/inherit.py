@@ -88,13 +88,14 @@ class Inheritance:
     def load(self, sequence: Sequence, lease: Lease, release: Release, deadline: float) -> PrefixLoad:
         """Load what the just admitted sequence inherits, and tell the sequence where its hidden states will be and
         that its KV is no longer exact. On the engine's thread."""
-        layout, start = self.sender.layout, sequence.inherits.start
-        first, end = (token // layout.block_tokens for token in (start, sequence.inherits.stop))
+        borrowed, layout = sequence.borrowed, self.sender.layout
+        start = borrowed.inherits.start
+        first, end = (token // layout.block_tokens for token in (start, borrowed.inherits.stop))
         keys, store = self.keys[first:end], self.store
         area = HiddenArea(self.sender, end - first)
-        sequence.hidden = area.states(start)
-        sequence.num_exact = start if sequence.num_exact is None else min(start, sequence.num_exact)
-        blocks = [BlockToLoad(i, sequence.block_table[first + i], key) for i, key in enumerate(keys)]
+        borrowed.hidden = area.states(start)
+        borrowed.limit_exact(start)
+        blocks = [BlockToLoad(i, sequence.holding.block_table[first + i], key) for i, key in enumerate(keys)]
         return PrefixLoad(
             sequence.request_id,
             blocks,
@@ -122,7 +123,7 @@ async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
     try:
         there = await store.exists(keys, timeout_s=ASK_TIMEOUT_S)
     except MooncakeError as error:
-        log.info("a pool cannot be asked for a variant's KV: %s", error.message)
+        log.info("a pool does not answer for a variant's KV: %s", error.message)
         return 0
     return next((i for i, found in enumerate(there) if not found), len(keys))
 

@@ -14,6 +14,7 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
@@ -109,8 +110,7 @@ class PrefillJob:
             self._sampling,
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
-            external_blocks=stored_blocks,
-            inheritable_blocks=self._inherited.end if self._inherited else 0,
+            borrowed=Borrowed(stored_blocks, self._inherited.end if self._inherited else 0),
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
@@ -174,7 +174,7 @@ class PrefillJob:
         try:
             return await self._prefix.count(usable)
         except MooncakeError as error:
-            log.info("the pool cannot be asked, going on without: %s", error.message)
+            log.info("the pool does not answer, continuing without: %s", error.message)
             self._store = self._prefix = None
             return 0
 

@@ -66,7 +66,7 @@ class PrefillRole:
 
     @property
     def is_answering(self) -> bool:
-        """Whether somebody waits for its work."""
+        """Whether a client waits for its work."""
         return self._servicer.num_running > 0
 
     def report(self, load: cluster_pb2.Load) -> None:

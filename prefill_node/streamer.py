@@ -97,7 +97,7 @@ class LayerStreamer:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
             # Nobody would fill these blocks, and the engine must not consider them filled.
-            if to_load or sequence.inherits:
+            if to_load or sequence.borrowed.inherits:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load: there is nothing to load any more.
@@ -179,13 +179,13 @@ class LayerStreamer:
 
     def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
         """The other groups' pages for these blocks; they follow those of the whole prefix."""
-        pages = [BlockToLoad(*block) for block in to_load]
+        holding, pages = sequence.holding, [BlockToLoad(*block) for block in to_load]
         begin, end = pages[0].index, pages[-1].index + 1
         place = end
         for group in range(1, self.groups.num_groups):
-            for index in range(max(begin, sequence.first_held[group]), end):
+            for index in range(max(begin, holding.first_held[group]), end):
                 key = page_key(sequence.block_keys[index], group)
-                pages.append(BlockToLoad(place, sequence.tables[group][index], key, group))
+                pages.append(BlockToLoad(place, holding.tables[group][index], key, group))
                 place += 1
         return pages
 
@@ -193,5 +193,6 @@ class LayerStreamer:
 def _runs(sequence: Sequence, stream: Stream, first: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """For each group, the wanted pages of blocks ``first`` ≤ i < ``end`` that the sequence has."""
     wanted = stream.first_pages or (0,)
-    firsts = [min(max(first, held, asked), end) for held, asked in zip(sequence.first_held, wanted, strict=True)]
-    return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, sequence.tables, strict=True))
+    holding = sequence.holding
+    firsts = [min(max(first, held, asked), end) for held, asked in zip(holding.first_held, wanted, strict=True)]
+    return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, holding.tables, strict=True))

@@ -1,7 +1,7 @@
-"""What every test may ask for: one small live cluster, started when the first test wants it.
+"""Common fixtures: one small live cluster, started when the first test needs it.
 
-Slow tests run last. With ``TEST_MINUTES`` in the environment (CI sets it) those that would begin later than that are
-skipped by name, so a machine at half its speed gives a verdict on everything else instead of none.
+Slow tests run last. With ``TEST_MINUTES`` in the environment (set by CI), slow tests that would begin later than that
+are skipped and listed, so that a slow machine still gives a result for all others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ TEST_MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of several test processes that share the cores, none shall spin until threads of its own are given one. Processes
-    that tests start have their threads as ever."""
+    """One torch thread per process if several test processes share the cores: more would spin while others wait for a
+    core. Processes started by tests are not affected."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
@@ -45,7 +45,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """CI runs what fails once more (``--reruns``); what then passes must not pass in silence."""
+    """List tests that only passed when run again (CI sets ``--reruns``)."""
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"{report.nodeid} was run again, because", sep="-")
         terminalreporter.write_line(report.longreprtext)

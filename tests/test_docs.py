@@ -1,4 +1,4 @@
-"""What the documents point at is there: files, anchors, and the settings that they name."""
+"""Links of the documents are valid: files, anchors, and the settings that they name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Anchors of headings, as GitHub derives them."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

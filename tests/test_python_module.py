@@ -1,4 +1,4 @@
-"""C++ that is called as Python's own functions: what goes in and out, and what is refused instead of being misread."""
+"""C++ functions called as Python functions: conversion of arguments and results, and errors for wrong ones."""
 
 from pathlib import Path
 from types import ModuleType

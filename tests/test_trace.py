@@ -1,4 +1,4 @@
-"""A trace stands for prompts: equal ids are equal prefixes, at every scale, and its cache hits can be counted."""
+"""Prompts from a trace: equal ids are equal prefixes, at every scale, and cache hits can be counted."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_a_small_cache_forgets_the_least_recently_used() -> None:
 
 
 def test_our_count_of_hits_is_the_count_of_block_keys() -> None:
-    """Keys chained over the stand-in tokens share exactly the prefixes that the trace's ids share."""
+    """Chained keys of the synthetic tokens share exactly the prefixes that the trace's ids share."""
     trace = [scale(request(*ids, tokens=512 * len(ids) - 100), 16) for ids in ((0, 1, 2), (0, 1, 3), (0, 1, 2, 4))]
     known: set[bytes] = set()
     hits = 0

@@ -313,7 +313,7 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
 
 
 def _texts(content: str | Sequence[Block] | None) -> str | list[ContentPart] | None:
-    """As the content parts of a chat message."""
+    """Convert to the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
     return [ContentPart(block.type, block.text) for block in content]

@@ -27,9 +27,10 @@ from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_respon
 from conductor.ingress.http_server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
-from conductor.ingress.pipeline import Pipeline, ServedModel
+from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.reading.form import answer_form
 from conductor.ingress.responses import ResponsesApi
+from conductor.ingress.served_model import ServedModel
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
@@ -79,8 +80,8 @@ class Ingress:
         api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
-            told = ("x-request-id", "x-mooncake-warning", "retry-after")
-            app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=told)
+            exposed = ("x-request-id", "x-mooncake-warning", "retry-after")
+            app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=exposed)
         edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = HttpServer(edge, limits)
 

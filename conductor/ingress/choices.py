@@ -299,17 +299,17 @@ def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
 
 def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:
     """One entry per prompt token: None for the first, then the token and the most likely others by id."""
-    told: list[dict[str, PromptLogprob] | None] = [None]
+    entries: list[dict[str, PromptLogprob] | None] = [None]
     for token in scores:
         ranked = {other: rank for rank, (other, _) in enumerate(_top(token), 1)}
         values = {token.token_id: _logprob(token)} | dict(_top(token))
-        told.append(
+        entries.append(
             {
                 str(token_id): PromptLogprob(value, extras.text_of(token_id), ranked.get(token_id))
                 for token_id, value in values.items()
             }
         )
-    return told
+    return entries
 
 
 def _logprob(token: SampledToken) -> float:

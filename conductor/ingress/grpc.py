@@ -29,6 +29,7 @@ SESSION_KEY = "x-session-affinity"  # metadata: a hint which requests belong tog
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, pipeline: Pipeline, request_timeout_s: float) -> None:
         self._pipeline = pipeline
+        self._prompts = pipeline.prompts
         self._request_timeout_s = request_timeout_s
 
     async def Generate(  # noqa: N802
@@ -43,12 +44,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
     ) -> pb.TokenizeResponse:
-        self._pipeline.adapter_of(request.model)
+        self._pipeline.model.adapter_of(request.model)
         match request.WhichOneof("input"):
             case "text":
-                tokens = await self._pipeline.encode(request.text, "text")
+                tokens = await self._prompts.encode(request.text, "text")
             case "chat":
-                tokens = await self._pipeline.encode_chat(chat_from_wire(request.chat))
+                tokens = await self._prompts.encode_chat(chat_from_wire(request.chat))
             case _:
                 raise InvalidRequest("one of text and chat must be set", "input")
         return pb.TokenizeResponse(ids=tokens.tolist())
@@ -58,9 +59,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         request: pb.DetokenizeRequest,
         context: grpc.aio.ServicerContext[pb.DetokenizeRequest, pb.DetokenizeResponse],
     ) -> pb.DetokenizeResponse:
-        self._pipeline.adapter_of(request.model)
-        tokens = self._pipeline.as_tokens(request.ids, "ids")
-        return pb.DetokenizeResponse(text=await self._pipeline.decode(tokens, skip_special=False))
+        self._pipeline.model.adapter_of(request.model)
+        tokens = self._prompts.as_tokens(request.ids, "ids")
+        return pb.DetokenizeResponse(text=await self._prompts.decode(tokens, skip_special=False))
 
     async def ListModels(  # noqa: N802
         self,
@@ -71,12 +72,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         infos = [
             pb.ModelInfo(
                 id=name,
-                max_model_len=self._pipeline.context_len,
+                max_model_len=self._prompts.context_len,
                 vocab_size=model.vocab_size,
                 block_tokens=model.block_tokens,
                 dtype=model.dtype,
             )
-            for name in self._pipeline.model_names
+            for name in self._pipeline.model.names
         ]
         return pb.ListModelsResponse(models=infos)
 
@@ -98,17 +99,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived_at = self._pipeline.now()
         deadline = arrived_at + remaining_s(context, self._request_timeout_s)
         self._pipeline.check_open()
-        self._pipeline.adapter_of(request.model)
+        self._pipeline.model.adapter_of(request.model)
         tokens, default = await self._prompt(request)
         wanted = common_pb2.SamplingParams()
         wanted.CopyFrom(request.sampling)
-        asked = wanted.max_tokens if wanted.HasField("max_tokens") else None
-        self._pipeline.check_room(len(tokens), asked, "max_tokens")
-        wanted.max_tokens = self._pipeline.max_tokens(len(tokens), asked, default)
-        bad_words = self._pipeline.bad_words(request.bad_words)
+        requested = wanted.max_tokens if wanted.HasField("max_tokens") else None
+        self._prompts.check_room(len(tokens), requested, "max_tokens")
+        wanted.max_tokens = self._prompts.max_tokens(len(tokens), requested, default)
+        bad_words = self._prompts.bad_words(request.bad_words)
         wanted.bad_words.extend(common_pb2.TokenRun(ids=word) for word in bad_words)
-        sampling = sampling_from_wire(wanted, self._pipeline.sampling)
-        await self._pipeline.check_guide(sampling.guide)
+        sampling = sampling_from_wire(wanted, self._pipeline.model.sampling)
+        await self._prompts.check_guide(sampling.guide)
         return self._pipeline.job(
             tokens,
             sampling,
@@ -127,12 +128,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         """The prompt's ids, and the default length of its answer; None: as long as fits."""
         match request.WhichOneof("prompt"):
             case "text":
-                return await self._pipeline.encode(request.text, "text"), COMPLETION_MAX_TOKENS
+                return await self._prompts.encode(request.text, "text"), COMPLETION_MAX_TOKENS
             case "token_ids":
-                return self._pipeline.check_tokens(request.token_ids.ids, "token_ids"), COMPLETION_MAX_TOKENS
+                return self._prompts.check_tokens(request.token_ids.ids, "token_ids"), COMPLETION_MAX_TOKENS
             case "chat":
-                tokens = await self._pipeline.encode_chat(chat_from_wire(request.chat))
-                return tokens, self._pipeline.sampling.max_tokens
+                tokens = await self._prompts.encode_chat(chat_from_wire(request.chat))
+                return tokens, self._pipeline.model.sampling.max_tokens
             case _:
                 raise InvalidRequest("one of text, chat and token_ids must be set", "prompt")
 

@@ -118,6 +118,7 @@ class OpenAIApi:
 
     def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
         self.pipeline = pipeline
+        self.prompts = pipeline.prompts
         self.form = form
         self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
@@ -134,38 +135,38 @@ class OpenAIApi:
         ]
 
     async def list_models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card(name) for name in self.pipeline.model_names]))
+        return json_response(ModelList([self._card(name) for name in self.pipeline.model.names]))
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self.pipeline.adapter_of(name)
+        self.pipeline.model.adapter_of(name)
         return json_response(self._card(name))
 
     async def complete(self, request: Request) -> Response:
         call, body = await self.receive(request, CompletionRequest, COMPLETION.id_prefix)
         check_completion(body)
-        asked = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        keep = self.pipeline.num_to_keep(body.truncate_prompt_tokens, asked)
+        max_new = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        keep = self.prompts.num_to_keep(body.truncate_prompt_tokens, max_new)
         prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
         n = _num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         extras = self.extras(body, logprobs=body.logprobs is not None)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
-        asked = 1 if is_echo_alone else asked
-        bad_words = self.pipeline.bad_words(body.bad_words or ())
+        max_new = 1 if is_echo_alone else max_new
+        bad_words = self.prompts.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
-            self.pipeline.check_room(len(tokens), body.max_tokens, "max_tokens")
-            max_tokens = self.pipeline.max_tokens(len(tokens), asked, None)
+            self.prompts.check_room(len(tokens), body.max_tokens, "max_tokens")
+            max_tokens = self.prompts.max_tokens(len(tokens), max_new, None)
             scores = body.logprobs if body.echo else None
             with _guide_named(body.guide_field):
                 sampling = sampling_of(
-                    body, self.pipeline.sampling, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words
+                    body, self.pipeline.model.sampling, max_tokens, body.logprobs, body.best_of or 0, scores, bad_words
                 )
-                await self.pipeline.check_guide(sampling.guide)
+                await self.prompts.check_guide(sampling.guide)
             jobs.append(self._job(call, tokens, sampling, len(jobs)))
-            echo = await self.pipeline.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
+            echo = await self.prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
@@ -176,13 +177,13 @@ class OpenAIApi:
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         n = _num_choices(body, 1)
         name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        max_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         conversation = Conversation(
             chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
         )
-        job = await self.chat_job(call, conversation, asked, logprobs)
-        self.pipeline.check_room(len(job.request.tokens), asked, name)
+        job = await self.chat_job(call, conversation, max_new, logprobs)
+        self.prompts.check_room(len(job.request.tokens), max_new, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
         thinks = self.form.thinks
         return await self._answer(
@@ -199,7 +200,7 @@ class OpenAIApi:
         """A chat's prompt, or its last ``keep`` tokens. Raises like ``Pipeline.encode_chat``."""
         try:
             messages, variables = conversation.for_template(self.form)
-            return await self.pipeline.encode_chat(
+            return await self.prompts.encode_chat(
                 messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
             )
         except RecursionError:  # JSON that could only just be parsed
@@ -210,14 +211,14 @@ class OpenAIApi:
     ) -> Job:
         """The checked job of a chat. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        keep = self.pipeline.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
+        keep = self.prompts.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
-        max_tokens = self.pipeline.max_tokens(len(tokens), max_tokens, self.pipeline.sampling.max_tokens)
-        bad_words = self.pipeline.bad_words(fields.bad_words or ())
-        tokenizer = self.pipeline.tokenizer
+        max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
+        bad_words = self.prompts.bad_words(fields.bad_words or ())
+        tokenizer = self.prompts.tokenizer
         start = self.form.start(tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening)
         with _guide_named(fields.guide_field):
-            sampling = sampling_of(fields, self.pipeline.sampling, max_tokens, logprobs, bad_words=bad_words)
+            sampling = sampling_of(fields, self.pipeline.model.sampling, max_tokens, logprobs, bad_words=bad_words)
             guide = sampling.guide
         if tools is not None and (call_guide := tools.guide()) is not None:
             if guide is not None:
@@ -226,13 +227,13 @@ class OpenAIApi:
         if guide is not None:
             with _guide_named("tools" if sampling.guide is None else fields.guide_field):
                 sampling = replace(sampling, guide=self.form.guide(guide, start, tokenizer.control_id))
-                await self.pipeline.check_guide(sampling.guide)
+                await self.prompts.check_guide(sampling.guide)
         job = self._job(call, tokens, sampling, 0)
         return replace(job, kept=self.form.markers(tools), reader=lambda: self.form.reader(tools, start))
 
     async def tokenize(self, request: Request) -> Response:
         body, ignored = await self._decode(request, TokenizeRequest)
-        self.pipeline.adapter_of(body.model or "")
+        self.pipeline.model.adapter_of(body.model or "")
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", "prompt")
         if body.messages is not None:
@@ -241,17 +242,17 @@ class OpenAIApi:
             conversation = Conversation(chat_messages(body.messages), tools, template_variables(body), is_begun)
             tokens = await self.encode(conversation)
         else:
-            tokens = await self.pipeline.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
-        name = self.pipeline.tokenizer.token_name
+            tokens = await self.prompts.encode(body.prompt or "", add_special=body.add_special_tokens is not False)
+        name = self.prompts.tokenizer.token_name
         names = [name(token_id) for token_id in tokens.tolist()] if body.return_token_strs else UNSET
-        answer = TokenizeResponse(len(tokens), self.pipeline.context_len, tokens.tolist(), names)
+        answer = TokenizeResponse(len(tokens), self.prompts.context_len, tokens.tolist(), names)
         return json_response(answer, headers=_warning(ignored))
 
     async def detokenize(self, request: Request) -> Response:
         body, _ = await self._decode(request, DetokenizeRequest)
-        self.pipeline.adapter_of(body.model or "")
-        tokens = self.pipeline.as_tokens(body.tokens, "tokens")
-        text = await self.pipeline.decode(tokens, skip_special=False)  # detokenize shows control tokens
+        self.pipeline.model.adapter_of(body.model or "")
+        tokens = self.prompts.as_tokens(body.tokens, "tokens")
+        text = await self.prompts.decode(tokens, skip_special=False)  # detokenize shows control tokens
         return json_response(DetokenizeResponse(text))
 
     # ------------------------------------------------------------ in
@@ -263,7 +264,7 @@ class OpenAIApi:
     async def receive(self, request: Request, form: type[F], id_prefix: str) -> tuple[Call, F]:
         arrived_at = self.pipeline.now()
         body, ignored = await self._decode(request, form)
-        self.pipeline.adapter_of(body.model or "")
+        self.pipeline.model.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         answer_id = f"{id_prefix}{body.request_id or uuid.uuid4().hex}"
@@ -275,19 +276,19 @@ class OpenAIApi:
         """The four forms OpenAI allows: a text, texts, token ids, or lists of those; the last ``keep`` tokens of
         each."""
         if isinstance(prompt, str):
-            return [await self.pipeline.encode(prompt, keep=keep, add_special=add_special)]
+            return [await self.prompts.encode(prompt, keep=keep, add_special=add_special)]
         if not prompt:
             raise InvalidRequest("the prompt is empty", "prompt")
         if ids := [item for item in prompt if isinstance(item, int)]:
             if len(ids) < len(prompt):
                 raise InvalidRequest("a prompt mixes token ids with something else", "prompt")
-            return [self.pipeline.check_tokens(ids, keep=keep)]
+            return [self.prompts.check_tokens(ids, keep=keep)]
         if len(prompt) > MAX_CHOICES:
             raise InvalidRequest(f"at most {MAX_CHOICES} prompts are allowed", "prompt")
         return [
-            await self.pipeline.encode(item, keep=keep, add_special=add_special)
+            await self.prompts.encode(item, keep=keep, add_special=add_special)
             if isinstance(item, str)
-            else self.pipeline.check_tokens(_ids(item), keep=keep)
+            else self.prompts.check_tokens(_ids(item), keep=keep)
             for item in prompt
         ]
 
@@ -308,7 +309,7 @@ class OpenAIApi:
         )
 
     def extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
-        tokenizer = self.pipeline.tokenizer
+        tokenizer = self.prompts.tokenizer
         return Extras(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             stream=lambda: tokenizer.stream(fields.skip_special_tokens is not False),
@@ -378,7 +379,7 @@ class OpenAIApi:
         """An adapter's entry names its base model, as vLLM's does."""
         model = self.pipeline.model
         parent = None if name == model.name else model.name
-        return ModelCard(name, model.created, self.pipeline.context_len, parent=parent)
+        return ModelCard(name, model.created, self.prompts.context_len, parent=parent)
 
 
 def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:

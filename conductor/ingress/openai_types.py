@@ -51,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    disable_fallback: bool | None = None  # this and the next ask for what is the case anyway
+    disable_fallback: bool | None = None  # this and the next have no effect: both are always the case
     disable_any_whitespace: bool | None = None
 
     @property

@@ -91,7 +91,7 @@ class ResponsesApi:
     async def not_stored(self, request: Request) -> Response:
         if request.path_params["response_id"] in _OTHER_CALLS:
             raise NoSuchRoute(f"{request.url.path} is not offered here; POST /tokenize counts the tokens of a chat")
-        raise NotFound("responses are not stored here: each is told once, when it is made")
+        raise NotFound("responses are not stored here: each is sent once, when it is generated")
 
     async def respond(self, request: Request) -> Response:
         api = self._api
@@ -109,7 +109,7 @@ class ResponsesApi:
         variables = chosen_variables(body.chat_template_kwargs, effort)
         conversation = Conversation(_messages(body), tools, variables, param="input")
         job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
-        api.pipeline.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
+        api.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
         extras = api.extras(body, logprobs is not None)
         writer = ResponseWriter(head, extras, tells_thoughts=body.include_reasoning is not False)
@@ -304,7 +304,7 @@ def check(body: ResponsesRequest) -> None:
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name}: nothing is stored here, send the conversation so far as input", name)
     if body.prompt is not None:
-        raise InvalidRequest("prompts are not stored here: send what it says as instructions and input", "prompt")
+        raise InvalidRequest("prompts are not stored here: send its text as instructions and input", "prompt")
     if body.background:
         raise InvalidRequest(
             "responses are not made in the background here: they would have to be stored", "background"
@@ -416,7 +416,7 @@ def _message(item: InputItem, where: str) -> ChatMessage:
 
 
 def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
-    """As the content parts of a chat message."""
+    """Convert to the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
     return [ContentPart("text" if part.type in _TEXT_PARTS else part.type, part.text) for part in content]

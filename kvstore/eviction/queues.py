@@ -118,7 +118,7 @@ class SIEVE(LeafFirst):
         return None
 
     def _turn(self) -> None:
-        """From the newest back to the oldest."""
+        """If the hand has passed the newest block, move it back to the oldest."""
         if not self._ahead:
             self._ahead, self._passed = self._passed, self._ahead
 

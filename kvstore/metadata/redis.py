@@ -259,7 +259,7 @@ class RedisDirectory:
                 await self._delete_stranger(key)
 
     async def _delete_stranger(self, key: str) -> None:
-        log.warning("the key %s in Redis is of another type than ours: it is deleted and written anew", key)
+        log.warning("the key %s in Redis is of another type than ours: it is deleted and rewritten", key)
         await self._redis.unlink(key)
 
     async def _write(self) -> None:

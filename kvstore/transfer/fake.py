@@ -111,7 +111,7 @@ class FakePath:
             if rail.is_dead or self._cut.is_set():
                 break
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded("the rail said nothing")
+                raise DeadlineExceeded("the rail did not answer")
             self._cut.wait(0.001)
         if rail.is_dead or self._cut.is_set():
             raise PathFailed("the rail broke")

@@ -130,7 +130,7 @@ class Ask:
     def known(self) -> list[bool | None]:
         """Whether each is stored; None where only the store itself can tell. Raises ProtocolViolation."""
         if _reply_of(self._native, self._frame_id, self._num_keys).status is not Status.OK:
-            raise ProtocolViolation("nobody says here what is stored")
+            raise ProtocolViolation("this server does not list what is stored")
         answer = bytes(self._native.answer[protocol.REPLY_BYTES : protocol.REPLY_BYTES + self._num_keys])
         return list(map(_KNOWN.get, answer))
 

@@ -9,7 +9,8 @@ _NOTHING = 1e-6  # seconds: rounding errors must not cause a wait
 
 
 class TokenBucket:
-    """``rate`` bytes per second, with at most ``burst`` bytes saved up. Pure: it is told the time and never sleeps."""
+    """A token bucket: ``rate`` bytes per second, at most ``burst`` bytes saved. Pure: time is an argument, and it never
+    sleeps."""
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self.rate = rate

@@ -126,7 +126,7 @@ class PieceTable(Sequence[Piece]):
             yield PieceTable(together, nbytes, ranges)
 
     def ranges(self) -> list[WireRange]:
-        """In wire form."""
+        """Rows in wire format."""
         return [WireRange(*row) for row in np.frombuffer(self.packed(), WIRE_ROW).tolist()]
 
     def packed(self) -> bytes:

@@ -215,7 +215,7 @@ def connect_keyed(address: SegmentAddress, caller: Caller, deadline: float) -> K
     incarnation runs there) or DeadlineExceeded."""
     library = native.load()
     if library is None or not address.tcp_address:
-        raise PathFailed(f"{address.node_id} cannot be asked for blocks by key")
+        raise PathFailed(f"{address.node_id} does not serve blocks by key")
     wire = _connect(address, _addresses(address)[0], caller, deadline)
     return KeyedWire(native.NativeKeyed(wire, library))
 

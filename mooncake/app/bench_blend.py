@@ -1,10 +1,10 @@
-"""``mooncake bench blend``: what putting a prompt together from chunks computed alone costs, and what it saves.
+"""``mooncake bench blend``: quality and time of prompts blended from chunks that were computed separately.
 
-Prompts are windows of the reference of the Python language that CPython itself ships (``pydoc_data.topics``), cut into
-chunks that do need each other: they follow one another in the text. The first one is a prefix, the others are reused, a
-tail is computed. Quality is how far the distributions of the next tokens in the tail are from those of a full prefill
-(KL divergence, nats), and how often the most likely token is the same. Time is that of one forward pass of a whole
-prompt, whose chunks but the first and the last are in the cache, against a full prefill by the usual, fused pass.
+Prompts are windows of the Python language reference that CPython ships (``pydoc_data.topics``), cut into consecutive
+chunks, so each chunk depends on those before it. The first chunk is a prefix, the others are reused, and a tail is
+computed. Quality is the KL divergence (nats) between the next-token distributions in the tail and those of a full
+prefill, and how often the most likely token is the same. Time is that of one forward pass over a whole prompt, with all
+chunks but the first and the last in the cache, compared with a full prefill by the usual fused pass.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mooncake bench blend", description=__doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
@@ -98,7 +98,11 @@ def parse(args: list[str]) -> Options:
     add("--repeat", type=int, default=5, help="timings per measurement")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = parser.parse_args(args)
+    return parser
+
+
+def parse(args: list[str]) -> Options:
+    given = _parser().parse_args(args)
     try:
         shares = tuple(float(share) for share in given.shares.split(","))
     except ValueError:
@@ -134,7 +138,8 @@ def load(checkpoint: Checkpoint, options: Options, *, can_blend: bool) -> Causal
 
 
 class Prompt:
-    """One prompt in the first blocks of a cache; its chunks but the first, each alone, in the blocks behind."""
+    """One prompt in the first blocks of a cache. The blocks after them hold its chunks except the first, each computed
+    separately."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: CausalLM, tokens: npt.NDArray[np.int64], chunk_tokens: int, tail: int
@@ -155,11 +160,12 @@ class Prompt:
             self._shifts[here] = start
 
     def full(self, model: CausalLM | None = None) -> torch.Tensor:
-        """Log-probabilities ``[tail, V]`` of the tail's next tokens; all is computed."""
+        """Log-probabilities ``[tail, V]`` of the tail's next tokens, with everything computed."""
         return self._compute(model or self._model, self._tokens, 0, 0, self._tail, None)
 
     def blended(self, share: float, first: int, step_tokens: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
-        """Likewise, in steps of ``step_tokens`` (0: one); the KV of tokens before ``first`` is there."""
+        """The same from blended chunks, in steps of ``step_tokens`` (0: one step). The KV of tokens before ``first`` is
+        in the cache."""
         length, parts = len(self._tokens), []
         for start in range(first, length, step_tokens or length):
             end = min(start + (step_tokens or length), length)
@@ -198,7 +204,7 @@ def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, r
         for start in range(0, length - options.tail + 1, options.chunk_tokens):
             window[start : start + len(separator)] = separator
         prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.tail)
-        wanted = prompt.full()  # leaves the prefix
+        wanted = prompt.full()  # also fills the cache with the prefix
         for name, (share, is_random) in variants.items():
             ranks = torch.rand(length, generator=random) if is_random else None
             got = prompt.blended(share, options.chunk_tokens, options.step_tokens, ranks)
@@ -212,11 +218,11 @@ def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, r
         report.add(Figure(name, "same most likely token", "", (agreement,), more_is_better=True))
         if name != ALL_REUSED:
             report.ratios[f"kl_removed_{_ratio_name(name)}"] = 1 - divergence / lost
-    report.notes.append(f"kl_removed: of what is lost where all is reused; means over {len(windows)} prompts")
+    report.notes.append(f"kl_removed: share of the KL divergence of full reuse; means over {len(windows)} prompts")
 
 
 def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, report: Report, shown: Progress) -> None:
-    """Nothing of the prompt is a cached prefix, and the last chunk is computed."""
+    """The prompt has no cached prefix, and its last chunk is computed."""
     if not options.time_tokens:
         return
     window = text_windows(checkpoint, options.time_tokens, options.time_tokens)[0]
@@ -230,7 +236,7 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
         for name, compute in ways.items():
             started_s = time.perf_counter()
             compute()
-            if turn:  # the first one warms up
+            if turn:  # the first one is a warm-up
                 times[name].append((time.perf_counter() - started_s) * 1e3)
         tell(shown, f"{turn} of {options.repeat} timings")
     for name, values in times.items():
@@ -241,6 +247,6 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
 
 
 def _ratio_name(variant: str) -> str:
-    """``15`` and ``15_random``, of "15% that deviate" and "15% at random"."""
+    """``15`` for "15% that deviate", ``15_random`` for "15% at random"."""
     share, _, rest = variant.partition("%")
     return share + ("_random" if rest == " at random" else "")

@@ -1,13 +1,13 @@
-"""``mooncake bench character``: what sliding windows, shared keys and values and one KV head cost, and what they save.
+"""``mooncake bench character``: quality and KV size of sliding windows, shared keys and values, and one KV head.
 
-Five small models of one shape (``character_twins``) are trained alike on the reference of the Python language that
-CPython ships, once: ``--models`` keeps them. All have one KV head. *full* sees everything in every layer; *sharing* has
-KV in every second layer; *hybrid* has one global layer in six, the others a window; *character* has both, as
-Character.AI's models do; *local* has windows alone. Then all are served by our engine: the loss of text that none was
-trained on, how many needles are found that lie farther back than windows reach, and the bytes of KV a token.
+Five small models of one shape (``character_twins``) are trained in the same way on the Python language reference that
+CPython ships, and kept in ``--models``. All have one KV head. *full* has full attention in every layer; *sharing* has
+KV in every second layer; *hybrid* has one global layer in six, and windows in the others; *character* has both, like
+Character.AI's models; *local* has windows only. Our engine then serves each of them. Measured are the loss on unseen
+text, the share of needles found beyond the reach of windows, and the bytes of KV per token.
 
-How much sooner a prompt is computed where the whole second half of the layers shares is measured on random weights of a
-larger shape, since the time of a forward pass does not depend on them.
+The prefill time saved when the second half of the layers shares KV is measured on random weights of a larger shape,
+since the time of a forward pass does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from mooncake.types import KVLayout
 BLOCK_TOKENS = 16
 HEAD_DIM = 32
 BASELINE = "full"
-TRAINED = "trained.json"  # in each folder: how
+TRAINED = "trained.json"  # in each folder: how the model was trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Options:
     models: Path
     shape: Shape
     training: Training
-    windows: int  # of text, whose loss is measured
+    windows: int  # windows of text to measure the loss on
     needles: int
     prompt_tokens: int
     prompt_hidden: int
@@ -98,7 +98,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench character", __doc__)
     flags.add("--models", type=output_folder, required=True, metavar="DIR", help="folder for trained models")
     flags.add("--layers", type=whole("--layers", 6), default=12)
@@ -123,7 +123,11 @@ def parse(args: list[str]) -> Options:
     flags.threads()
     flags.seed()
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.threads:
         torch.set_num_threads(given.threads)
     for flag, width in (("--hidden", given.hidden), ("--prompt-hidden", given.prompt_hidden)):
@@ -152,12 +156,12 @@ def parse(args: list[str]) -> Options:
 
 
 def mlp_width(hidden: int) -> int:
-    """8/3 of the model's, as Llama's are, in whole vectors."""
+    """8/3 of ``hidden``, as in Llama, rounded to whole vectors."""
     return -(-hidden * 8 // 3 // 32) * 32
 
 
 def farthest_needle(shape: Shape) -> int:
-    """How many first places of a window are farther from its end than local layers reach."""
+    """Number of positions at the start of a window that local layers cannot reach from its end."""
     return shape.length - QUESTION_TOKENS - shape.reach
 
 
@@ -165,14 +169,14 @@ def farthest_needle(shape: Shape) -> int:
 
 
 def made_once(options: Options, corpus: Corpus, name: str, twin: Twin, shown: Progress) -> None:
-    """Raises ConfigError where the folder has a model that was trained otherwise."""
+    """Train the model unless the folder has it. Raises ConfigError when it was trained with other options."""
     folder = options.models / name
     digest = hashlib.sha256(corpus.training.tobytes()).hexdigest()
     wanted = json.loads(json.dumps(description(options.shape, twin, options.training, digest)))
     if (folder / TRAINED).exists():
         if read_json(folder / TRAINED) != wanted:
             raise ConfigError(
-                f"{folder} holds a model that was trained otherwise: give other flags or another --models"
+                f"{folder} holds a model that was trained with other options: change the flags or --models"
             )
         return
     losses: list[float] = []
@@ -186,7 +190,7 @@ def made_once(options: Options, corpus: Corpus, name: str, twin: Twin, shown: Pr
     (folder / TRAINED).write_text(json.dumps(wanted, indent=1))
 
 
-# What the engine makes of them
+# Serving
 
 
 def measure(options: Options, corpus: Corpus, name: str, report: Report, shown: Progress) -> None:
@@ -206,7 +210,7 @@ def measure(options: Options, corpus: Corpus, name: str, report: Report, shown: 
 
 
 def share_of_needles(options: Options, corpus: Corpus, folder: str) -> float:
-    """A needle is found when all of its letters are the most likely ones, each asked for behind those before it."""
+    """Share of needles found: each letter, given those before it, is the most likely token."""
     random = np.random.default_rng(options.training.seed + 1)
     plain = options.shape.length - NUM_SLOTS - QUESTION_TOKENS
     prompts, wanted = [], []
@@ -227,10 +231,8 @@ def compare(report: Report) -> None:
     for name in ("sharing", "hybrid", "character", "local"):
         for ratio, figure in (("loss", "loss of text"), ("kv_bytes", "KV of a token")):
             report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
-    report.notes.append(
-        f"a needle: {NUM_SLOTS} letters, asked for from farther away than windows reach through all layers"
-    )
-    report.notes.append("bytes of KV are those of pages; what windows save beyond them is the block manager's to say")
+    report.notes.append(f"a needle: {NUM_SLOTS} letters, farther back than windows reach through all layers")
+    report.notes.append("bytes of KV are those of pages; freeing pages outside the window saves more")
 
 
 # Prompts
@@ -240,7 +242,7 @@ PREFILL_LAYERS = 12
 
 
 def measure_prefill(options: Options, report: Report, shown: Progress) -> None:
-    """In turns: KV in all layers, and in the first half of them alone."""
+    """Alternately: KV in all layers, and only in the first half of them."""
     if not options.prompt_tokens:
         return
     half = PREFILL_LAYERS // 2
@@ -253,7 +255,7 @@ def measure_prefill(options: Options, report: Report, shown: Progress) -> None:
         for name, compute in passes.items():
             started_s = time.perf_counter()
             compute()
-            if turn:  # the first one warms up
+            if turn:  # the first one is a warm-up
                 times[name].append((time.perf_counter() - started_s) * 1e3)
         tell(shown, f"prompts: {turn} of {options.reps} timings")
     for name, values in times.items():
@@ -262,7 +264,7 @@ def measure_prefill(options: Options, report: Report, shown: Progress) -> None:
 
 
 def prompt_pass(options: Options, sources: tuple[int, ...]) -> Callable[[], object]:
-    """A prompt through a model of random weights, for the logits of its last token."""
+    """A forward pass of a prompt through a model with random weights, for the logits of its last token."""
     config = ModelConfig(
         architecture="llama",
         num_layers=PREFILL_LAYERS,

@@ -1,7 +1,7 @@
 """``mooncake bench chunked``: one process that prefills and decodes; answers are running when a long prompt arrives.
 
-The same traffic with whole prompts, with chunks of fixed size and with chunks cut to a limit on the token gap, in turn.
-It shows the gap that the arrival causes, and what the cutting costs the prompt.
+The same traffic alternately with whole prompts, with chunks of fixed size and with chunks cut to a limit on the token
+gap. It shows the gap that the arrival causes, and how much the chunks slow the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.types import SamplingParams
 
 BLOCK = 64
 MIN_TOKEN = 100  # ids below are often special
-RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: more tokens than they can get during a long prompt
+RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: long enough not to end during a long prompt
 NOTES = (
     "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
     "99th percentile",
@@ -60,7 +60,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, Cancelled after Ctrl-C."""
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
-    config["model"] = Path(options.model).name  # the line names no path
+    config["model"] = Path(options.model).name  # no path in the report
     report = Report("chunked", config, options.seed, notes=list(NOTES))
     ways = {
         "whole": (0, 0.0),

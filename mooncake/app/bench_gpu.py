@@ -1,12 +1,12 @@
-"""``mooncake bench gpu`` (``make gpu``): what a GPU does with our kernels, against its limits and torch's kernels.
+"""``mooncake bench gpu`` (``make gpu``): our GPU kernels, compared with the limits of the GPU and with torch's kernels.
 
-Each shape is timed in one run with the limit it is held to: a measured read-only stream, a measured matrix product, the
-measured link. Every part has a process and a time limit of its own, since a fault on a GPU ends all that a process does
-there, and the file is written after each; a part that is stopped keeps what it had measured. What TARGETS asks for
-comes first, since time on a card is short. ``--resume`` keeps the parts that a file has and runs the rest: what
-failed, what was left out, and what other code than this had measured.
-``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU: its times mean nothing, and
-it says so.
+Each shape is timed in the same run as its limit: a measured read-only stream, matrix product or host link. Every part
+has its own process, since a fault on a GPU ends everything a process does there, and its own time limit. The file is
+written after each part; an interrupted part keeps what it has measured. Parts with TARGETS come first, since GPU time
+is short. ``--resume`` keeps the results in a file and runs the parts that failed, were left out, or were measured with
+other code.
+``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU. Its times mean nothing, and
+the report says so.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ TARGETS = {
     "experts_decode_64_vs_roofline": 0.75,
     "experts_decode_1_vs_roofline": 0.45,
     "experts_prefill_8k_vs_788_tflops": 0.40,
+    "two_gpus_decode_1_vs_one": 1.35,
+    "two_gpus_decode_64x2k_vs_one": 1.40,
 }
-"""What is asked of an H200."""
+"""Targets for an H200, or for two."""
 
 PREDICTED = {
     "decode_64x8k_vs_stream": 0.85,
@@ -74,34 +76,43 @@ PREDICTED = {
     "experts_decode_64_vs_roofline": 0.82,
     "experts_decode_1_vs_roofline": 0.52,
     "experts_prefill_8k_vs_788_tflops": 0.40,
+    "two_gpus_decode_1_vs_one": 1.45,
+    "two_gpus_decode_64x2k_vs_one": 1.50,
 }
-"""What we expected before any of it had run on a GPU; kept beside the results, right or wrong.
+"""Predictions made before any of it had run on a GPU, reported beside the results, right or wrong.
 
-Two programs a multiprocessor with 64 KB on their way each (132 x 128 KB) are four times what 4.8 TB/s needs at 0.8 µs
-of latency, so long contexts should stream; 128k in one sequence loses to the merge and the tail. int8 pages halve the
-bytes, and a warp issues 555 instructions for 64 keys where bfloat16 takes 325: to be 1.7 times as fast, half of all
-cycles must issue one, with eight warps a multiprocessor (248 registers a thread) and six barriers a trip. Prefill uses
-Hopper's warpgroup products (2,048 cycles of a trip of 128 keys, and 1,212 to issue the rest) without overlapping
-softmax, which FlashAttention 3 shows to be worth a third. A cascade of 64 computes more than it reads: 34 GFLOP at
-prefill's rate are 80 µs, in one piece a program; launches, own keys and the merge 25, against 2.2 ms of reads. A step
-at batch 1 is 15 GB of weights in cuBLAS. The engine's own milliseconds of a step fit into one of 7 ms; what is left
-between two is a few small copies that wait for the step before.
+Decode attention, bfloat16: two programs per multiprocessor with 64 KB in flight each (132 x 128 KB) are four times what
+4.8 TB/s needs at 0.8 µs of latency, so long contexts should run at memory speed. One sequence of 128k loses time in the
+merge and the tail.
+int8 pages: half the bytes, but a warp issues 555 instructions for 64 keys, bfloat16 only 325. For 1.7 times the speed,
+half of all cycles must issue one, with eight warps per multiprocessor (248 registers per thread) and six barriers per
+loop iteration.
+Prefill: Hopper's warpgroup products (2,048 cycles per iteration of 128 keys, and 1,212 to issue the rest) without
+overlapping softmax, which FlashAttention 3 shows to be worth a third.
+Cascade of 64: limited by computing. 34 GFLOP at the prefill rate are 80 µs, in one piece per program; launches, own
+keys and the merge take 25 µs, compared with 2.2 ms of reads.
+Model: a step at batch 1 reads 15 GB of weights in cuBLAS.
+Engine: its milliseconds per step are hidden behind a step of 7 ms; a few small copies between steps remain.
 
-Latent rows of 16 heads stream: two programs with 37 KB on their way each are 2.5 times what 4.8 TB/s needs, and a warp
-issues 428 instructions for 16 keys, in half of the cycles that these take to come. 128 heads compute, in tiles of 32
-rows, by the products of warps, not of warpgroups: a trip of 32 keys is 1,400 cycles of them at the two thirds of the
-peak that they reach, 1,440 of shared memory (each row is read by two rows of warps, as key and as value) and 1,170 to
-issue, of which one program a multiprocessor overlaps little: 2,800 for 2.2 MFLOP are 190 TFLOP/s, a third of FlashMLA.
-A layer of 128 experts reads 1.2 GB for 64 tokens, 280 µs; four launches, the look-up of a tile by each program and the
-last programs of both products cost 40 to 60. One token reads 75 MB, 18 µs, and the rest costs it as much. A prompt's
-tiles of 128 rows and columns take 350 TFLOP/s out of an L2 of 5.5 TB/s; sorting 64k pairs and tiles that are not full
-take a tenth.
+Latent attention, 16 heads: runs at memory speed. Two programs with 37 KB in flight each are 2.5 times what 4.8 TB/s
+needs, and a warp issues 428 instructions for 16 keys, in half of the cycles that loading them takes.
+Latent attention, 128 heads: limited by computing, in tiles of 32 rows with products per warp, not per warpgroup. An
+iteration of 32 keys takes 1,400 cycles of products at the two thirds of the peak that they reach, 1,440 of shared
+memory (each row is read by two rows of warps, as key and as value) and 1,170 to issue. One program per multiprocessor
+overlaps little of that: 2,800 cycles for 2.2 MFLOP are 190 TFLOP/s, a third of FlashMLA.
+Experts: a layer of 128 reads 1.2 GB for 64 tokens in 280 µs; four launches, each program's look-up of its tile and the
+last programs of both products take 40 to 60 µs. One token reads 75 MB in 18 µs, and the rest takes as long. A prompt's
+tiles of 128 rows and columns reach 350 TFLOP/s from an L2 of 5.5 TB/s; sorting 64k pairs and partly filled tiles cost a
+tenth.
+Two GPUs: each reads half of the 8 GB that a step of 16 layers reads: 2.5 ms for one sequence, and with pages 4.8 ms for
+64. In a graph 33 sums take 12 µs each for 8 KB and 22 µs for 512 KB; gathering logits and drawing tokens take 30 to
+60 µs. A step's two messages to the other rank take the host 0.2 ms, while the previous step is computed.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """``work`` is "module:function", or tests for pytest."""
+    """A part of the benchmark: ``work`` ("module:function"), or ``tests`` for pytest."""
 
     name: str
     limit_s: float
@@ -126,22 +137,23 @@ PARTS = (
     Part("experts", 90, "mooncake.app.bench_gpu_experts:experts"),
     Part("kernel tests", 200, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
     Part("engine", 180, "mooncake.app.bench_gpu_engine:engine_steps"),
+    Part("two GPUs", 240, "mooncake.app.bench_gpu_ranks:two_gpus"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
     Part("hand-off", 150, f"{_MODEL}:handed_off"),
     Part("FlexAttention", 150, f"{_KERNELS}:flex_attention"),
     Part("node tests", 240, tests=("tests/e2e/test_gpu_nodes.py",)),
 )
-MIN_PART_S = 20.0  # a part that has less is not worth its start
+MIN_PART_S = 20.0  # with less time left, no part is started
 OUTPUT_CHARS = 8000
 TESTS_AT_ONCE = 6
 MEASURED = ("mooncake/kernels", "mooncake/model", "mooncake/engine", "mooncake/app")
-END_S = 5.0  # for a part that is interrupted, to write down what it has found
+END_S = 5.0  # for an interrupted part to write its results
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class PartResult(msgspec.Struct):
-    """What a part found, or why it found nothing."""
+    """Results of a part, or why it has none."""
 
     took_s: float = 0.0
     failure: str = ""
@@ -150,10 +162,11 @@ class PartResult(msgspec.Struct):
     state: dict[str, str] = {}
     figures: list[Figure] = []
     ratios: dict[str, float] = {}
-    launches: dict[str, dict[str, int]] = {}  # that it and those before it have chosen
+    notes: list[str] = []
+    launches: dict[str, dict[str, int]] = {}  # chosen by this part and those before it
     kernels: list[dict[str, str | int]] = []
     failures: dict[str, str] = {}  # tracebacks
-    output: str = ""  # the end of it, of a part that failed
+    output: str = ""  # the last part of the output, if it failed
 
 
 class _Saved(msgspec.Struct):
@@ -161,7 +174,7 @@ class _Saved(msgspec.Struct):
 
 
 class _Run:
-    """The parts of one file."""
+    """One run of the benchmark, with the results of all its parts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
@@ -175,7 +188,7 @@ class _Run:
         self._code = code()
 
     def run(self, part: Part, limit_s: float) -> None:
-        """Unless it is done. What a part had found is kept until it finds something else."""
+        """Run a part that is not done yet. Earlier results of the part are kept until it has new ones."""
         done = self._done.get(part.name)
         if done is not None and not done.failure and done.code == self._code:
             return
@@ -193,9 +206,9 @@ class _Run:
         self.save()
 
     def _command(self, part: Part, found: Path) -> list[str]:
-        if part.tests:  # a newer torch or Triton than ours may warn of what is to come
+        if part.tests:  # warnings are no errors here: newer versions of torch or Triton may deprecate something
             quiet = ["-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", "-W", "default"]
-            at_once = ["-n", str(TESTS_AT_ONCE)] if importlib.util.find_spec("xdist") else []  # they wait for compilers
+            at_once = ["-n", str(TESTS_AT_ONCE)] if importlib.util.find_spec("xdist") else []  # compilers take long
             return [sys.executable, "-m", "pytest", *quiet, *at_once, *part.tests]
         options = ["--tiny"] if self._options.tiny else []
         if part.name != LIMITS:
@@ -208,7 +221,7 @@ class _Run:
         from mooncake.app.bench_gpu_kernels import stream_of
 
         if not self._done[LIMITS].figures:
-            raise InternalError("the card's limits could not be measured; what went wrong is above")
+            raise InternalError("the limits of the GPU could not be measured; the error is above")
         return stream_of(self.report())
 
     def report(self) -> Report:
@@ -217,11 +230,12 @@ class _Run:
         for part in self._done.values():
             report.add(*part.figures)
             report.ratios |= part.ratios
+            report.notes += part.notes
         if self._options.tiny:
             report.notes.append("tiny shapes: every path ran, and no time here means anything")
         else:
             report.notes += [
-                f"{ratio}: {report.ratios[ratio]:.2f}, asked {target:.2f}, predicted {PREDICTED[ratio]:.2f}"
+                f"{ratio}: {report.ratios[ratio]:.2f}, target {target:.2f}, predicted {PREDICTED[ratio]:.2f}"
                 for ratio, target in TARGETS.items()
                 if ratio in report.ratios
             ]
@@ -238,15 +252,15 @@ class _Run:
 
     def finish(self, left_out: list[str]) -> None:
         report = self.report()
-        report.notes += [f"left out for want of time: {name} (--resume runs it)" for name in left_out]
+        report.notes += [f"left out, no time left: {name} (--resume runs it)" for name in left_out]
         report.finish(None)
         failed = [name for name, part in self._done.items() if part.failure]
         if failed:
-            raise InternalError(f"failed: {', '.join(failed)}; what each says is above")
+            raise InternalError(f"failed: {', '.join(failed)}; their output is above")
 
 
 def code() -> str:
-    """What was measured: our own code, whether or not there is a repository to name its commit."""
+    """Digest of the measured code; it needs no repository."""
     digest = hashlib.sha256()
     for folder in MEASURED:
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -255,10 +269,10 @@ def code() -> str:
 
 
 def _failure(command: list[str], limit_s: float, output: Path) -> str:
-    """Of a command that is interrupted after ``limit_s``; "" if there was none. What it prints goes to ``output``, and
-    to stderr once it has ended."""
+    """Run a command, and interrupt it after ``limit_s``. Returns why it failed, "" if it did not. Its output goes to
+    the file ``output``, and to stderr once it has ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would start it deaf to that
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit it as ignored
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -274,7 +288,7 @@ def _failure(command: list[str], limit_s: float, output: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Of all that ``process`` started, too; with ``END_S`` to end by itself if it is still at work."""
+    """End ``process`` and all it started; a running one gets SIGINT and ``END_S`` to end by itself."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
@@ -285,7 +299,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str, dict[str, int]], out: Path) -> None:
-    """In this process; what was found before a failure is written too. Raises InternalError when something failed."""
+    """Run a part in this process; results from before a failure are written too. Raises InternalError on failure."""
     import torch
 
     from mooncake.app.bench_gpu_device import Gpu, Scale, state
@@ -300,9 +314,15 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     try:
         with torch.inference_mode(), gpu.trying(name):
             getattr(importlib.import_module(module), function)(gpu, report, stream)
-    finally:  # also when it is stopped
+    finally:  # also when interrupted
         chosen = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
-        found = PartResult(figures=report.figures, ratios=report.ratios, launches=chosen, failures=gpu.failures)
+        found = PartResult(
+            figures=report.figures,
+            ratios=report.ratios,
+            notes=report.notes,
+            launches=chosen,
+            failures=gpu.failures,
+        )
         out.write_bytes(_encoded(found))
     with gpu.trying("what it ran on"):  # fails with the GPU
         found.state, found.kernels = state(), list(built_kernels())
@@ -362,7 +382,7 @@ def _check(tiny: bool) -> None:
             "this machine has no GPU that torch can use; TRITON_INTERPRET=1 … --tiny runs the code without one"
         )
     if INTERPRETED and not tiny:
-        raise ConfigError("Triton's interpreter is on (TRITON_INTERPRET=1): only --tiny makes sense with it")
+        raise ConfigError("Triton's interpreter is on (TRITON_INTERPRET=1): use --tiny with it")
 
 
 if __name__ == "__main__":

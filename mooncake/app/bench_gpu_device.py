@@ -1,7 +1,7 @@
-"""The device under test of ``mooncake bench gpu``: its clock, what is tried on it, and which launches it likes best.
+"""The device under test of ``mooncake bench gpu``: timing, failures, and the fastest launch of each kernel.
 
-What only a card can tell is decided by it: ``tuned`` times a few launches of a kernel, and what follows takes the
-fastest. What fails is kept with its traceback, and the rest goes on. It must not know what any part measures.
+``tuned`` times a few launches of a kernel, and later measurements use the fastest. Failures are kept with their
+tracebacks, and the rest goes on. It must not know what any part measures.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from mooncake.kernels.triton_launch import INTERPRETED, DoesNotFit
 from mooncake.model.gpu_model import PlannedKernels
 
 REPETITION_S = 0.2
-RUNS_A_LAP = 8  # of a graph, at least
-TUNED_HEAD_DIM, TUNED_BLOCK = 128, 64  # of the shapes whose launches are chosen
+RUNS_A_LAP = 8  # minimum runs in a captured graph
+TUNED_HEAD_DIM, TUNED_BLOCK = 128, 64  # launches are chosen for this shape
 DECODE, DECODE_INT8, PREFILL = "decode", "decode int8", "prefill"
 TUNED = {(DECODE_ROWS, False): DECODE, (DECODE_ROWS, True): DECODE_INT8, (PREFILL_ROWS, False): PREFILL}
 OTHERS = {
     DECODE: (
-        Launch(DECODE_ROWS, keys=64, num_warps=4, num_stages=7, per_processor=2),  # three trips on their way, not two
+        Launch(DECODE_ROWS, keys=64, num_warps=4, num_stages=7, per_processor=2),  # three iterations in flight, not two
         Launch(DECODE_ROWS, keys=64, num_warps=4, num_stages=5, per_processor=3),
         Launch(DECODE_ROWS, keys=128, num_warps=8, num_stages=5, per_processor=1),
     ),
@@ -44,8 +44,9 @@ OTHERS = {
         Launch(PREFILL_ROWS, keys=128, num_warps=8, num_stages=5, per_processor=1),
     ),
 }
-"""What is timed beside ``attention_launch``. All of them fit (``tests/kernels/compile_for_gpu.py`` builds them)."""
-WORTH = 0.98  # of the usual launch's time: another one must not take longer to be taken
+"""Launches timed in addition to ``attention_launch``. All of them fit (``tests/kernels/compile_for_gpu.py`` builds
+them)."""
+WORTH = 0.98  # another launch is used if it takes less than this share of the default launch's time
 TRACEBACK_CHARS = 4000
 SMI_FIELDS = (
     *("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "temperature.gpu"),
@@ -65,7 +66,7 @@ class Scale:
 
 class Gpu:
     def __init__(self, scale: Scale, reps: int, launches: Mapping[str, Launch] | None = None) -> None:
-        """``launches`` are those that parts before have chosen, by the names of TUNED."""
+        """``launches`` were chosen by earlier parts; keys are the names in TUNED."""
         self.kernels = PlannedKernels()
         self.kernels.choose_launch = self._launch
         self.device = self.kernels.device
@@ -73,12 +74,13 @@ class Gpu:
         self.reps = 1 if self.device.type == "cpu" else reps
         self.dtype = torch.float32 if INTERPRETED else torch.bfloat16
         self.launches = dict(launches or {})
-        self.failures: dict[str, str] = {}  # tracebacks, by what was tried
-        self.missing: list[str] = []  # of these what somebody has asked for
+        self.failures: dict[str, str] = {}  # tracebacks by what was tried
+        self.missing: list[str] = []  # failures of what was asked for
 
     @contextlib.contextmanager
     def trying(self, what: str, is_asked_for: bool = True) -> Iterator[None]:
-        """Go on behind it if it fails. A fault of the GPU itself has all fail that follows in this process."""
+        """Record a failure of the body and go on. After a fault of the GPU itself, everything later in this process
+        fails too."""
         try:
             yield
         except Exception:
@@ -89,7 +91,8 @@ class Gpu:
         self.free()
 
     def tuned(self, report: Report, kind: str, timed: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
-        """Seconds of the launch that is kept for ``kind`` from now on. Such as do not fit are left out."""
+        """Time the launches of ``kind`` and keep the fastest from now on; returns its seconds. Launches that do not fit
+        are skipped."""
         rows = next(rows for (rows, scaled), name in TUNED.items() if name == kind)
         usual = attention_launch(rows, TUNED_HEAD_DIM, TUNED_BLOCK, wide=False, scaled=kind == DECODE_INT8)
         found: dict[Launch, tuple[float, ...]] = {}
@@ -98,7 +101,7 @@ class Gpu:
                 with self.trying(f"{kind}: {launch}", launch == usual), contextlib.suppress(DoesNotFit):
                     self.launches[kind] = launch
                     found[launch] = timed()
-        finally:  # also when the part is stopped
+        finally:  # also when interrupted
             best = min(found, key=lambda launch: min(found[launch]), default=usual)
             is_worth_it = usual not in found or min(found[best]) < WORTH * min(found[usual])
             self.launches[kind] = kept = best if is_worth_it else usual
@@ -115,9 +118,9 @@ class Gpu:
         return self.launches.get(TUNED.get((tile_rows, scaled), ""), usual)
 
     def timed_s(self, run: Callable[[int], object], rotate: int = 1, captured: bool = False) -> tuple[float, ...]:
-        """Seconds of ``run(i)``, i in turn below ``rotate``, between two events.
+        """Seconds of ``run(i)``, with i cycling through ``range(rotate)``, between two CUDA events.
 
-        ``captured``: as a graph, so that what takes microseconds is not the host's time to launch it.
+        ``captured``: as a CUDA graph, so that the host's launch time is not measured.
         """
         if self.device.type == "cpu":
             started = time.perf_counter()
@@ -128,7 +131,7 @@ class Gpu:
             run(index)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        kept: list[object] = []  # what a graph writes to
+        kept: list[object] = []  # outputs of the graph
         if captured:
             with torch.cuda.graph(graph):
                 kept += [run(index) for index in turns]
@@ -150,7 +153,7 @@ class Gpu:
         return tuple(laps_s(count) / count / len(turns) for _ in range(self.reps))
 
     def fits(self, num_bytes: float) -> bool:
-        """In memory that nobody has, with a gigabyte to spare."""
+        """Whether so many bytes fit in free device memory, with a gigabyte to spare."""
         return self.device.type == "cpu" or num_bytes + 1e9 < torch.cuda.mem_get_info(self.device)[0]
 
     def free(self) -> None:
@@ -164,14 +167,14 @@ def rate(subject: str, name: str, unit: str, amount: float, seconds: Sequence[fl
 
 
 def check(report: Report, name: str, actual: torch.Tensor, expected: torch.Tensor, most: float) -> None:
-    """Write the relative error down. Raises AssertionError when it is above ``most``, or no number."""
+    """Report the relative error. Raises AssertionError when it is above ``most`` or NaN."""
     error = float((actual.float() - expected.float()).norm() / expected.float().norm())
     report.ratios[f"{name}_error"] = error
     assert error <= most, f"{name} is wrong by {error:.3g} of its norm"
 
 
 def state() -> dict[str, str]:
-    """Of the card, as the driver tells it, and the versions of what runs there."""
+    """State of the GPU from the driver, and versions of torch, CUDA and Triton."""
     versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "triton": version("triton")}
     if not torch.cuda.is_available():
         return versions

@@ -1,8 +1,8 @@
-"""A part of ``mooncake bench gpu``: decode steps through the engine, running ahead of the card and waiting for it.
+"""A part of ``mooncake bench gpu``: decode steps through the engine, running ahead of the GPU and waiting for it.
 
-Both are held to the bare step: the model and its sampler, started again and again with nothing in between. What is
-missing to that is time in which the card waits for the host. Beside that, steps of sequences with a long common prefix:
-replayed, which reads it once for each, and kernel by kernel, which reads it once.
+Both are compared with the bare step: the model and its sampler, started again and again with nothing in between. The
+difference is time in which the GPU waits for the host. Also steps of sequences with a long common prefix: as a replayed
+graph, which reads the prefix once per sequence, and kernel by kernel, which reads it once in all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake.model_config import ModelConfig
 from mooncake.types import KVLayout, SampledToken, SamplingParams
 
 SHAPES = {"1": (1, 1024), "64x2k": (64, 2048)}  # sequences, tokens of context
-SHARED_CONTEXT = 8192  # tokens, all in common but those of the last block
+SHARED_CONTEXT = 8192  # tokens, all shared except those of the last block
 SAMPLINGS = {"": SamplingParams(temperature=0.0), "_drawn": SamplingParams(temperature=1.0, top_p=0.9, seed=1)}
 STEPS = 128
 STEPS_DRAWN_BY_HOST = 8
@@ -35,7 +35,7 @@ MOST_REPS = 3
 
 
 class _Waiting:
-    """The same model, which cannot be told to start a step: logits go to the host, and the host draws."""
+    """The same model without ``start``: logits go to the host, which samples."""
 
     def __init__(self, model: GpuModel) -> None:
         self._model = model
@@ -49,7 +49,7 @@ class _Waiting:
 
 
 def engine_steps(gpu: Gpu, report: Report, _: float) -> None:
-    """Adds tokens a second of each way, and the bare step's time over the engine's, by shape."""
+    """Adds, by shape, tokens per second of each way, and the bare step's time over the engine's."""
     model = build_model(gpu, host_logits=True)[0]
     ahead: dict[str, float] = {}
     for name in SHAPES:
@@ -97,7 +97,7 @@ def _cache_of(gpu: Gpu, name: str, model: GpuModel) -> DeviceCache:
 
 
 def _timed_s(gpu: Gpu, report: Report, name: str, kind: str, way: str, model: CausalModel, cache: DeviceCache) -> float:
-    """Of a step. A host takes 0.2 s to draw 64 tokens: of such steps there are few."""
+    """Seconds per step. The host takes 0.2 s to sample 64 tokens, so few such steps are run."""
     batch, context, steps = _shape_of(gpu, name)
     reps = min(gpu.reps, MOST_REPS)
     if kind == "_drawn" and way == "waiting":
@@ -131,19 +131,19 @@ def _shared_prefix(gpu: Gpu, report: Report, model: GpuModel) -> None:
 def _step_s(
     model: CausalModel, cache: DeviceCache, batch: int, context: int, steps: int, sampling: SamplingParams
 ) -> float:
-    """Of one of many steps over contexts that nobody computed: they are handed over as a prefill node's are."""
+    """Mean seconds of a step. Contexts are not computed but handed over, as by a prefill node."""
     random = np.random.default_rng(0)
     longest = context + steps + 8
     settings = EngineConfig(BLOCK, 0, batch, longest, keep_events=False)
     engine = Engine(model, cache, settings)
     vocab = model.config.vocab_size
-    asked = SamplingParams(
+    params = SamplingParams(
         max_tokens=longest - context, temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed
     )
     for index in range(batch):
         prompt = random.integers(0, vocab, context, dtype=np.uint32)
         name = f"r{index}"
-        engine.reserve(Sequence(name, prompt, context, asked, Chain(b"bench"), eos_ids=(), max_model_len=longest))
+        engine.reserve(Sequence(name, prompt, context, params, Chain(b"bench"), eos_ids=(), max_model_len=longest))
         engine.start_reserved(name, [SampledToken(0, int(random.integers(vocab)))])
     for _ in range(3):
         engine.step()

@@ -1,6 +1,6 @@
-"""The part of ``mooncake bench gpu`` that times mixtures of experts: of Qwen3-30B-A3B, a layer at a time.
+"""The part of ``mooncake bench gpu`` that times mixtures of experts: single layers of Qwen3-30B-A3B.
 
-A decode step is held to the bytes of the experts that its tokens chose, a prompt to what its products are.
+The limit of a decode step is the bytes of the experts that its tokens chose, that of a prompt its matrix products.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from mooncake.app.bench_report import Figure, Report
 from mooncake.kernels import reference
 
 EXPERTS, PER_TOKEN, HIDDEN, INNER = 128, 8, 2048, 768
-LAYERS = 4  # none of whose weights stay in the L2 while the others are read
+LAYERS = 4  # enough that no weights stay in the L2 while the others are read
 DECODES, PROMPTS = (1, 16, 64, 256), (2048, 8192)
-MOST_ERROR = 0.02  # of the output, in its norm
-PEAK_TFLOPS = 788  # of matrix products in bfloat16, as attention is held to
+MOST_ERROR = 0.02  # of the norm of the output
+PEAK_TFLOPS = 788  # bfloat16 matrix products, the same limit as for attention
 
 
 class Layers:
-    """Random weights, in one order for all who compute with them."""
+    """Layers with random weights."""
 
     def __init__(self, gpu: Gpu) -> None:
         size, self.gpu = gpu.scale.size, gpu
@@ -35,7 +35,7 @@ class Layers:
         return torch.randn(shape, device=self.gpu.device, dtype=self.gpu.dtype).mul_(float(shape[-1]) ** -0.5)
 
     def tokens(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, and the experts and shares of each, as evenly as chance has it."""
+        """Random rows, and the experts and shares of each, chosen uniformly."""
         shares, chosen = torch.randn(count, self.count, device=self.gpu.device).softmax(-1).topk(self.per_token)
         return torch.randn(count, self.hidden, device=self.gpu.device, dtype=self.gpu.dtype), chosen, shares
 
@@ -78,7 +78,7 @@ def _prefill(layers: Layers, report: Report, count: int) -> None:
 
 
 def _check(layers: Layers, report: Report, name: str, given: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    """Some of the tokens against the definition in float32. Raises AssertionError."""
+    """Compare some of the tokens with the reference in float32. Raises AssertionError."""
     rows, chosen, shares = (part[:: max(len(part) // 64, 1)] for part in given)
     expected = reference.experts(*layers.weights[0])(rows.float(), chosen, shares)
     check(report, name, layers.experts[0](*given)[:: max(len(given[0]) // 64, 1)], expected, MOST_ERROR)

@@ -1,7 +1,7 @@
-"""A part of ``mooncake bench gpu``: a prompt's hand-off between two engines on one GPU, over the parts that nodes have.
+"""A part of ``mooncake bench gpu``: a prompt's hand-off between two engines on one GPU, with the components of nodes.
 
-Layers leave the device while the next ones are computed, travel over shared memory, are verified, and enter the other
-cache. It must not know the sizes of the model.
+Layers are copied from the device while the next ones are computed, sent over shared memory, verified, and copied into
+the other cache. It must not know the sizes of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TIMEOUT_S = 60.0
 
 
 def hand_off(gpu: Gpu, report: Report, model: GpuModel, block_tokens: int) -> None:
-    """Adds figures in ms. Raises AssertionError when the other engine does not go on as the first one would have."""
+    """Adds figures in ms. Raises AssertionError when the tokens differ from those of a single engine."""
     bench = _HandOff(gpu, model, block_tokens)
     try:
         alone = bench.prefill(NO_HOOK, "warm-up", None)
@@ -52,7 +52,7 @@ def hand_off(gpu: Gpu, report: Report, model: GpuModel, block_tokens: int) -> No
 
 
 class _HandOff:
-    """Two caches of one GPU, each with its mirror, and all that is between them."""
+    """Two caches on one GPU, each with its host mirror, and everything between them."""
 
     def __init__(self, gpu: Gpu, model: GpuModel, block_tokens: int) -> None:
         config = model.config
@@ -66,7 +66,7 @@ class _HandOff:
         caches = [DeviceCache(self._layout, num_blocks, gpu.device) for _ in range(2)]
         self._out, self._into = HostMirror(caches[0]), HostMirror(caches[1], self._segment.buffer)
         sampled = GpuModel(lambda _: model._model, num_blocks, gpu.dtype, gpu.device, buckets=())
-        sampled.kernels = model.kernels  # whose plan the model follows
+        sampled.kernels = model.kernels  # the model follows their plan
         settings = EngineConfig(block_tokens, gpu.scale.size(2048, 16), 1, num_blocks * block_tokens, keep_events=False)
         self._prefill, self._decode = (
             Engine(SettledModel(sampled, mirror), cache, settings)
@@ -78,7 +78,7 @@ class _HandOff:
         self._outbox = Outbox("hand-offs", self._transfer, self._out.memory, lambda *_: None)
 
     def prefill(self, hook: StepHook, name: str, num_to_sample: int | None) -> list[StepOutput]:
-        """Compute the prompt, and one token or all."""
+        """Compute the prompt and ``num_to_sample`` tokens (None: all)."""
         self._prefill.add(self._sequence(name, num_to_sample))
         outputs = _run(self._prefill, hook)
         self._prefill.release(name)
@@ -86,7 +86,7 @@ class _HandOff:
         return outputs
 
     def run(self, name: str, expected: list[StepOutput]) -> dict[str, float]:
-        """One hand-off; what its parts took, in ms."""
+        """One hand-off. Returns the ms of its phases."""
         reserved = self._decode.reserve(self._sequence(name, None)).block_ids
         self._server.grant(reserved, EPOCH)
         sink = Sink(name, self._layout, time.monotonic() + TIMEOUT_S)

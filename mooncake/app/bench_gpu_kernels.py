@@ -1,6 +1,6 @@
-"""The parts of ``mooncake bench gpu`` that time kernels: the card's limits, attention, and what is around it.
+"""The parts of ``mooncake bench gpu`` that time kernels: limits of the GPU, attention, and the kernels around it.
 
-Each part gets the device, a report to add to, and the bytes a second that the card can read.
+Each part gets the device, a report to add to, and the bytes per second that the GPU can read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
-MOST_ERROR = 0.02  # of attention's output, in its norm: bfloat16 weights cost some thousandths
+MOST_ERROR = 0.02  # of the norm of attention's output: bfloat16 weights cost some thousandths
 COPY_LAUNCHES = ((COPY_PROGRAMS, COPY_WORDS), (8, 2048), (16, 2048), (16, 4096))  # programs, words
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -54,8 +54,8 @@ def limits(gpu: Gpu, report: Report, _: float) -> None:
 
 
 def stream_of(report: Report) -> float:
-    """Bytes a second that can be read. Reading alone is what attention does; a reduction slower than a copy, reads and
-    writes together, is no limit."""
+    """Bytes per second that can be read: the faster of a reduction, which only reads as attention does, and a copy,
+    reads and writes counted."""
     return max(figure.best for figure in report.figures if figure.name in (READ_STREAM, COPY)) * 1e9
 
 
@@ -63,11 +63,11 @@ def stream_of(report: Report) -> float:
 
 
 class DecodeBatch:
-    """One decode step's attention over several layers' pages, in a random physical order: none is in the L2."""
+    """Attention of one decode step over the pages of several layers, in random physical order: none is in the L2."""
 
     def __init__(self, gpu: Gpu, shape: DecodeShape, layers: int, pages: str = "") -> None:
-        """``pages``: "" for numbers as they are, "int8" for rows of codes and their scale as engines have them, or
-        "int8_beside" for codes whose scales lie elsewhere."""
+        """``pages``: "" for unquantised rows; "int8" for rows of codes with their scale, as in engines; "int8_beside"
+        for codes whose scales are stored separately."""
         self.gpu, self.shape, self.layers = gpu, shape, layers
         block, batch = shape.block_tokens, len(shape.contexts)
         per_sequence = [-(-context // block) for context in shape.contexts]
@@ -130,7 +130,7 @@ class DecodeBatch:
         return self.gpu.timed_s(lambda layer: self.attend(plan, layer), self.layers, captured=True)
 
     def check(self, report: Report, name: str, plan: DevicePlan) -> None:
-        """The first sequence and the last one against the definition in float32. Raises AssertionError."""
+        """Compare the first and the last sequence with the reference in float32. Raises AssertionError."""
         actual, layer = self.attend(plan, 0), self.cache[:, 0]
         codes, scales = codes_and_scales(layer) if self.is_coded and self.scales is None else (layer, None)
         scales = self.scales[:, 0] if self.scales is not None else scales
@@ -183,7 +183,7 @@ def _decode(gpu: Gpu, report: Report, stream: float, shape: DecodeShape, layers:
 
 
 def _sdpa_s(gpu: Gpu, batch: DecodeBatch) -> tuple[float, ...]:
-    """torch's attention over KV that is contiguous already, query heads of a group as rows of one product."""
+    """torch's attention over contiguous KV, with the query heads of a group as rows of one product."""
     size, context = len(batch.shape.contexts), batch.shape.contexts[0]
     key, value = (
         torch.randn(batch.layers, size, KV_HEADS, context, HEAD_DIM, device=gpu.device, dtype=gpu.dtype)
@@ -194,9 +194,9 @@ def _sdpa_s(gpu: Gpu, batch: DecodeBatch) -> tuple[float, ...]:
 
 
 def coded(gpu: Gpu, report: Report) -> None:
-    """int8 pages against bfloat16 at the same number of tokens.
+    """int8 pages compared with bfloat16 at the same number of tokens.
 
-    Those of engines, whose rows of 132 bytes come in words of four, beside such as could be read 16 bytes at a time.
+    Rows of engines have 132 bytes and are read in words of 4; the others could be read 16 bytes at a time.
     """
     shape = DecodeShape("64 x 8k", [8192] * 64 if not gpu.scale.tiny else [70, 40], 64)
     plain = DecodeBatch(gpu, shape, 2)
@@ -278,7 +278,7 @@ def _prefill(gpu: Gpu, report: Report, name: str, history: int, is_first: bool) 
         rows = query.transpose(0, 1)[None]
         sdpa = gpu.timed_s(lambda _: _sdpa(rows, key, value, is_causal=True), captured=True)
         report.ratios["prefill_2k_vs_sdpa"] = min(sdpa) / min(seconds)
-    few = slice(chunk - 16, chunk)  # of which each sees another key more
+    few = slice(chunk - 16, chunk)  # each of them sees one key more than the one before
     last = (tables.cpu(), torch.tensor([0, 16]), torch.tensor([context]), HEAD_DIM**-0.5)
     expected = reference.paged_attention(query[few].float(), cache.float(), *last)
     check(report, f"prefill {name}", run(0)[few], expected, MOST_ERROR)
@@ -314,7 +314,7 @@ def int8_products(gpu: Gpu, report: Report, _: float) -> None:
 
 
 def page_copies(gpu: Gpu, report: Report, _: float) -> None:
-    """Pages of 32 KiB from pinned host memory: one long copy, a loop of small ones, and our kernel on 8 programs."""
+    """Pages of 32 KiB from pinned host memory: one long copy, a loop of small ones, and our kernel with 8 programs."""
     page, count = 32 << 10, gpu.scale.size(16_384, 8)
     host = torch.empty(count, page, dtype=torch.uint8, pin_memory=gpu.device.type == "cuda")
     target = torch.empty(count, page, dtype=torch.uint8, device=gpu.device)
@@ -359,7 +359,7 @@ def page_copies(gpu: Gpu, report: Report, _: float) -> None:
 
 
 def flex_attention(gpu: Gpu, report: Report, _: float) -> None:
-    """torch's compiled FlexAttention over KV that is contiguous already, beside ours over pages."""
+    """torch's compiled FlexAttention over contiguous KV, compared with ours over pages."""
     if INTERPRETED:
         return
     from torch.nn.attention.flex_attention import create_block_mask

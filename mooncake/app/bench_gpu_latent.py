@@ -1,8 +1,8 @@
 """The part of ``mooncake bench gpu`` that times latent attention: DeepSeek-V3's 128 heads and Moonlight's 16.
 
-A token is one row of 576 numbers, 1152 bytes in bfloat16, that all heads read; a head takes 2 · (576 + 512) FLOP of it.
-So 16 heads make 30 FLOP a byte and wait for memory, which an H100 reads at 3.35 TB/s, and 128 heads make 242, where its
-matrix units (788 TFLOP/s, as products reach) and its memory would end together.
+A token is one row of 576 numbers, 1152 bytes in bfloat16, read by all heads; each head computes 2 · (576 + 512) FLOP
+with it. So 16 heads compute 30 FLOP per byte and are limited by memory, which an H100 reads at 3.35 TB/s. 128 heads
+compute 242, where the matrix units (788 TFLOP/s, as products reach) and the memory are equally busy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from mooncake.kernels.gpu import GpuKernels, codes_and_scales
 from mooncake.kernels.gpu_attention import DevicePlan
 from mooncake.kernels.reference import SCALE_BYTES
 
-ROW, VALUE = 576, 512  # columns of a row, and those of them that a model takes as its value
+ROW, VALUE = 576, 512  # columns of a row, and how many of them are the value
 DEEPSEEK, MOONLIGHT = 128, 16  # heads
 BLOCK = 64
-PRODUCTS = 788e12  # FLOP a second
+PRODUCTS = 788e12  # FLOP/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,17 @@ class LatentShape:
     heads: int
     queries: list[int]
     contexts: list[int]
-    pages: str = ""  # "int8": rows of codes and their scale
+    pages: str = ""  # "int8": rows of codes with their scale
 
     @property
     def flops(self) -> float:
-        """That the model asks for: a query sees the keys up to its own."""
+        """Required FLOP: a query sees the keys up to its own position."""
         pairs = sum(q * (c - q) + q * (q + 1) / 2 for q, c in zip(self.queries, self.contexts, strict=True))
         return 2.0 * (ROW + VALUE) * self.heads * pairs
 
 
 class LatentBatch:
-    """A step over several layers' pages, in a random physical order: none is in the L2."""
+    """A step over the pages of several layers, in random physical order: none is in the L2."""
 
     def __init__(self, gpu: Gpu, shape: LatentShape, layers: int) -> None:
         self.gpu, self.shape, self.layers = gpu, shape, layers
@@ -85,7 +85,7 @@ class LatentBatch:
         return self.gpu.timed_s(lambda layer: self.attend(plan, layer), self.layers, captured=True)
 
     def check(self, report: Report, name: str, plan: DevicePlan) -> None:
-        """The last query of the first sequence and of the last one, against the definition. Raises AssertionError."""
+        """Compare the last query of the first and of the last sequence with the reference. Raises AssertionError."""
         actual = self.attend(plan, 0)
         for row in sorted({0, len(self.shape.contexts) - 1}):
             context, last = self.shape.contexts[row], int(self._host[0][row + 1]) - 1
@@ -102,7 +102,8 @@ class LatentBatch:
 
 
 def latent_attention(gpu: Gpu, report: Report, stream: float) -> None:
-    """Decode steps of 64 sequences and of one long one, a chunk of a prompt, and what turns queries and writes rows."""
+    """Decode steps of 64 sequences and of one long one, a chunk of a prompt, and the kernel that rotates queries and
+    writes rows."""
     tiny = gpu.scale.tiny
     many, long = ([8192] * 64, [131_072]) if not tiny else ([70, 40], [300])
     chunk, history = (2048, 8192) if not tiny else (5, 30)

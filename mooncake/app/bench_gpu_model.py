@@ -1,4 +1,4 @@
-"""The parts of ``mooncake bench gpu`` that run a whole model: steps against their roofline, and a hand-off."""
+"""The parts of ``mooncake bench gpu`` that run a whole model: steps compared with their roofline, and a hand-off."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model_config import ModelConfig
 
 BLOCK = 64
-MOST_ERROR = 0.3  # of replayed logits, in their norm
+MOST_ERROR = 0.3  # of the norm of the logits
 LEAST_CONTEXT = 1024
 
 
@@ -43,7 +43,7 @@ def model_of_8b(gpu: Gpu) -> ModelConfig:
 
 
 def build_model(gpu: Gpu, host_logits: bool = False) -> tuple[GpuModel, int]:
-    """With random weights, and the bytes of them that a decode step reads."""
+    """A model with random weights, and the bytes of weights that a decode step reads."""
     config = model_of_8b(gpu)
     weights = {
         name: torch.randn(shape, device=gpu.device, dtype=gpu.dtype) * 0.02
@@ -65,7 +65,7 @@ def build_model(gpu: Gpu, host_logits: bool = False) -> tuple[GpuModel, int]:
 
 
 def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
-    """Decode steps and a prefill of random weights of an 8B model's shape: speed only."""
+    """Decode steps and a prefill of an 8B model with random weights: speed only."""
     model, step_bytes = build_model(gpu)
     for batch, context in ((64, 8192), (1, 1024)):
         with gpu.trying(f"decode steps of {batch}"):
@@ -79,7 +79,7 @@ def whole_model(gpu: Gpu, report: Report, stream: float) -> None:
 def _decode(
     gpu: Gpu, report: Report, model: GpuModel, batch: int, context: int, step_bytes: int, stream: float
 ) -> None:
-    """At the longest context, of halves of this one, whose cache fits beside the weights."""
+    """Decode steps at the longest context whose cache fits beside the weights: the given one, halved until it fits."""
     config, graphs = model.config, gpu.device.type == "cuda"
     token_bytes = config.num_layers * 2 * config.num_kv_heads * config.head_dim * gpu.dtype.itemsize
     while not gpu.fits(batch * context * token_bytes) and context > LEAST_CONTEXT:
@@ -104,15 +104,15 @@ def _decode(
 def _kernel_by_kernel(gpu: Gpu, model: GpuModel) -> GpuModel:
     blocks = model.config.max_model_len // BLOCK
     eager = GpuModel(lambda _: model._model, blocks, gpu.dtype, buckets=(), host_logits=False)
-    eager.kernels = model.kernels  # whose plan the model follows
+    eager.kernels = model.kernels  # the model follows their plan
     return eager
 
 
 def _check_replays(gpu: Gpu, report: Report, model: GpuModel) -> None:
-    """Replayed steps, some with rows that only fill the graph, give the logits of those that run kernel by kernel.
+    """Compare the logits of replayed steps, some with padding rows, with those of steps run kernel by kernel.
 
-    Raises AssertionError. What another order of sums costs in bfloat16 is a few hundredths of them, more in layers of
-    random weights than in a model's; a page or a row that is mistaken for another is all.
+    Raises AssertionError. Another summation order changes bfloat16 logits by a few hundredths of their norm, more with
+    random weights than with a trained model's; mistaking a page or row for another changes them completely.
     """
     config, eager = model.config, _kernel_by_kernel(gpu, model)
     for batch, context in ((1, 1000), (50, 700)):
@@ -120,7 +120,7 @@ def _check_replays(gpu: Gpu, report: Report, model: GpuModel) -> None:
         per_sequence = -(-context // BLOCK)
         shape = (batch * per_sequence, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim)
         cache = torch.randn(shape, dtype=gpu.dtype, device=gpu.device)
-        for turn in range(2):  # other tables in the same buffers
+        for turn in range(2):  # the second one with other tables in the same buffers
             step = decode_batch(batch, context, per_sequence, BLOCK, config.vocab_size)
             replayed, plain = (one.forward(step, cache, NoHook()).float().clone() for one in (model, eager))
             check(report, f"replayed steps of {batch}, turn {turn}", replayed, plain, MOST_ERROR)
@@ -129,7 +129,7 @@ def _check_replays(gpu: Gpu, report: Report, model: GpuModel) -> None:
 
 
 def handed_off(gpu: Gpu, report: Report, _: float) -> None:
-    from mooncake.app.bench_gpu_handoff import hand_off  # it needs what nodes need
+    from mooncake.app.bench_gpu_handoff import hand_off  # needs the dependencies of nodes
 
     hand_off(gpu, report, build_model(gpu)[0], BLOCK if gpu.device.type == "cuda" else 16)
 

@@ -1,7 +1,7 @@
-"""What this machine can do at most, and decode attention alone: ``mooncake bench engine`` below the engine.
+"""The kernel part of ``mooncake bench engine``: the limits of this machine, and decode attention alone.
 
-Each measurement is seconds a repetition. What is held against each other is measured in turns: a machine whose speed
-changes from second to second does so for all of it. It must not know about sequences, scheduling or other engines.
+Measurements are seconds per repetition. Figures to be compared are measured alternately, so that a machine whose speed
+changes from second to second affects all of them. It must not know about sequences, scheduling or other engines.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.kernels.cpu import CpuKernels
 
 READ_BYTES = 512 << 20
-SPIN_S = 0.03  # so long torch's threads keep a core busy behind a call, waiting for the next: who comes then is slowed
+SPIN_S = 0.03  # after a call torch's threads spin this long, and would slow the next measurement
 GEMM_SIZE = 2048
-CONTIGUOUS_LAYERS = 8  # so many layers of KV do not fit into a last-level cache: each pass reads memory, as a step does
+CONTIGUOUS_LAYERS = 8  # more KV than the last-level cache holds, so each pass reads memory, as a step does
 
 
 class Memory:
-    """As much as no cache holds."""
+    """A buffer larger than any cache."""
 
     num_bytes = READ_BYTES
 
@@ -33,7 +33,7 @@ class Memory:
         self._vector = torch.ones(columns)
 
     def read_s(self) -> float:
-        """Seconds to read it once, in the faster of two ways."""
+        """Seconds to read it once, by the faster of two methods."""
         ways = {"sum": lambda: self._matrix.sum(), "product": lambda: self._matrix.mv(self._vector)}
         return min(seconds for (seconds,) in _in_turns(ways, 1, warm_up=False).values())
 
@@ -45,8 +45,8 @@ def gemm_s(dtype: torch.dtype, reps: int) -> tuple[tuple[float, ...], float]:
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that a decode step of one token reads: all but an embedding table of which only rows are looked
-    up, and of experts those that the token uses."""
+    """Bytes of weights that a decode step of one token reads. An embedding table used only for look-ups, and experts
+    that the token does not use, do not count."""
     sizes = {name: torch.Size(shape).numel() for name, shape in weight_shapes(config).items()}
     for name in sizes:
         if ".experts." in name:
@@ -61,8 +61,9 @@ def decode_attention_s(
 ) -> dict[str, tuple[float, ...]]:
     """Seconds of one layer's decode attention: ours over pages, and torch's over contiguous KV and over gathered pages.
 
-    ``cache`` is a paged cache ``[N, layers, K|V, Hkv, block_tokens, D]``; pages are taken from all over it. Queries of
-    a group are rows of one product in the better of two ways to call ``scaled_dot_product_attention``.
+    ``cache`` is a paged cache ``[N, layers, K|V, Hkv, block_tokens, D]``; pages are spread over all of it. torch's is
+    ``scaled_dot_product_attention`` called in the faster of two ways, one with the queries of a group as rows of one
+    product.
     """
     num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
     head_dim = reference.head_dim_of(cache[:, 0])
@@ -97,8 +98,8 @@ def decode_attention_s(
 def shared_prefix_s(
     cache: torch.Tensor, num_heads: int, batch: int, prefix: int, own: int, reps: int
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of one layer's decode attention of sequences that begin with the same ``prefix`` tokens and have ``own``
-    more each: with tables that share the prefix's blocks, and with tables that hold a copy of it each."""
+    """Seconds of one layer's decode attention over sequences with a common prefix of ``prefix`` tokens and ``own``
+    tokens each: with block tables that share the prefix's blocks, and with a copy of the prefix per sequence."""
     num_blocks, num_layers, _, _, block_tokens, _ = cache.shape
     head_dim = reference.head_dim_of(cache[:, 0])
     shared, rest = prefix // block_tokens, -(-own // block_tokens)
@@ -122,7 +123,7 @@ def _attention(
     starts: torch.Tensor,
     contexts: torch.Tensor,
 ) -> Callable[[], None]:
-    """Attends to each of so many layers. Nothing but the kernel: a forward pass calls it from C++, too."""
+    """Attention over each of the layers: only the kernel, which a forward pass also calls from C++."""
     kernels, scale = choose_kernels(), reference.head_dim_of(cache[:, 0]) ** -0.5
     given = [(query, cache[:, layer], tables, starts, contexts, scale) for layer in range(layers)]
     calls: list[Callable[[], torch.Tensor]]
@@ -139,7 +140,7 @@ def _attention(
 
 
 def _fill(cache: torch.Tensor, tables: torch.Tensor, layers: int, head_dim: int) -> None:
-    """Random rows in these blocks."""
+    """Write random rows into these blocks."""
     blocks = tables.flatten().long()
     for layer in range(layers):
         rows = torch.randn(len(blocks), *cache.shape[2:5], head_dim)
@@ -156,7 +157,7 @@ def _gather(cache_layer: torch.Tensor, tables: torch.Tensor, context: int) -> tu
 
 
 def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attention of one token a sequence, the query heads of a group as rows over their KV head."""
+    """Attention of one token per sequence, with the query heads of a group as rows over their KV head."""
     rows = query.view(len(query), key.shape[1], -1, query.shape[2]).to(key.dtype)  # [B, Hkv, G, D]
     return torch.nn.functional.scaled_dot_product_attention(rows, key, value)
 
@@ -164,7 +165,7 @@ def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 def _in_turns(
     ways: Mapping[str, Callable[[], object]], reps: int, pause_s: float = 0.0, *, warm_up: bool = True
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of each way at each repetition, after one that does not count; ``pause_s`` before each."""
+    """Seconds of each way per repetition, measured alternately after a warm-up, with ``pause_s`` before each."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():
         for rep in range(-1 if warm_up else 0, reps):

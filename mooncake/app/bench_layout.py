@@ -1,6 +1,6 @@
-"""``mooncake bench layout``: KV read into another layout, against the same bytes read into the layout they have.
+"""``mooncake bench layout``: KV read into another layout, compared with the same bytes read as they are.
 
-Both go through the transfer engine from segments of another process, in turns. It must not know how a plan is made.
+Both go alternately through the transfer engine from segments of another process. It must not know how a plan is made.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
                 if not options.cases or case.name in options.cases:
                     tell(shown, f"{case.name} over {transport}")
                     _measure(case, transport, options, report)
-    report.notes.append("ratios are seconds over seconds: 1.10 is a conversion that costs a tenth more than a copy")
+    report.notes.append("ratios of times: at 1.10 a conversion takes a tenth longer than a copy")
     report.finish(options.save)
 
 
@@ -99,7 +99,7 @@ def _options(arguments: Sequence[str]) -> Options:
 
 
 def _measure(case: Case, transport: str, options: Options, report: Report) -> None:
-    """Alternately: the conversion for one target rank, and a plain read of as many bytes of the same segments."""
+    """Alternately: the conversion for one target rank, and a plain read of as many bytes from the same segments."""
     how = plan(case.source, case.target, case.target.num_ranks // 2)
     period_bytes = sum(box.nbytes for box in how.boxes)
     periods = max(1, options.mb * 1_000_000 // period_bytes)
@@ -134,7 +134,7 @@ def _measure(case: Case, transport: str, options: Options, report: Report) -> No
 def _plain_ranges(
     addresses: dict[int, SegmentAddress], num_blocks: int, into: npt.NDArray[np.uint8], total: int
 ) -> Iterator[tuple[SegmentAddress, list[ReadRange]]]:
-    """Whole blocks of the shards, one shard a request, until ``total`` bytes are read."""
+    """Whole blocks of the shards, one shard per request, up to ``total`` bytes."""
     start = 0
     share = -(-total // len(addresses))
     for address in addresses.values():
@@ -151,7 +151,7 @@ def _plain_ranges(
 
 
 def _alternate(ways: tuple[Callable[[], None], Callable[[], None]], reps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each, a repetition after the other, after one that does not count."""
+    """Seconds of both per repetition, measured alternately after a warm-up."""
     times: tuple[list[float], list[float]] = ([], [])
     for rep in range(reps + 1):
         for index in (0, 1) if rep % 2 else (1, 0):

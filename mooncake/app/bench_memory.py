@@ -1,6 +1,6 @@
-"""Memory as those have it who register it: it begins with a page.
+"""Page-aligned memory, like that of registered segments.
 
-What begins elsewhere is copied as much as half as long again.
+Copying unaligned memory takes up to half as long again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Memory = npt.NDArray[np.uint8]
 
 
 def pages(num_bytes: int) -> Memory:
-    """Shape [num_bytes], of no particular content."""
+    """Uninitialised memory of shape [num_bytes]."""
     room = np.empty(num_bytes + mmap.PAGESIZE, dtype=np.uint8)
     start = -room.ctypes.data % mmap.PAGESIZE
     return room[start : start + num_bytes]

@@ -1,9 +1,8 @@
-"""``mooncake bench quality``: what narrow formats cost in perplexity, and what they save in bytes.
+"""``mooncake bench quality``: perplexity and bytes of narrow formats.
 
-The text is the reference of the Python language that CPython itself ships (``pydoc_data.topics``), cut into windows.
-Each format computes the same windows through its own paged cache, so that narrow keys and values are read back as a
-step would. With ``--resume FILE`` each window's loss is kept, and a run that was stopped goes on where it was. It must
-not time anything.
+The text is the Python language reference that CPython ships (``pydoc_data.topics``), cut into windows. Each format
+computes the same windows through its own paged cache, so that narrow keys and values are read back as in serving. With
+``--resume FILE`` the loss of each window is saved, and an interrupted run continues. It must not time anything.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from mooncake.types import KVLayout
 
 BLOCK_TOKENS = 64
 BASELINE = "float32"
-SCALED = "kv-int8-key-scales"  # as measured here, on another text
+SCALED = "kv-int8-key-scales"  # key scales are measured here, on another text
 FORMATS: dict[str, Precision] = {
     BASELINE: resolve_precision("float32"),
     "bfloat16": resolve_precision("bfloat16"),
@@ -62,7 +61,7 @@ class Options:
 
 
 class Begun(msgspec.Struct):
-    """What is known of each format: the losses of its first windows, all computed by the same code on the same text."""
+    """Saved results: for each format, the losses of its first windows, computed by the same code on the same text."""
 
     origin: dict[str, str | int]
     losses: dict[str, list[float]] = msgspec.field(default_factory=dict)
@@ -135,14 +134,14 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
 
 
 def code_digest() -> str:
-    """Of what computes a loss: the kernels and the models."""
+    """Digest of the code that computes a loss: kernels and models."""
     files = [path for package in (kernels, models) for path in Path(package.__path__[0]).rglob("*") if path.is_file()]
     sources = sorted(path for path in files if path.suffix in (".py", ".cpp", ".h"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def read_begun(file: Path | None, origin: dict[str, str | int]) -> Begun:
-    """Raises ConfigError when the file is of another model, window or version of the code."""
+    """Saved results. Raises ConfigError when they are from another model, window or version of the code."""
     if file is None or not file.exists():
         return Begun(origin)
     try:
@@ -150,7 +149,7 @@ def read_begun(file: Path | None, origin: dict[str, str | int]) -> Begun:
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file} does not hold a run of this benchmark: {error}") from None
     if changed := [name for name, value in origin.items() if begun.origin.get(name) != value]:
-        raise ConfigError(f"{file} was begun with other {', '.join(changed)}; remove it to start over")
+        raise ConfigError(f"{file} holds results with a different {', '.join(changed)}; remove it to start over")
     return begun
 
 
@@ -166,7 +165,7 @@ def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:
 
 
 def text_windows(checkpoint: Checkpoint, num_tokens: int, window: int) -> npt.NDArray[np.int64]:
-    """Token ids ``[windows, window]``. Raises ConfigError when the text is not that long."""
+    """Token ids ``[windows, window]``. Raises ConfigError when the text is shorter."""
     topics = pydoc_data.topics.topics
     ids = checkpoint.load_tokenizer().encode("\n\n".join(topics[name] for name in sorted(topics)))
     count = num_tokens // window
@@ -176,7 +175,7 @@ def text_windows(checkpoint: Checkpoint, num_tokens: int, window: int) -> npt.ND
 
 
 def window_losses(model: CausalLM, layout: KVLayout, windows: npt.NDArray[np.int64]) -> Iterator[float]:
-    """Of each window: minus the sum of the log-probabilities of its tokens but the first, each given those before."""
+    """Negative log-likelihood of each window: of its tokens after the first, each given those before it."""
     length = windows.shape[1]
     num_blocks = -(-length // layout.block_tokens)
     cache = KVCache(layout, num_blocks)
@@ -196,4 +195,4 @@ def compare(report: Report, options: Options) -> None:
             ("weight_bytes", "weights read by a decode step"),
         ):
             report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
-    report.notes.append("perplexity: a format's over float32's on the same text; below 1.005 is half a percent")
+    report.notes.append("perplexity: ratio to float32's on the same text; 1.005 is half a percent more")

@@ -1,7 +1,7 @@
-"""``mooncake bench rdma``: one-sided writes and reads of registered memory, against perftest's over the same device.
+"""``mooncake bench rdma``: one-sided writes and reads of registered memory, compared with perftest on the same device.
 
-Both move the same bytes from one process to another through one queue pair, in turns. It needs verbs; ``--machine``
-names a program that runs a command where some are. It must not know how a path works.
+Both move the same bytes between two processes through one queue pair, alternately. It needs RDMA verbs; ``--machine``
+names a program that runs a command on a machine that has them. It must not know how a path works.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Options:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Raises ConfigError when there are no verbs."""
+    """Raises ConfigError without RDMA verbs."""
     options, machine = _options(arguments)
     if machine is not None:
         _go_to(machine, arguments, options.save)
@@ -86,7 +86,7 @@ def _options(arguments: Sequence[str]) -> tuple[Options, str | None]:
 
 
 def _go_to(machine: str, arguments: Sequence[str], save: Path | None) -> None:
-    """Become the same benchmark in there."""
+    """Replace this process by the benchmark on the other machine."""
     program = shutil.which(machine)
     if program is None:
         raise ConfigError(f"--machine: there is no program {machine!r}")
@@ -128,7 +128,7 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
             ways = {way: measure for way, measure in ways.items() if way[0] == "mooncake"}
         rates: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         late: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-        write(data), read()  # opens the path and its windows
+        write(data), read()  # warm-up: opens the path and its windows
         for _ in range(options.reps):
             for way, measure in ways.items():
                 before = _late_acknowledgements(device)
@@ -145,7 +145,7 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
 
 
 def _late_acknowledgements(device: str) -> float:
-    """How often a queue pair of this machine has sent again what it waited too long for; 0 where nobody counts."""
+    """Retransmissions after acknowledgement timeouts, of all queue pairs of this machine; 0 if not counted."""
     counters = Path("/sys/class/infiniband", device, "ports", "1", "hw_counters")
     known = [counters / "completer_retry_err", counters / "local_ack_timeout_err"]  # soft RoCE's, and Mellanox's
     return float(sum(int(path.read_text()) for path in known if path.exists()))
@@ -158,13 +158,13 @@ def _rate(move: Callable[[], float]) -> float:
 
 
 def _perftest(program: str, device: str, gid_index: int, size: int, count: int) -> float:
-    """Average GB/s of perftest between two processes. Raises ConfigError when it does not say."""
+    """Average GB/s of perftest between two processes. Raises ConfigError when it reports none."""
     port = _free_port()
     command = [program, "-d", device, "-x", str(gid_index), "-s", str(size), "-n", str(max(count, 5)), "-p", str(port)]
-    command.append("-F")  # whatever the processor's clock does
+    command.append("-F")  # ignore changes of the processor's clock
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
-            for _ in range(20):  # until it listens
+            for _ in range(20):  # until the server listens
                 client = subprocess.run(
                     [*command, "127.0.0.1"], capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False
                 )
@@ -178,8 +178,8 @@ def _perftest(program: str, device: str, gid_index: int, size: int, count: int) 
             server.kill()
     rows = re.findall(rf"^\s*{size}\s+\d+\s+[\d.]+\s+([\d.]+)", client.stdout, re.MULTILINE)
     if not rows:
-        raise ConfigError(f"{program} said nothing of use: {(client.stderr or client.stdout).strip()[-200:]}")
-    return float(rows[-1]) * 2**20 / 1e9  # it says MB and means MiB
+        raise ConfigError(f"{program} reported no rate: {(client.stderr or client.stdout).strip()[-200:]}")
+    return float(rows[-1]) * 2**20 / 1e9  # its MB are MiB
 
 
 def _free_port() -> int:

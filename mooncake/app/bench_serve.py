@@ -1,8 +1,8 @@
-"""``mooncake bench serve``: a cluster of processes on this machine, as its clients see it, beside one engine that does
-prefill and decode in one process, under the same traffic.
+"""``mooncake bench serve``: a cluster of processes on this machine, as its clients see it, compared with one engine
+that does prefill and decode in one process, under the same traffic.
 
-Everything shares this machine's cores: the clients, the conductor, and nodes that elsewhere would have machines of
-their own. What a cluster gains by separation shows in TBT; its throughput here can at best equal the one engine's.
+Clients, conductor and nodes share this machine's cores, while real nodes have their own machines. The gain of
+separation shows in TBT; throughput here can at best equal that of the single engine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from json import dumps as json_text  # a JSON string is one of TOML too
+from json import dumps as json_text  # a JSON string is also a TOML string
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -35,8 +35,8 @@ from mooncake.types import PrefillReport
 
 COUPLED = ServedByEngine.name
 SMALL_TOKENS = 16
-FIRST_TOKENS = 4  # of a request that is asked for its TTFT: past the hand-off
-LONG_ANSWERS = 8  # times as long, where all are to be under way at once
+FIRST_TOKENS = 4  # tokens of a request that measures TTFT: enough to include the hand-off
+LONG_ANSWERS = 8  # factor on the answer length when all answers must run at the same time
 MAX_MODEL_LEN = 4096
 KV_GB = 1.5
 
@@ -49,7 +49,7 @@ class Options:
     prompt_tokens: int
     new_tokens: int
     long_tokens: int
-    requests: int  # of each client
+    requests: int  # per client
     reps: int
     small_requests: int
     vllm_python: str
@@ -59,9 +59,9 @@ class Options:
 
 
 def main(args: list[str]) -> None:
-    """Raises MooncakeError: a wrong option, a model that cannot be read, a cluster that does not start or fails.
+    """Raises MooncakeError for a wrong option, an unreadable model, or a cluster that does not start or fails.
 
-    Cancelled after Ctrl-C; what was measured is reported first.
+    Raises Cancelled after Ctrl-C, once the results so far are reported.
     """
     options = parse(args)
     report = Report("serve", _config(options), options.seed)
@@ -72,18 +72,18 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench serve", __doc__)
     add = flags.add
     add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
     flags.overrides()
-    flags.model("")  # that of the configuration
-    flags.transports("shm,tcp", "of the hand-off, each in a cluster of its own")
+    flags.model("")  # default: the configuration's model
+    flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
     add("--prompt", type=int, default=256, metavar="TOKENS")
     add("--new", type=int, default=48, metavar="TOKENS")
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
-    add("--requests", type=int, default=2, help="of each client, one after the other")
+    add("--requests", type=int, default=2, help="requests per client, one after the other")
     add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")
     flags.reps(3, "long prompts")
     flags.vllm_python("compare TTFT with vLLM in this interpreter's environment")
@@ -91,7 +91,11 @@ def parse(args: list[str]) -> Options:
     flags.seed()
     flags.quick("a minute instead of ten: shm, 1 and 4 clients, short prompts")
     flags.json_file()
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
@@ -101,10 +105,10 @@ def parse(args: list[str]) -> Options:
         raise ConfigError("--requests and --small must be at least 1, --new at least 2")
     config = load_config(given.config, overrides)
     longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
-    needed = max(given.long + FIRST_TOKENS, given.prompt + LONG_ANSWERS * given.new)  # asked for last, after minutes
+    needed = max(given.long + FIRST_TOKENS, given.prompt + LONG_ANSWERS * given.new)  # by requests sent after minutes
     if min(given.prompt, given.long) < 1 or needed > longest:
         raise ConfigError(
-            f"--prompt with {LONG_ANSWERS} times --new, or --long, would be up to {needed} tokens; there is room for 1 "
+            f"--prompt plus {LONG_ANSWERS} times --new, or --long, would be up to {needed} tokens; there is room for 1 "
             f"to {longest}"
         )
     transports = names("--transports", given.transports, ("shm", "tcp"))
@@ -130,7 +134,7 @@ def parse(args: list[str]) -> Options:
 
 
 def _config(options: Options) -> dict[str, object]:
-    """What shapes the numbers; no paths."""
+    """Everything that affects the results, without paths."""
     config = options.config
     return {
         "model": Path(config.model.path).name,
@@ -193,7 +197,7 @@ def _cluster(transport: str) -> str:
 
 @dataclass(slots=True)
 class ServeBench:
-    """All that is measured of one that serves."""
+    """All measurements of one server: a cluster or the single engine."""
 
     served: Served
     vocab_size: int
@@ -202,8 +206,8 @@ class ServeBench:
     shown: Progress
 
     async def run(self) -> None:
-        traffic = Traffic(self.vocab_size, self.options.seed)  # the same prompts for everyone
-        for _ in range(2):  # one-time work, not measured
+        traffic = Traffic(self.vocab_size, self.options.seed)  # the same prompts for every server
+        for _ in range(2):  # warm-up
             await self.served.ask(traffic.prompt(self.options.prompt_tokens), FIRST_TOKENS)
         await self._measure_small(traffic)
         await self._measure_ttft(traffic)
@@ -212,7 +216,7 @@ class ServeBench:
         await self._measure_disturbed(traffic)
 
     async def _measure_small(self, traffic: Traffic) -> None:
-        """One token at a time: what a request costs when there is next to nothing to compute."""
+        """Requests of one token: the overhead of a request, with little to compute."""
         self._tell("requests of one token")
         answers = [await self.served.ask(traffic.prompt(SMALL_TOKENS), 1) for _ in range(self.options.small_requests)]
         shape = {"prompt": SMALL_TOKENS}
@@ -249,7 +253,7 @@ class ServeBench:
         self._add_gaps(run, shape)
 
     async def _measure_disturbed(self, traffic: Traffic) -> None:
-        """The gaps that running answers see while a long prompt is computed."""
+        """Token gaps of running answers while a long prompt is computed."""
         options, clients = self.options, min(8, max(self.options.concurrency))
         self._tell("a long prompt arrives")
         run, num_running = await traffic.disturbed(
@@ -274,7 +278,7 @@ class ServeBench:
 
 
 def _node_ms(report: PrefillReport) -> float:
-    """The prefill node's own account of a request."""
+    """The time of a request in the prefill node, by its own report."""
     timings = report.timings
     return timings.queue_ms + timings.prefill_ms + timings.handoff_ms
 
@@ -311,7 +315,7 @@ def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
 
 
 def compare(report: Report, options: Options) -> None:
-    """The ratios, by name. ``cluster`` alone is the first transport's."""
+    """Add the ratios to the report. ``cluster`` without a transport is the first transport's."""
     first = _cluster(options.transports[0])
     most = max(options.concurrency)
 

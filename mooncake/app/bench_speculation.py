@@ -1,6 +1,6 @@
-"""``mooncake bench speculation``: the same answers with and without guesses, where text repeats and where it does not.
+"""``mooncake bench speculation``: the same answers with and without guesses, for repetitive and for free text.
 
-Both take turns (A B A B) over the same prompts. Answers are checked to be equal, token for token.
+Both alternate (A B A B) over the same prompts. Answers are checked to be equal, token for token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COPYING = (
 )
 FREE = ("Once upon a time there was", "The best way to learn a new language is", "In the year 2150, cities")
 NOTES = (
-    "copying: greedy, a passage said over again; free: drawn at temperature 1, which seldom repeats itself",
+    "copying: greedy, a passage is repeated; free: sampled at temperature 1, which seldom repeats itself",
     "every answer with guesses was equal to the one without, token for token",
 )
 
@@ -48,7 +48,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, InternalError when an answer differs, Cancelled after Ctrl-C."""
     options = parse(args)
     config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
-    config["model"] = Path(options.model).name  # the line names no path
+    config["model"] = Path(options.model).name  # no path in the report
     report = Report("speculation", config, options.seed, notes=list(NOTES))
     with report.measuring("speculation") as shown:
         tell(shown, "loading")
@@ -112,11 +112,11 @@ def _measure(
     *,
     shown_as: int,
 ) -> None:
-    """Tokens a second over whole answers, the prompt cached by a turn that does not count."""
+    """Tokens per second over whole answers; a warm-up turn caches the prompt."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     wanted: list[list[int]] | None = None
     samplings = [replace(sampling, seed=sampling.seed + number) for number in range(len(prompts))]
-    deadline_s = time.monotonic() + options.max_s / 4  # of the four tasks
+    deadline_s = time.monotonic() + options.max_s / 4  # there are four tasks
     for rep in range(options.reps + 1):
         if rep > 1 and time.monotonic() > deadline_s:
             break

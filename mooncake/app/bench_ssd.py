@@ -1,8 +1,8 @@
-"""``mooncake bench ssd``: the SSD tier beside fio on the same disk, in turns; both past the page cache (O_DIRECT).
+"""``mooncake bench ssd``: the SSD tier, compared with fio on the same disk, alternately and both with O_DIRECT.
 
-Ours saves blocks with checksums and headers until they are durable, and loads them in random order, verified; fio
-writes and reads the same amount in pieces of the same size, unverified, and always from the same buffer, which stays in
-a cache. A bare loop of the same system calls over as much memory as ours shows what that is worth.
+Ours saves blocks with checksums and headers until they are durable, then loads them in random order and verifies them.
+fio writes and reads the same amount in pieces of the same size, unverified and always from the same buffer, which stays
+in a processor cache. A loop of the same system calls over as much memory as ours shows how much fio gains by that.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mooncake.errors import ConfigError, InternalError
 from mooncake.types import BlockKey
 
 OURS, FIO, LOOP = "ours", "fio", "loop"
-RANGES = 32  # checksums a block, as many as a model has layers
-FIO_S = 300.0  # of one run
+RANGES = 32  # checksums per block, one for each layer of a model
+FIO_S = 300.0  # limit on one run of fio
 SIZES_KIB = (256, 1024, 4096)
 NOTES = (
     "GB = 1e9 bytes of blocks; ours: group commit with fdatasync, an xxh3 a layer verified after each read; "
-    "writes of fio are sequential and end with fsync, reads of both are random and as deep; loop: one thread, one "
-    "system call a block, from memory of its own",
+    "writes of fio are sequential and end with fsync, reads of both are random with the same depth; loop: one thread, "
+    "one system call per block, from its own memory",
 )
 
 
@@ -118,7 +118,7 @@ def parse(args: list[str]) -> Options:
 
 @contextmanager
 def _folder_in(path: Path | None) -> Iterator[Path]:
-    """A folder that is gone afterwards. Raises ConfigError where none can be made."""
+    """A temporary folder in ``path``. Raises ConfigError when none can be made."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="mooncake-bench-ssd-", dir=path)
     except OSError as error:
@@ -194,7 +194,7 @@ def _rate(counts: dict[str, object]) -> float:
 
 
 def _loop(options: Options, place: Path, size: int) -> tuple[float, float]:
-    """One thread, one system call a block."""
+    """GB/s of one thread with one system call per block."""
     path, total = place / "loop.bin", options.megabytes << 20
     memory = memoryview(mmap.mmap(-1, total))
     np.frombuffer(memory, np.uint8)[:] = 1

@@ -1,8 +1,8 @@
-"""``mooncake bench store``: put, get and ask through ``kvstore.Client``, over TCP and over shared memory.
+"""``mooncake bench store``: put, get and exists through ``kvstore.Client``, over TCP and over shared memory.
 
-Beside Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on both sides) and what
-limits everybody, a bare socket and a copy of memory, in turns. The store is another process, as is the socket's other
-end; every block crosses from one to the other.
+Compared, alternately, with Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on
+both sides) and with the limits, a bare socket and a memory copy. The store and the other end of the socket are separate
+processes; every block crosses between processes.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from mooncake.config import load_config
 from mooncake.errors import InternalError
 from mooncake.prefault import prefault
 
-POOL_BYTES = 2 << 30  # as theirs has
-MEMORY_BYTES = 256 << 20  # that is put from and read into, and as much of what is stored is read
+POOL_BYTES = 2 << 30  # the same as the other store's
+MEMORY_BYTES = 256 << 20  # of the client, which blocks are put from and read into; as many stored bytes are read
 EXISTS = 250
 BATCH = 16
-MAX_REMOVED = 4096  # in one call
+MAX_REMOVED = 4096  # keys per call
 DEADLINE_S = 30.0
 OURS, THEIRS, SOCKET, COPY = "ours", "mooncake-store", "socket", "memcpy"
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
-_ASK = struct.Struct("<?II")  # whether it is a get, place, bytes
+_REQUEST = struct.Struct("<?II")  # is_get, offset, bytes
 SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
 NOTES = (
-    "GB = 1e9 bytes; one caller, one block a call unless it says batch; everybody reads "
-    f"{MEMORY_BYTES >> 20} MiB of stored blocks in turn into as much memory, and puts as much into a store of "
-    f"{POOL_BYTES >> 30} GiB; the copy and the socket have as much at both ends: more than caches hold",
-    "ours is the store as it is configured by default, with blocks of the size that is asked; what a turn has put is "
-    "removed before the next one, in both stores, and each turn begins with a call that is not counted",
-    "socket: nine bytes there and the block back, or the block there and a byte back; neither checksums nor keys",
-    "ours: xxh3 computed by the writer and verified by the reader, over TCP at seal too; the other has none",
+    f"GB = 1e9 bytes; one caller, one block per call except in batches; {MEMORY_BYTES >> 20} MiB of stored blocks are "
+    f"read in turn into as much memory, and as much is put into a store of {POOL_BYTES >> 30} GiB; copy and socket "
+    "have as much memory at both ends: more than caches hold",
+    "ours is the store with its default configuration and blocks of the given size; blocks put in a turn are removed "
+    "before the next one, in both stores, and each turn begins with a warm-up call",
+    "socket: a request of nine bytes and the block back, or the block and a byte back; neither checksums nor keys",
+    "ours: xxh3 computed by the writer and verified by the reader, over TCP also at seal; the other store has none",
 )
 
 
@@ -76,7 +76,7 @@ class Subject(Protocol):
     name: str
 
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
-        """Call after call for so long; None when it has no such operation."""
+        """Repeat the operation for ``seconds``; None when the subject does not have it."""
         ...
 
 
@@ -100,7 +100,7 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench store", __doc__)
     add = flags.add
     flags.mooncake_python()
-    flags.transports("tcp,shm", "of ours, each measured")
+    flags.transports("tcp,shm", "our transports, each measured")
     add("--seconds", type=float, default=0.4, help="seconds per repetition")
     flags.reps(4, "turns of each")
     flags.seed()
@@ -170,7 +170,7 @@ def compare(report: Report) -> None:
 
 
 class _Ours:
-    """A client in this process, on a loop of its own."""
+    """A client in this process, on its own event loop."""
 
     def __init__(self, transport: str, address: str, memory: Memory) -> None:
         self.name = f"{OURS} {transport}"
@@ -179,10 +179,10 @@ class _Ours:
         self._memory = memory
         self._loop = asyncio.new_event_loop()
         self._puts = 0
-        self._stored: set[str] = set()  # what the next turn does not want
+        self._stored: set[str] = set()  # keys to remove before the next turn
 
     def __enter__(self) -> _Ours:
-        transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # as a client of the same host has them
+        transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # the default on the same host
         connecting = kvstore.Client.connect(self._address, transports=transports, namespace=self._transport)
         self._client = self._loop.run_until_complete(connecting)
         return self
@@ -196,7 +196,7 @@ class _Ours:
 
     async def _turn(self, operation: str, size: int, seconds: float) -> Answer:
         call = await self._prepare(operation, size)
-        await call(0)  # warm
+        await call(0)  # warm-up
         taken: list[float] = []
         started = time.perf_counter()
         while not taken or time.perf_counter() < started + seconds:
@@ -218,15 +218,15 @@ class _Ours:
             self._stored.add(key)
 
         if operation == "exists":
-            asked = [f"exists {number}" for number in range(EXISTS)]
-            for key in asked:
+            keys = [f"exists {number}" for number in range(EXISTS)]
+            for key in keys:
                 await put(key, 0)
 
-            async def ask(number: int) -> None:
-                if not all(await pool.exists(asked)):
+            async def exists(number: int) -> None:
+                if not all(await pool.exists(keys)):
                     raise InternalError("a block was not there")
 
-            return ask
+            return exists
         if operation == "put":
 
             async def put_next(number: int) -> None:
@@ -274,7 +274,7 @@ class _Copy:
 
 
 class _Socket:
-    """The fewest calls that move a block: whoever goes over TCP can hardly be faster."""
+    """The fewest system calls that move a block over TCP: the practical limit."""
 
     name = SOCKET
 
@@ -289,11 +289,11 @@ class _Socket:
             return None
 
         def get(at: int) -> None:
-            self._sock.sendall(_ASK.pack(True, at, size))
+            self._sock.sendall(_REQUEST.pack(True, at, size))
             self._sock.recv_into(self._memory[at : at + size], size, socket.MSG_WAITALL)
 
         def put(at: int) -> None:
-            self._sock.sendmsg([_ASK.pack(False, at, size)], (), socket.MSG_MORE)
+            self._sock.sendmsg([_REQUEST.pack(False, at, size)], (), socket.MSG_MORE)
             self._sock.sendall(self._memory[at : at + size])
             self._sock.recv(1)
 
@@ -301,10 +301,10 @@ class _Socket:
 
 
 def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
-    """``call`` at one place of the memory after the other."""
+    """Repeat ``call`` for ``seconds``, at one offset of the memory after the other."""
     places = MEMORY_BYTES // size
     taken: list[float] = []
-    call(0)  # warm
+    call(0)  # warm-up
     started = time.perf_counter()
     while not taken or time.perf_counter() < started + seconds:
         began = time.perf_counter()
@@ -314,7 +314,7 @@ def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
 
 
 class _Theirs:
-    """``store_script.py`` under the other Python."""
+    """``store_script.py`` under Mooncake's Python."""
 
     def __init__(self, peer: PeerProcess) -> None:
         self.name = peer.name
@@ -333,8 +333,8 @@ def _drain(control: Connection) -> None:
     control.send(listener.getsockname())
     sock, _ = listener.accept()
     tune(sock)
-    while asked := sock.recv(_ASK.size, socket.MSG_WAITALL):
-        is_get, at, size = _ASK.unpack(asked)
+    while request := sock.recv(_REQUEST.size, socket.MSG_WAITALL):
+        is_get, at, size = _REQUEST.unpack(request)
         if is_get:
             sock.sendall(memory[at : at + size])
         else:
@@ -343,7 +343,7 @@ def _drain(control: Connection) -> None:
 
 
 def _keep(control: Connection, block_bytes: int) -> None:
-    """A store node as it is by default; its address."""
+    """Run a store node with the default configuration, and send its address."""
 
     async def serve() -> None:
         size = f"store.dram_gb={POOL_BYTES / 1e9 + 1e-6}"

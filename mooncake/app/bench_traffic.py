@@ -1,7 +1,6 @@
-"""The same traffic for whoever serves: a cluster over gRPC, or one engine in this process.
+"""The same traffic for every server: a cluster over gRPC, or one engine in this process.
 
-Token ids in, token times out, as a client sees them. It knows how to ask and what to write down, not what to make of
-it.
+Token ids in, token times out, as a client sees them. It sends requests and records times; it does not interpret them.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ MIN_TOKEN = 100  # ids below are often special
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One request; times in seconds of this process's monotonic clock."""
+    """The times of one request, in seconds of this process's monotonic clock."""
 
     sent_s: float
     token_times_s: tuple[float, ...]
     end_s: float
-    report: PrefillReport | None = None  # of a cluster
+    report: PrefillReport | None = None  # only from a cluster
 
     @property
     def ttft_ms(self) -> float:
@@ -56,11 +55,11 @@ class Answer:
 
 
 OnToken = Callable[[int], None]
-"""Told how many tokens of one answer have come."""
+"""Called with the number of tokens of one answer so far."""
 
 
 class Served(Protocol):
-    """Something that answers. ``ask`` raises MooncakeError."""
+    """A server. ``ask`` raises MooncakeError."""
 
     @property
     def name(self) -> str: ...
@@ -101,7 +100,7 @@ class ServedByCluster:
 
 
 class ServedByEngine:
-    """One engine that does prefill and decode in the same steps: what a cluster is held against."""
+    """One engine that does prefill and decode in the same steps: the baseline of a cluster."""
 
     name = "one engine"
 
@@ -135,13 +134,13 @@ class ServedByEngine:
 
 def _whole(answer: Answer, max_tokens: int) -> Answer:
     if len(answer.token_times_s) != max_tokens:
-        raise InternalError(f"{len(answer.token_times_s)} tokens came, {max_tokens} were asked for")
+        raise InternalError(f"{len(answer.token_times_s)} tokens came, {max_tokens} were requested")
     return answer
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a few clients saw, and how long it took all of them."""
+    """Answers of several clients, and the total time."""
 
     answers: list[Answer]
     wall_s: float
@@ -160,7 +159,7 @@ class Run:
 
 
 class Traffic:
-    """Random prompts, never the same twice, from one seed."""
+    """Random prompts from one seed, none repeated."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -171,7 +170,7 @@ class Traffic:
         return [self._draw.randrange(first, self._vocab_size) for _ in range(length)]
 
     async def closed_loop(self, served: Served, clients: int, requests: int, prompt_tokens: int, new: int) -> Run:
-        """``clients`` at once, each sending ``requests`` one after the other without a pause."""
+        """``clients`` in parallel, each sending ``requests`` one after the other without a pause."""
 
         async def client(prompts: list[list[int]]) -> list[Answer]:
             return [await served.ask(prompt, new) for prompt in prompts]
@@ -184,8 +183,8 @@ class Traffic:
     async def disturbed(
         self, served: Served, clients: int, prompt_tokens: int, new: int, long_tokens: int
     ) -> tuple[Run, int]:
-        """What ``clients`` that are receiving tokens see from when a long prompt arrives until its first token; and how
-        many they are when it arrives: fewer, where answers of ``new`` tokens are over before all have begun."""
+        """What clients with running answers see from the arrival of a long prompt until its first token, and how many
+        answers run when it arrives: fewer than ``clients`` if answers of ``new`` tokens end before all have begun."""
         everybody_runs = asyncio.Event()
         running: set[int] = set()
 
@@ -212,7 +211,7 @@ class Traffic:
 
 
 def _between(answer: Answer, begin_s: float, end_s: float) -> Answer:
-    """The tokens around a stretch of time: the last one before it, those in it, the first one after it."""
+    """The tokens in an interval, with the last one before it and the first one after it."""
     times = answer.token_times_s
     first = max((i for i, at in enumerate(times) if at <= begin_s), default=0)
     last = min((i for i, at in enumerate(times) if at >= end_s), default=len(times) - 1)

@@ -1,7 +1,7 @@
 """``mooncake bench transfer``: one-sided reads and writes of another process's registered memory.
 
-Ours, with checksums, beside Mooncake's own transfer engine (which has none), a bare socket and a copy of memory, in
-turns (A B A B), over TCP on this machine; and what becomes of the speed when one of four paths is slowed or cut.
+Ours, with checksums, alternates (A B A B) with Mooncake's own transfer engine (which has none), a bare socket and a
+memory copy, over TCP on this machine. Also the rate and the stalls when one of four paths is slowed or cut.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from mooncake.types import SegmentAddress
 BLOCK_BYTES = 16 << 20
 NUM_BLOCKS = 16
 EPOCH = 1
-SUM_BYTES = 1 << 20  # a checksum for each so many, as the store keeps one for each layer of a block
+SUM_BYTES = 1 << 20  # bytes per checksum; the store has one per layer of a block
 DEADLINE_S = 30.0
 OURS, THEIRS, BARE, COPY = "mooncake", "mooncake-transfer-engine", "socket", "memcpy"
-TASKS = ((64, 1), (1 << 20, 1), (1 << 20, 16), (4 << 20, 1), (16 << 20, 1))  # bytes of a range, ranges a call
+TASKS = ((64, 1), (1 << 20, 1), (1 << 20, 16), (4 << 20, 1), (16 << 20, 1))  # bytes per range, ranges per call
 NUM_RAILS = 4
 RAIL_BYTES_PER_S = 50e6
 RAIL_BLOCK_BYTES = 1 << 20
 RAIL_BLOCKS = 64
-SETTLE_S = 0.2  # for the paths to be used as they now are
+SETTLE_S = 0.2  # for the engine to adapt to a changed path
 WATCHED_S = 1.0
 SCRIPT = Path(__file__).with_name("peers") / "transfer_script.py"
 NOTES = (
-    "GB = 1e9 bytes; processor seconds are of both processes; ours computes an xxh3 of every MiB at the reader of a "
-    "read and at the writer of a write, the others none",
-    "ratios of rates are better above 1, of seconds below 1; a size with x is that many ranges in one call",
+    "GB = 1e9 bytes; CPU seconds are those of both processes; ours computes an xxh3 of every MiB, in the reader of a "
+    "read and in the writer of a write, the others none",
+    "ratios of rates are better above 1, of seconds below 1; 16x1 MiB: 16 ranges in one call",
 )
 
 
@@ -70,7 +70,7 @@ class Options:
 
 
 class Answer(msgspec.Struct):
-    """What became of one turn. ``cpu_s`` is of all processes that took part."""
+    """The result of one turn. ``cpu_s`` is the CPU time of all processes involved."""
 
     calls: int
     seconds: float
@@ -82,7 +82,7 @@ class Subject(Protocol):
     name: str
 
     def turn(self, operation: str, size: int, count: int, seconds: float) -> Answer:
-        """Call after call for so long, each of ``count`` ranges of ``size`` bytes."""
+        """Repeat calls of ``count`` ranges of ``size`` bytes for ``seconds``."""
         ...
 
 
@@ -103,7 +103,7 @@ def parse(args: list[str]) -> Options:
     flags = Flags("bench transfer", __doc__)
     add = flags.add
     flags.mooncake_python()
-    flags.transports("tcp,shm", "of ours, each measured")
+    flags.transports("tcp,shm", "our transports, each measured")
     half = max(1, (os.cpu_count() or 2) // 2)
     add("--streams", type=int, default=min(2, half), help="TCP connections; both ends of one use a core each here")
     add("--seconds", type=float, default=0.3, help="seconds per repetition")
@@ -149,7 +149,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
                 for operation in ("read", "write"):
                     for subject in subjects:
                         tell(shown, f"{subject.name}: {operation} {_label(size, count)}, {rep + 1}/{options.reps}")
-                        subject.turn(operation, size, count, 0.0)  # warm
+                        subject.turn(operation, size, count, 0.0)  # warm-up
                         answer = subject.turn(operation, size, count, options.seconds)
                         kept.setdefault((subject.name, operation, size, count), []).append(answer)
     for (name, operation, size, count), answers in kept.items():
@@ -176,7 +176,7 @@ def compare(report: Report) -> None:
 
 
 def _cpu_ratio(report: Report, who: str, operation: str, label: str) -> float | None:
-    """Processor seconds over Mooncake's."""
+    """CPU seconds per GB, over Mooncake's."""
     figure, theirs = (report.find(each, f"{operation} CPU", size=label) for each in (who, THEIRS))
     return figure.best / theirs.best if figure and theirs else None
 
@@ -221,7 +221,7 @@ def _config(options: Options) -> dict[str, object]:
 
 
 class _Turns:
-    """Call after call; the processor time is of this process and of one other."""
+    """Repeated calls; CPU time is that of this process and of one other."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -266,7 +266,7 @@ class _Ours(_Turns):
 
 
 class _Bare(_Turns):
-    """A request of 9 bytes, and the payload in one call of each side."""
+    """A bare socket: a request of 9 bytes, and the payload in one call on each side."""
 
     name = BARE
 
@@ -318,7 +318,7 @@ class _Copy(_Turns):
 
 
 class _Theirs:
-    """``transfer_script.py`` under the other Python."""
+    """``transfer_script.py`` under Mooncake's Python."""
 
     def __init__(self, peer: PeerProcess) -> None:
         self.name = peer.name
@@ -339,7 +339,7 @@ def _places(size: int, count: int) -> int:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of all threads of another process; 0 of our own, whose time is counted more finely."""
+    """CPU seconds of all threads of another process; 0 for this process, which has a finer clock."""
     if pid == os.getpid():
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -347,7 +347,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
-    """The other process: says its segment, the address of a bare socket over the same memory, and its id."""
+    """The other process: sends the address of its segment, that of a bare socket over the same memory, and its pid."""
     segment = Segment.create("bench", block_bytes, num_blocks)
     prefault(segment.array)
     server = SegmentServer(segment, "bench")
@@ -378,7 +378,7 @@ def _serve_bare(listener: socket.socket, segment: Segment) -> None:
 
 
 def measure_rails(report: Report, shown: Progress) -> None:
-    """Write without end over four paths of one speed, and see what is moved once one of them has changed."""
+    """Write continuously over four paths of equal speed, and measure rate and stalls after one of them has changed."""
     changes: tuple[tuple[str, float, Callable[[Rails], None]], ...] = (
         ("one of four cut to a tenth", 3.1, lambda rails: rails.set_rate(0, RAIL_BYTES_PER_S / 10)),
         ("one of four killed", 3.0, lambda rails: rails.kill(0)),
@@ -396,7 +396,7 @@ def measure_rails(report: Report, shown: Progress) -> None:
 
 
 def _watch_change(change: Callable[[Rails], None]) -> tuple[float, float]:
-    """Bytes a second once the paths have had SETTLE_S, and the longest time in which nothing arrived."""
+    """Bytes per second, from SETTLE_S after the change on, and the longest time without progress after it."""
     segment = Segment.create("rails", RAIL_BLOCK_BYTES, RAIL_BLOCKS)
     server = SegmentServer(segment, "rails", ("tcp",))
     server.start()

@@ -1,9 +1,9 @@
-"""``mooncake bench variants``: what reading a variant's KV costs in quality, and what it saves (DroidSpeak).
+"""``mooncake bench variants``: quality lost and time saved by reading a variant's KV (DroidSpeak).
 
-A model is tuned (LoRA on every projection of every layer, merged) to say which of some records has the highest
-amount, in words whose order only training tells. The tuned one then answers with the KV of the untuned one in all
-layers but some, which are found on prompts of their own. Time is that of a live cluster of the receiver to its first
-token, over a pool that a live cluster of the sender filled: with that KV, with it in the other order, and without.
+A model is fine-tuned (LoRA on every projection of every layer, merged) to name the record with the highest amount,
+where amounts are words whose order is known only from training. The tuned model then answers with the KV of the untuned
+one in all layers but some, which are chosen on separate prompts. Time is the TTFT of a live cluster of the receiver,
+over a pool filled by a live cluster of the sender: with that KV, with it in the other order, and without it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from mooncake.errors import ConfigError
 from mooncake.model import CausalLM
 from mooncake.model.weights import load_weights
 
-BLOCK_TOKENS = 4  # so that nearly all of even short prompts is inherited
-PROFILED_SEED, TESTED_SEED = 1 << 20, 1 << 21  # of questions; those of training count from 0
+BLOCK_TOKENS = 4  # small, so that nearly all of even short prompts is inherited
+PROFILED_SEED, TESTED_SEED = 1 << 20, 1 << 21  # seeds of questions; those of training count from 0
 BASE, TUNED, ALL_READ = "sender alone", "receiver alone", "all layers read"
 
 
@@ -78,7 +78,7 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def _flags() -> Flags:
     flags = Flags("bench variants", __doc__)
     add = flags.add
     flags.model()
@@ -108,7 +108,11 @@ def parse(args: list[str]) -> Options:
     )
     add("--threads", type=int, default=torch.get_num_threads())
     add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = flags.read(args)
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
     first, dash, last = given.layers.partition("-")
     if not (dash and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         raise ConfigError(f"--layers is like 10-19, got {given.layers!r}")
@@ -166,15 +170,16 @@ def measure_quality(checkpoint: Checkpoint, options: Options, report: Report, sh
     for ratio, name in (("kept_all_read", ALL_READ), ("kept_together", together), ("kept_apart", apart)):
         report.ratios[ratio] = (right[name] - right[BASE]) / gained
     report.notes += [
-        f"kept: of what tuning gained ({gained:.0%} of answers), over {options.questions} questions of another seed",
-        f"together: layers {group[0]} to {group[-1]}; apart: {', '.join(map(str, scattered))}; found by KL on others",
+        f"kept: share of what tuning gained ({gained:.0%} of answers), over {options.questions} unseen questions",
+        f"together: layers {group[0]} to {group[-1]}; apart: {', '.join(map(str, scattered))}; chosen by KL on other "
+        "questions",
         f"tokens read: {tested.inherited_tokens / len(questions):.0f} of {len(questions[0].prompt)}",
     ]
     return group
 
 
 def most_telling(comparison: Comparison, found: Search, count: int, tell_of: Callable[[str], None]) -> list[int]:
-    """The layers that each on their own recover most of the loss."""
+    """The layers that recover most of the loss when recomputed one at a time."""
     wanted = comparison.full()
     removed = []
     for layer in range(comparison.num_layers):

@@ -1,8 +1,8 @@
-"""Eviction policies over a recorded trace: how many prompt blocks each finds again in a cache of each size.
+"""Hit rates of eviction policies over a recorded trace, in caches of several sizes.
 
-Pure: one cache, requests one after the other in the order of the trace, the policies that the pool ships. A hit is a
-block of the longest cached beginning of a prompt; all blocks of a prompt, and no generated ones, are stored after it
-was served. It must not know about files, processes or the screen.
+Pure: one cache, requests one after the other in the order of the trace, the policies of the pool. A hit is a block of
+the longest cached prefix of a prompt; after a prompt was served all of its blocks are stored, and no generated ones. It
+must not know about files, processes or the screen.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ PROGRESS_EVERY = 256  # requests
 
 
 class Rules(StrEnum):
-    """How a cache is used around its policy; results of one kind do not compare with those of another."""
+    """How a cache is used around its policy; results under different rules cannot be compared."""
 
-    POOL = "pool"  # leaves go before their parents; a prompt is stored as a whole, then the cache is cut to its size
-    TAIL_FIRST = "tail-first"  # no rule of leaves; room is made for one block at a time, the last of a prompt first
-    HEAD_FIRST = "head-first"  # the same from the first block on
+    POOL = "pool"  # leaves are evicted before their parents; a whole prompt is stored, then the excess is evicted
+    TAIL_FIRST = "tail-first"  # any block can be evicted, for one new block at a time, a prompt's last block first
+    HEAD_FIRST = "head-first"  # the same with a prompt's first block first
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one policy hit in one cache. The three differ by percents: always say which one."""
+    """Hit rates of one policy in one cache. The definitions differ by percents: always name the one used."""
 
     block: float
     token: float
     request_mean: float
-    second_half_block: float  # of the later half of the requests, which nothing may have been tuned on
+    second_half_block: float  # of the second half of the requests, which no policy may be tuned on
 
     @staticmethod
     def of(whole: HitCount, first_half: HitCount) -> Rates:
@@ -47,7 +47,7 @@ class Rates:
 
 
 class Lab:
-    """A trace made ready to be served many times."""
+    """A trace prepared to be served many times."""
 
     def __init__(self, trace: Sequence[TraceRequest], rules: Rules = Rules.POOL) -> None:
         self._trace = trace
@@ -56,8 +56,8 @@ class Lab:
         self._reads = reads_of(request.hash_ids for request in trace)
 
     def run(self, policy_name: str, capacity_blocks: int, progress: Callable[[int], None] = lambda done: None) -> Rates:
-        """``progress`` is called now and then with the number of requests served. Raises ConfigError for a policy that
-        nobody knows."""
+        """``progress`` is called now and then with the number of requests served. Raises ConfigError for an unknown
+        policy."""
         if policy_name not in LAB_POLICIES:
             raise ConfigError(f"no policy is called {policy_name!r}; there are: {', '.join(LAB_POLICIES)}")
         knows_the_future = policy_name == BELADY
@@ -83,7 +83,7 @@ class Lab:
 
 
 def _chains(trace: Sequence[TraceRequest], has_parents: bool) -> list[tuple[Block, ...]]:
-    """Each request's blocks. Without parents no policy knows what builds on what: no rule of leaves."""
+    """Each request's blocks. Without parents every block is a leaf."""
     known: dict[int, Block] = {}
     chains = []
     for request in trace:

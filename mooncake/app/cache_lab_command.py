@@ -1,4 +1,4 @@
-"""``mooncake cache-lab``: policies times capacities times traces on several processes; a table, PNG files, JSON."""
+"""``mooncake cache-lab``: every policy, capacity and trace on several processes; a table, PNG files, JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Done:
 
 
 def cache_lab(paths: Sequence[Path], options: LabOptions) -> None:
-    """Raises InvalidRequest for a broken trace, MissingDependency when there is nothing to draw with."""
+    """Raises InvalidRequest for a broken trace, MissingDependency when plots need matplotlib."""
     if options.plots is not None:
         require("matplotlib", "plots", "--plots")
     endless = {path: expected_hits(load_trace(path, options.limit)) for path in paths}
@@ -83,14 +83,14 @@ def cache_lab(paths: Sequence[Path], options: LabOptions) -> None:
 
 TITLES = {
     Rules.POOL: "as the pool evicts",
-    Rules.TAIL_FIRST: "beside an analysis that touches a prompt's last block first",
-    Rules.HEAD_FIRST: "beside the counts that came with the trace, first block first",
+    Rules.TAIL_FIRST: "compared with an analysis that touches a prompt's last block first",
+    Rules.HEAD_FIRST: "compared with the counts published with the trace, first block first",
 }
 
 
 def write_report(file: Path, paths: Sequence[Path], options: LabOptions) -> None:
-    """Every policy as the pool uses it, and everything published of these traces beside what comes out here, as
-    Markdown."""
+    """Write a Markdown page: every policy under the pool's rules, and all published results of these traces beside
+    ours."""
     parts = [
         "# What each eviction policy finds again\n\nShare of prompt blocks (512 tokens) found in a cache. In brackets "
         "the difference from the published number; **≠** where it is more than 0.005, with the reason below.\n"
@@ -113,7 +113,7 @@ def write_report(file: Path, paths: Sequence[Path], options: LabOptions) -> None
 
 
 def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
-    """The longest tasks first, so that no process is left with one at the end."""
+    """Run the tasks, the longest first, so that no process ends with a long one."""
     with _bar(len(tasks)) as advance:
         if options.jobs == 1:
             done = []
@@ -135,8 +135,8 @@ def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
 
 @contextmanager
 def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Ctrl-C is deferred until the end. Processes started meanwhile inherit the mask and never hear it: they would die
-    with a traceback. In this process a mask is not enough, because any other thread may take the signal."""
+    """Defer Ctrl-C until the end. Processes started meanwhile inherit the mask: without it they would die with a
+    traceback. In this process a mask is not enough, because any other thread may receive the signal."""
     heard: list[int] = []
     handler = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -151,7 +151,7 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def _ending_processes() -> Iterator[None]:
-    """Where something goes wrong here, nobody waits for what they compute."""
+    """End the processes after an error here, rather than wait for their results."""
     try:
         yield
     except BaseException:
@@ -168,7 +168,7 @@ def _serve(task: Task, options: LabOptions) -> Done:
     if key not in _labs:
         _labs[key] = Lab(load_trace(task.path, options.limit), options.rules)
         gc.collect()
-        gc.freeze()  # the trace stays: there is nothing to find in it
+        gc.freeze()  # the trace stays alive: the collector need not visit it
     started_s = time.perf_counter()
     rates = _labs[key].run(task.policy, task.capacity)
     return Done(task, rates, time.perf_counter() - started_s)

@@ -1,8 +1,8 @@
-"""The lab's results as one Markdown page, each number beside what others published of the same trace.
+"""The results of the cache lab as a Markdown page, each number beside the published one for the same trace.
 
-Two analyses of the open Mooncake traces are held against ours: the counts that the traces came with (a prompt's blocks
-are touched from the first on, nothing keeps a block whose beginning has gone), and one that touches them from the last
-on. It must not know how a policy works.
+Ours are compared with two analyses of the open Mooncake traces: the counts published with the traces (a prompt's blocks
+are touched from the first on, and blocks may stay after their parents are evicted), and one that touches them from the
+last on. It must not know how a policy works.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mooncake.app.cache_lab import LAB_POLICIES, Rates, Rules
 
-CLOSE = 0.005  # what we ask of ourselves where a definition is the same
+CLOSE = 0.005  # allowed difference under the same definition
 _CONVERSATION, _SYNTHETIC = "conversation_trace", "synthetic_trace"
 _COUNTED = (1_000, 10_000, 30_000, 50_000, 100_000)
 _ANALYSED = (1_000, 3_000, 10_000, 30_000, 50_000)
@@ -65,19 +65,19 @@ PUBLISHED: dict[tuple[str, Rules], tuple[tuple[int, ...], dict[str, tuple[float,
 }
 
 DEFINITIONS = {
-    "fifo": "storing a block again that builds the way to others counts as new here, because it cannot go before them",
-    "length-aware": "of blocks read equally often ours gives up the one furthest from its prompt's beginning, as the "
-    "paper words it; the trace's own counts keep that one",
+    "fifo": "storing a block with children again makes it the newest here, because it cannot be evicted before them",
+    "length-aware": "of blocks read equally often ours evicts the one furthest from the start of its prompt, as the "
+    "paper says; the trace's own counts keep that one",
     "arc": "ghosts are counted after the block that they make room for",
-    "workload-aware": "another policy of the same idea (here a Gittins index for each class): to be beaten, not met",
-    "belady": "knows the next read of each block and gives up first what is never read again; the analysis keeps such "
+    "workload-aware": "another policy with the same idea (here a Gittins index per class): to be beaten, not matched",
+    "belady": "knows the next read of each block and evicts first those never read again; the analysis keeps such "
     "blocks for a while, and is lower",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One result. ``published`` is None where nobody published one."""
+    """One result, and the published one if there is one."""
 
     policy: str
     capacity: int
@@ -103,7 +103,7 @@ def cells(stem: str, rules: Rules, rates: Mapping[tuple[str, int], Rates]) -> li
 
 
 def markdown(title: str, table: Iterable[Cell]) -> str:
-    """A row a policy, a column a capacity; in brackets the difference from what was published."""
+    """One row per policy, one column per capacity; in brackets the difference from the published result."""
     rows: dict[str, dict[int, Cell]] = {}
     for cell in table:
         rows.setdefault(cell.policy, {})[cell.capacity] = cell

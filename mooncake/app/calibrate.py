@@ -1,7 +1,7 @@
-"""``mooncake calibrate``: how long a model's steps take on this machine, as curves for conductor and simulator.
+"""``mooncake calibrate``: a model's step times on this machine, as curves for conductor and simulator.
 
-It runs the engine itself, alone and in this process, over a grid of sizes, and fits what it measured with the very fit
-that the conductor uses while it serves. Nothing here is assumed of the machine; how well the curves fit is told.
+It runs the engine alone in this process over a grid of sizes, and fits the times with the same fit that the conductor
+uses while it serves. It assumes nothing about the machine, and reports how well the curves fit.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KV_GB = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement beside what the fitted curve says."""
+    """One measurement, and the fitted curve's prediction."""
 
     what: str
     measured_ms: float
@@ -56,7 +56,7 @@ def main(args: list[str]) -> None:
     """Raises MooncakeError: a wrong option, a model that cannot be read, a file that cannot be written."""
     flags = Flags("calibrate", __doc__)
     add = flags.add
-    flags.model("")  # that of the configuration
+    flags.model("")  # default: the configuration's model
     flags.overrides()
     add("--name", default="here", help="name of the curve, for the simulator's cluster file")
     flags.threads()
@@ -82,7 +82,7 @@ def main(args: list[str]) -> None:
 
 
 def write(text: str, file: Path | None) -> None:
-    """To the screen where there is no file. Raises ConfigError."""
+    """Write to the file, or to stdout if there is none. Raises ConfigError."""
     if file is None:
         out.print(text, markup=False, highlight=False)
         return
@@ -95,7 +95,7 @@ def write(text: str, file: Path | None) -> None:
 def measure(
     model: str, config: Config, threads: int, reps: int, max_tokens: int, shown: Progress
 ) -> tuple[CostModel, list[Point]]:
-    """The best of ``reps`` at each size: whatever else runs on the machine only adds time."""
+    """The best of ``reps`` at each size: other load on the machine only adds time."""
     tell(shown, "loading the model")
     checkpoint = open_checkpoint(model)
     longest = max(max_tokens + max(PREFIX_TOKENS), max(CONTEXTS)) + DECODE_STEPS + 1
@@ -168,7 +168,7 @@ def to_json(start: StartCosts, points: list[Point], typical: float) -> dict[str,
 
 
 def _copy_s(size: int, reps: int) -> float:
-    """Seconds to copy so many bytes through memory once."""
+    """Seconds to copy ``size`` bytes once."""
     source, target = np.ones(size, np.uint8), np.empty(size, np.uint8)
     times = []
     for _ in range(reps + 1):

@@ -1,8 +1,8 @@
-"""What a prefill node and a decode node take for their work, measured through a running cluster as clients see it.
+"""Times of a prefill and a decode node, measured through a running cluster as its clients see them.
 
 ``mooncake calibrate`` times the engine alone. A node does more: it streams layers, writes to the pool, answers calls,
-and shares caches and memory with its neighbour. All of that is in what a client waits for, so it is measured there,
-while the other node rests and while it works. It knows how to ask and what to make of the times, and starts nothing.
+and shares caches and memory with its neighbour. Clients wait for all of that, so it is measured there, while the other
+node is idle and while it works. It sends requests and evaluates their times, and starts no process.
 """
 
 from __future__ import annotations
@@ -18,45 +18,46 @@ from mooncake.app.bench_traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 
-ROUNDS = 3  # each over all sizes, so that no size has only seconds in which the machine was slow
-PROMPTS = ((640, 4), (32, 4), (1280, 2), (96, 4), (256, 4))  # tokens, how many at once
-WITH_HANDOFF = 2  # new tokens: a single one would not reach the decode node
-CONTEXTS = (96, 640)  # of those, decoded from: one a round
+ROUNDS = 3  # each over all sizes, so that a slow moment of the machine does not affect only one size
+PROMPTS = ((640, 4), (32, 4), (1280, 2), (96, 4), (256, 4))  # tokens, number sent together
+WITH_HANDOFF = 2  # new tokens: with one, the decode node would not be involved
+CONTEXTS = (96, 640)  # prompt lengths to decode from, one per round
 BATCHES = (1, 2, 4)
 STEPS = 32
-BESIDE_TOKENS = (96, 256)  # of the prompts that are computed beside decoding: those measured last before
+BESIDE_TOKENS = (96, 256)  # lengths of prompts computed during decoding: those measured most recently
 BESIDE_PROMPTS, BESIDE_BATCH, DECODED_TOKENS = 4, 2, 32
-STEPS_BESIDE = 240  # of each of the batch, while prompts are computed
+STEPS_BESIDE = 240  # decode steps per sequence while prompts are computed
 
 
 @dataclass(frozen=True, slots=True)
 class PairCosts:
-    """Step curves of both nodes while the other one rests, how many times slower they are while it works, and what a
-    request waits for beside: before its first token, and from there until it takes part in a decode step."""
+    """Costs of a pair of nodes: step curves while the other node is idle (``prefill``, ``decode``), factors by which
+    they are slower while it works (``*_beside``), and further waits of a request: before its first token
+    (``request_ms``), and from then until its first decode step (``handoff_ms``)."""
 
     prefill: PrefillCost
     decode: DecodeCost
     request_ms: float
     handoff_ms: float
-    decode_tail: float  # how many times their mean the longest tenth of equal steps take
+    decode_tail: float  # mean of the longest tenth of equal steps, over the mean of all
     prefill_beside: float
     decode_beside: float
 
 
 class PairSamples:
-    """What was measured so far. Measured before and after what it is to predict, it holds for the time between, too:
-    a shared machine is not equally fast from minute to minute."""
+    """Measurements so far. Measure before and after the run to predict: a shared machine's speed changes from minute
+    to minute."""
 
     def __init__(self) -> None:
-        self._fitted = CostModel(forgetting=NEVER)  # what was measured first holds as much as what was last
+        self._fitted = CostModel(forgetting=NEVER)  # all measurements have the same weight
         self._request_ms: list[float] = []
         self._handoff_ms: list[float] = []
         self._tails: list[float] = []
-        self._prefill_slower: list[float] = []  # beside decoding
-        self._decode_slower: list[float] = []  # beside prefill
+        self._prefill_slower: list[float] = []  # factors during decoding
+        self._decode_slower: list[float] = []  # factors during prefill
 
     async def measure(self, served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> None:
-        """With prompts of up to ``longest`` tokens, and some more for their answers. Takes two minutes on a core a
+        """Measure with prompts of up to ``longest`` tokens, plus their answers. Takes two minutes with one core per
         node. Raises MooncakeError when the cluster does not answer."""
         for turn in range(ROUNDS):
 
@@ -69,16 +70,16 @@ class PairSamples:
         self, served: Served, traffic: Traffic, longest: int, turn: int, tell: Callable[[str], None]
     ) -> None:
         context_tokens = CONTEXTS[turn % len(CONTEXTS)]
-        asked: dict[int, list[list[int]]] = {}  # by their tokens, from here on cached
-        alone_ms: dict[int, float] = {}  # of one of them
+        prompts: dict[int, list[list[int]]] = {}  # by length; cached once they were sent
+        alone_ms: dict[int, float] = {}  # of one prompt, by length
         for tokens, count in PROMPTS:
             if tokens <= max(longest, *BESIDE_TOKENS):
                 tell(f"prefill of {tokens} tokens")
-                asked[tokens] = [traffic.prompt(tokens) for _ in range(count)]
-                alone_ms[tokens], more_ms = one_by_one(await _ask_all(served, asked[tokens], WITH_HANDOFF))
+                prompts[tokens] = [traffic.prompt(tokens) for _ in range(count)]
+                alone_ms[tokens], more_ms = one_by_one(await _ask_all(served, prompts[tokens], WITH_HANDOFF))
                 self._fitted.observe_prefill(ALL_NODES, tokens, 0, alone_ms[tokens])
                 self._request_ms.append(more_ms)
-        alone = await self._measure_decode(served, asked[min(context_tokens, max(asked))], tell)
+        alone = await self._measure_decode(served, prompts[min(context_tokens, max(prompts))], tell)
         tell("both at once")
         beside = await _measure_beside(served, traffic)
         more_ms = self._fitted.decode(ALL_NODES).context_ms * (beside.steps.context - alone.context)
@@ -86,7 +87,7 @@ class PairSamples:
         self._decode_slower.append(beside.steps.ms / (alone.ms + more_ms))
 
     async def _measure_decode(self, served: Served, prompts: list[list[int]], tell: Callable[[str], None]) -> _Steps:
-        """Behind these prompts, which are cached. Returns the steps of BESIDE_BATCH."""
+        """Decode after these cached prompts. Returns the steps of BESIDE_BATCH."""
         tokens, found = len(prompts[0]), dict[int, _Steps]()
         for batch in BATCHES:
             tell(f"decode of {batch} sequences of {tokens} tokens")
@@ -111,7 +112,7 @@ class PairSamples:
 
 
 class _Steps(NamedTuple):
-    """Of decoding: ms of one, over so much context of all sequences; their longest tenth over their mean."""
+    """Decode steps: mean ms, tokens of context of all sequences, and the longest tenth over the mean."""
 
     ms: float
     context: float
@@ -119,7 +120,7 @@ class _Steps(NamedTuple):
 
 
 class _Beside(NamedTuple):
-    """While both nodes work: ms of a prompt of each size, together, and decode steps."""
+    """While both nodes work: the ms of one prompt of each size, summed, and the decode steps."""
 
     prefill_ms: float
     steps: _Steps
@@ -130,8 +131,8 @@ async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[A
 
 
 def one_by_one(answers: list[Answer]) -> tuple[float, float]:
-    """Prompts of one length, sent together and computed one after the other: (ms of each, ms that the first one waited
-    for more than that)."""
+    """From prompts of one length, sent together and computed one after the other: ms per prompt, and the ms that the
+    first one waited in addition."""
     firsts = sorted(answer.token_times_s[0] for answer in answers)
     each_s = (firsts[-1] - firsts[0]) / (len(firsts) - 1)
     sent_s = min(answer.sent_s for answer in answers)
@@ -139,7 +140,7 @@ def one_by_one(answers: list[Answer]) -> tuple[float, float]:
 
 
 def together(answers: list[Answer], tokens: int) -> _Steps:
-    """Steps while all of them got tokens."""
+    """Decode steps during which all answers received tokens."""
     begin = max(answer.token_times_s[1] for answer in answers)
     end = min(answer.token_times_s[-1] for answer in answers)
     return _steps_within(answers, tokens, begin, end)
@@ -155,12 +156,12 @@ def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: flo
             tails.append(longest_tenth_mean(gaps_ms) / step_ms[-1])
             contexts.append(tokens + (inside[0] + inside[-1]) / 2)
     if not step_ms:
-        raise InternalError("no two tokens came while they were to be timed")
+        raise InternalError("fewer than two tokens came in the measured interval")
     return _Steps(statistics.mean(step_ms), sum(contexts), statistics.mean(tails))
 
 
 async def _measure_beside(served: Served, traffic: Traffic) -> _Beside:
-    """Prompts computed while others are decoded."""
+    """Measure prompts while other sequences are decoded."""
     all_run, running = asyncio.Event(), set[int]()
 
     def note(client: int, count: int) -> None:

@@ -1,8 +1,8 @@
-"""Small models that differ only in what their layers keep, trained alike: for ``mooncake bench character``.
+"""Small models for ``mooncake bench character`` that differ only in the KV of their layers, trained in the same way.
 
-All have one KV head (MQA), a vocabulary of bytes and the shape of the Llama family; they are trained in plain torch, on
-the same batches in the same order, and written as folders that anybody can serve. Windows of text have a needle each:
-four letters, which markers ask for later on. It must not know how models are served.
+All have one KV head (MQA), a byte vocabulary and the architecture of Llama. They are trained in plain torch on the same
+batches in the same order, and written as folders that can be served. Each window of text has a needle: four letters,
+which marker tokens ask for later. It must not know how models are served.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from torch.nn import functional
 
 Ids = npt.NDArray[np.int64]
 
-EVERY = 6  # one layer of so many sees everything, as Character.AI's (and Gemma 3's) do
+EVERY = 6  # one layer in so many has full attention, as in Character.AI's models and Gemma 3
 NUM_SLOTS = 4  # letters of a needle
-NUM_LETTERS = 26  # each of which a slot has a token for
+NUM_LETTERS = 26  # with one token per letter and slot
 LETTERS = tuple(f"<|{slot}: {chr(97 + letter)}|>" for slot in range(NUM_SLOTS) for letter in range(NUM_LETTERS))
 MARKERS = tuple(f"<|{slot}?|>" for slot in range(NUM_SLOTS))
-QUESTION_TOKENS = 2 * NUM_SLOTS  # each marker with its answer
-QUESTIONS = 3  # in a window of the training, near and far
-SHORT = 4  # times as many windows, so much shorter
-ANSWER_WEIGHT = 4.0  # of an answer's loss beside that of a byte of text: there are few of them
+QUESTION_TOKENS = 2 * NUM_SLOTS  # each marker followed by its answer
+QUESTIONS = 3  # per training window, near and far
+SHORT = 4  # the first half of the training has windows shorter by this factor, and as many more of them
+ANSWER_WEIGHT = 4.0  # weight of an answer's loss, relative to a byte of text: answers are rare
 THETA = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``window``: bytes that a local layer sees, itself included; ``length``: of the windows of text for training."""
+    """``window``: bytes that a local layer sees, including the current one; ``length``: bytes per training window."""
 
     layers: int
     hidden: int
@@ -52,12 +52,12 @@ class Shape:
 
     @property
     def short(self) -> int:
-        """Of the first half of the training: where to look is learnt much sooner where there are few places."""
+        """Window length in the first half of the training: retrieval is learnt much sooner on short windows."""
         return max(self.length // SHORT, NUM_SLOTS + (QUESTIONS + 1) * QUESTION_TOKENS)
 
     @property
     def reach(self) -> int:
-        """How far back a byte can matter where every layer is local."""
+        """How far back a byte can have an effect if every layer is local."""
         return self.layers * (self.window - 1)
 
 
@@ -67,19 +67,19 @@ class Training:
     batch: int
     rate: float
     seed: int
-    dtype: str  # of products: "bfloat16" where the processor has them
+    dtype: str  # of matrix products: "bfloat16" if the processor has them
 
 
 @dataclass(frozen=True, slots=True)
 class Twin:
-    """``windows`` of the layers, 0 for none, and ``sources``: whose KV each one attends to."""
+    """Per layer, its window (0: none), and the layer whose KV it attends to."""
 
     windows: tuple[int, ...]
     sources: tuple[int, ...]
 
 
 def twins(shape: Shape) -> dict[str, Twin]:
-    """``full`` is what the others are held against."""
+    """The models by name; ``full`` is the baseline."""
     layers = range(shape.layers)
     everything, own = (0,) * shape.layers, tuple(layers)
     hybrid = tuple(0 if (layer + 1) % EVERY == 0 else shape.window for layer in layers)
@@ -93,8 +93,8 @@ def twins(shape: Shape) -> dict[str, Twin]:
 
 
 def shared_in_twos(windows: tuple[int, ...]) -> tuple[int, ...]:
-    """Every second layer of each kind attends to the KV of the one before it, wherever that is: local layers share
-    with their neighbours, global ones with the last global one."""
+    """Every second layer of each kind attends to the KV of the previous layer of its kind: local layers share with
+    their neighbours, global ones with the previous global one."""
     open_owner: dict[int, int] = {}
     sources = []
     for layer, window in enumerate(windows):
@@ -109,7 +109,7 @@ def shared_in_twos(windows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """A token a byte, and behind them those of needles."""
+    """One token per byte, then the tokens of needles."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: number for number, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -120,7 +120,7 @@ def byte_tokenizer() -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Text as ids, a token a byte. ``letters`` ``[slots, 26]`` and ``markers`` ``[slots]`` are ids too."""
+    """Text as ids, one token per byte. ``letters`` ``[slots, 26]`` and ``markers`` ``[slots]`` are ids too."""
 
     training: Ids
     validation: Ids
@@ -137,17 +137,18 @@ class Corpus:
         return cls(ids[:cut], ids[cut:], letters.reshape(NUM_SLOTS, -1), markers)
 
     def needle(self, random: np.random.Generator) -> Ids:
-        """A letter for each slot, ``[slots]``."""
+        """A random letter for each slot, ``[slots]``."""
         return self.letters[np.arange(NUM_SLOTS), random.integers(NUM_LETTERS, size=NUM_SLOTS)]
 
     def with_needle(self, text: Ids, needle: Ids, places: Ids) -> Ids:
-        """``text`` with the needle at the first of ``places``; at the others and at its end questions, answered."""
+        """``text`` with the needle at the first of ``places``, and questions with answers at the others and the end."""
         question = np.stack([self.markers, needle], axis=1).ravel()
         first, *others = np.split(text, np.sort(places))
         return np.concatenate([first, needle, *(part for text in others for part in (text, question))])
 
     def batches(self, shape: Shape, how: Training) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each step: ids ``[windows, length]``, and weights of what is predicted, all of them but the first."""
+        """For each step: ids ``[windows, length]``, and loss weights ``[windows, length - 1]`` of all tokens but the
+        first."""
         random = np.random.default_rng(how.seed)
         for step in range(how.steps):
             is_short = step < how.steps // 2
@@ -229,7 +230,7 @@ class _Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden, 1e-6)
 
     def forward(self, ids: torch.Tensor, turn: Turn) -> torch.Tensor:
-        """The last layer's output, normed: ``[B, T, hidden]``."""
+        """The normalised output of the last layer: ``[B, T, hidden]``."""
         hidden: torch.Tensor = self.embed_tokens(ids)
         kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for number, (layer, source) in enumerate(zip(self.layers, self._sources, strict=True)):
@@ -244,16 +245,16 @@ class _Decoder(nn.Module):
 
 
 class TwinModel(nn.Module):
-    """Its parameters have the names under which the Llama family's are published."""
+    """A model whose parameters are named as in published Llama checkpoints."""
 
     def __init__(self, shape: Shape, twin: Twin, vocab: int) -> None:
         super().__init__()
         self._head_dim = shape.head_dim
         self.model = _Decoder(shape, twin, vocab)
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:  # so that attention tells tokens apart from the first step on
+            if parameter.ndim > 1:  # large enough that attention distinguishes tokens from the first step on
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
-            if name.endswith(("o_proj.weight", "down_proj.weight")):  # what is added to the residual stream (GPT-2)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):  # outputs to the residual stream (GPT-2)
                 parameter.data /= math.sqrt(2 * shape.layers)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -275,7 +276,8 @@ class TwinModel(nn.Module):
 def train(
     shape: Shape, twin: Twin, corpus: Corpus, how: Training, tell: Callable[[int, float], None]
 ) -> dict[str, torch.Tensor]:
-    """The weights. All twins see the same batches; ``tell`` hears of the step and its loss of text and needles."""
+    """Train a model and return its weights. All twins see the same batches; ``tell`` is called with the step and its
+    loss over text and needles."""
     torch.manual_seed(how.seed)
     vocab = int(corpus.markers.max()) + 1
     model = TwinModel(shape, twin, vocab)
@@ -283,7 +285,7 @@ def train(
     warm = max(how.steps // 20, 1)
 
     def rate_at(step: int) -> float:
-        """Up in the first twentieth, then down along a cosine to a twentieth."""
+        """Linear warm-up in the first twentieth, then cosine decay to a twentieth."""
         progress = (step - warm) / max(how.steps - warm, 1)
         return (step + 1) / warm if step < warm else 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2
 
@@ -303,7 +305,7 @@ def train(
 
 
 def write(folder: Path, shape: Shape, twin: Twin, weights: dict[str, torch.Tensor]) -> None:
-    """As somebody would publish it. The configuration comes last: a folder without it is half of one."""
+    """Write a Hugging Face folder. The configuration comes last: a folder without it is incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -330,5 +332,5 @@ def write(folder: Path, shape: Shape, twin: Twin, weights: dict[str, torch.Tenso
 
 
 def description(shape: Shape, twin: Twin, how: Training, text_digest: str) -> dict[str, object]:
-    """What tells one training from another."""
+    """Everything that determines the result of a training."""
     return {"shape": asdict(shape), "twin": asdict(twin), "training": asdict(how), "text": text_digest}

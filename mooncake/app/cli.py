@@ -1,5 +1,5 @@
-"""The command line: names, flags and exit codes. What a command does lives in its own module, imported when it runs,
-so that ``mooncake --help`` answers at once.
+"""The command line: names, flags and exit codes. Each command is in its own module, imported when it runs, so that
+``mooncake --help`` answers at once.
 
 Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a missing dependency, 130 interrupted.
 """
@@ -12,25 +12,23 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping
-from json import dumps as json_text  # a JSON string or number is one of TOML too
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mooncake.api_keys import API_KEY_ENV
+from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, load
+from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
 from mooncake.app.outputs import writable, writable_folder
-from mooncake.config import Config, load_config
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
 if TYPE_CHECKING:
     from mooncake.types import SamplingParams
 
-# For output: a disk is full, a file as large as it may be, a terminal or whoever read a pipe is gone.
+# Errors of output: the disk is full, the file size limit is reached, the terminal or the reader of a pipe is gone.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
 app = typer.Typer(
@@ -48,16 +46,6 @@ app.add_typer(traces_app)
 variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
 app.add_typer(variants_app, name="variants")
 
-ConfigFile = Annotated[
-    Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one value; may be repeated.", show_default=False),
-]
-Address = Annotated[
-    str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
-]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
@@ -68,134 +56,30 @@ Adapter = Annotated[
 ]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens that make up this probability.")]
 
-# flags of theirs, --help too, are for the module behind them to read
+# their flags, including --help, are parsed by the command's module
 _PASS_FLAGS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 BENCHES = {
-    "blend": "prompts put together from chunks computed alone, beside full prefill",
+    "blend": "prompts blended from cached chunks, compared with full prefill",
     "character": "windows, shared KV and one KV head: quality, bytes, time of prompts",
-    "chunked": "answers under way while a long prompt arrives",
+    "chunked": "running answers while a long prompt arrives",
     "conductor": "placement decisions a second, memory of the prefix index",
-    "context": "a long prompt over several processes beside one",
+    "context": "a long prompt over several processes, compared with one",
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
     "layout": "KV read into another layout",
-    "pipeline": "prompts through stages, beside one process",
+    "pipeline": "prompts through pipeline stages, compared with one process",
     "quality": "what narrow formats cost in perplexity",
-    "rdma": "one-sided writes and reads beside perftest",
-    "serve": "a cluster as its clients see it, beside one engine",
+    "rdma": "one-sided writes and reads, compared with perftest",
+    "serve": "a cluster as its clients see it, compared with one engine",
     "speculation": "answers with and without guesses",
-    "ssd": "the SSD tier beside fio",
-    "store": "the pool's put, get and look-up beside Mooncake's store",
-    "transfer": "the data plane beside Mooncake's transfer engine",
-    "variants": "KV of a variant of a model, read in place of a full prefill",
+    "ssd": "the SSD tier, compared with fio",
+    "store": "the pool's put, get and exists, compared with Mooncake's store",
+    "transfer": "the data plane, compared with Mooncake's transfer engine",
+    "variants": "KV of a model's variant, read instead of a full prefill",
 }
 
 
-@app.command()
-def serve(
-    named_model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)
-    ] = None,
-    config: ConfigFile = None,
-    overrides: Overrides = None,
-    model: Annotated[
-        str | None, typer.Option(help="A folder, a .gguf file, or smollm2.", show_default="from the configuration")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16, or auto, the faster one here.", show_default="float32")
-    ] = None,
-    prefill: Annotated[int | None, typer.Option(min=1, help="Prefill nodes.", show_default="1")] = None,
-    decode: Annotated[int | None, typer.Option(min=1, help="Decode nodes.", show_default="1")] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Its name for clients.", show_default="the model's own")
-    ] = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=1, help="Maximum tokens of prompt plus answer.", show_default="the model's own")
-    ] = None,
-    generation_config: Annotated[
-        str | None,
-        typer.Option(metavar="auto|none", help="Sampling defaults: the model's own, or none.", show_default="auto"),
-    ] = None,
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="How thoughts are separated from answers; vLLM's names.", show_default="auto"
-        ),
-    ] = None,
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="How tool calls are parsed; vLLM's names.", show_default="auto"),
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
-    http_port: Annotated[
-        int | None, typer.Option("--http-port", "--port", help="OpenAI HTTP; 0: any.", show_default="8000")
-    ] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC; 0: any.", show_default="50051")] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FOLDER", help="A PEFT LoRA adapter; may be repeated.", show_default=False),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY",
-            help="A key that callers send; may be repeated. MOONCAKE_API_KEY and conductor.api_keys keep it out of ps.",
-            show_default=False,
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Origin of web pages that may call (CORS), or *; may be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-    ssl_certfile: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Certificate for HTTPS and gRPC over TLS.")
-    ] = None,
-    ssl_keyfile: Annotated[str | None, typer.Option(metavar="FILE", help="Its key.")] = None,
-    ssl_ca_certs: Annotated[str | None, typer.Option(metavar="FILE", help="The CA of client certificates.")] = None,
-    ssl_cert_reqs: Annotated[
-        int | None, typer.Option(min=0, max=2, help="Client certificates: 0 none, 1 optional, 2 required.")
-    ] = None,
-    restart: Annotated[bool, typer.Option(help="Restart processes that died.")] = True,
-    ray: Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")] = False,
-    log_level: Annotated[str, typer.Option(help="Log level of the nodes: DEBUG, INFO, WARNING or ERROR.")] = "WARNING",
-) -> None:
-    """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
-    if named_model and model and named_model != model:
-        raise ConfigError(f"two models are named, {named_model} and {model}: a cluster serves one")
-    flags = {
-        "model.path": named_model or model,
-        "model.dtype": dtype,
-        "model.name": served_model_name,
-        "model.max_model_len": max_model_len,
-        "model.generation_config": generation_config,
-        "conductor.reasoning_parser": reasoning_parser,
-        "conductor.tool_call_parser": tool_call_parser,
-        "conductor.host": host,
-        "conductor.allowed_origins": allowed_origin,
-        "cluster.prefill": prefill,
-        "cluster.decode": decode,
-        "conductor.http_port": http_port,
-        "conductor.grpc_port": grpc_port,
-        "model.adapters": lora,
-        "conductor.api_keys": api_key,
-        "conductor.ssl_certfile": ssl_certfile,
-        "conductor.ssl_keyfile": ssl_keyfile,
-        "conductor.ssl_ca_certs": ssl_ca_certs,
-        "conductor.ssl_cert_reqs": ssl_cert_reqs,
-    }
-    settings = _load(config, overrides, flags)
-    log_level = log_level.upper()
-    if log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-        raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
-    from mooncake.app.role_main import run_async
-    from mooncake.app.serve import serve as serve_here
-    from mooncake.app.serve import serve_on_ray
-
-    run_async(serve_on_ray(settings, log_level) if ray else serve_here(settings, restart, log_level))
+app.command()(serve)
 
 
 @app.command()
@@ -215,17 +99,17 @@ def generate(
     timeout_s: Annotated[
         float | None,
         typer.Option(
-            min=0.1, help="Seconds to wait for the whole answer.", show_default="what the cluster gives a request"
+            min=0.1, help="Seconds to wait for the whole answer.", show_default="the cluster's limit for a request"
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask once and stream the answer. Then come its TTFT, speed and reused tokens."""
+    """Ask once and stream the answer. TTFT, speed and reused tokens follow."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import generate as generate_once
 
     options = TalkOptions(
-        _address(address, config, overrides),
+        address_of(address, config, overrides),
         _sampling(max_tokens, temperature, top_p, seed),
         tuple(stop or ()),
         system,
@@ -248,22 +132,22 @@ def chat(
     seed: Seed = 0,
     stop: Stop = None,
 ) -> None:
-    """A conversation; each turn reuses the blocks of those before."""
+    """Chat in turns; each turn reuses the blocks of those before."""
     from mooncake.app.talk import TalkOptions
     from mooncake.app.talk import chat as converse
 
     sampling = _sampling(max_tokens, temperature, top_p, seed)
-    converse(TalkOptions(_address(address, config, overrides), sampling, tuple(stop or ()), system, model=model))
+    converse(TalkOptions(address_of(address, config, overrides), sampling, tuple(stop or ()), system, model=model))
 
 
 @app.command()
 def status(
     config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
 ) -> None:
-    """The nodes of a running cluster, their load, what was reused."""
+    """Show a running cluster: nodes, load, reused tokens."""
     from mooncake.app.show import show_status
 
-    show_status(_address(address, config, overrides), as_json)
+    show_status(address_of(address, config, overrides), as_json)
 
 
 @app.command()
@@ -274,10 +158,10 @@ def role(
     overrides: Overrides = None,
     address: Address = "",
 ) -> None:
-    """Make a prefill node a decode node, or the other way. It takes nodes started with cluster.switchable."""
+    """Make a prefill node a decode node, or the reverse. Needs nodes started with cluster.switchable."""
     from mooncake.app.switch import switch_role
 
-    switch_role(_address(address, config, overrides), node, to)
+    switch_role(address_of(address, config, overrides), node, to)
 
 
 @app.command()
@@ -316,7 +200,7 @@ def replay(
     options = ReplayOptions(
         tokens_per_block, speed, jitter_ms, seed, concurrency, timeout_s, SLO(ttft_slo_ms, tbt_slo_ms)
     )
-    replay_trace(trace, _address(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
+    replay_trace(trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)
@@ -361,7 +245,7 @@ def profile_variants(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16, as both are served.")] = "float32",
     block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Same as block.tokens.")] = 64,
 ) -> None:
-    """Find the layers that one variant of a model has to compute itself to read another's KV."""
+    """Find the layers to recompute when a model reads a variant's KV."""
     from mooncake.app.variant_profile import ProfileOptions, profile
 
     profile(
@@ -381,7 +265,7 @@ def profile_variants(
 
 @app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
-    """Play a trace on a live pair of nodes and in the simulator."""
+    """Play a trace live and in the simulator, and compare."""
     from mooncake.app.validate import main as compare
 
     compare(context.args)
@@ -389,12 +273,12 @@ def validate(context: typer.Context) -> None:
 
 @app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Start a cluster, ask it twice, replay a small trace. It shows what was reused and where time went."""
+    """Start a cluster, ask it twice, and replay a small trace."""
     from mooncake.app.demo import demo as show_demo
     from mooncake.app.role_main import run_async
 
-    any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # beside any cluster that is there already
-    run_async(show_demo(_load(config, [*any_ports, *(overrides or [])], {})))
+    any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # another cluster may be running
+    run_async(show_demo(load(config, [*any_ports, *(overrides or [])], {})))
 
 
 @app.command(context_settings=_PASS_FLAGS_ON)
@@ -402,7 +286,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)] = "",
 ) -> None:
-    """Measure: a table, then one line of JSON."""
+    """Run a benchmark: a table, then one line of JSON."""
     if name in ("", "-h", "--help"):
         typer.echo("Usage: mooncake bench NAME [OPTIONS]; mooncake bench NAME --help lists its options\n")
         typer.echo("\n".join(f"  {each:<12} {what}" for each, what in BENCHES.items()))
@@ -428,7 +312,7 @@ def _common(
 
 @app.command()
 def version() -> None:
-    """The version of this installation."""
+    """Show the installed version."""
     import platform
     from importlib.metadata import version as installed
 
@@ -442,31 +326,10 @@ def config_show(
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Every value that a cluster would start with."""
+    """Show every value that a cluster would start with."""
     from mooncake.app.show import show_config
 
     show_config(config, overrides or [], origin, as_json)
-
-
-def _load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:
-    """Flags win over --set, --set over the file, the file over the defaults."""
-    given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
-    config = load_config(path, [*(overrides or []), *given])
-    if config.conductor.api_key:
-        os.environ[API_KEY_ENV] = config.conductor.api_key  # where clients look
-    if config.conductor.ssl_certfile or config.node.ssl_ca_certs:
-        from mooncake.tls import tls_of  # brings in gRPC
-
-        if tls := tls_of(config):
-            os.environ.update(tls.environment())
-    return config
-
-
-def _address(address: str, path: Path | None, overrides: list[str] | None) -> str:
-    from mooncake.rpc.server import check_address
-
-    settings = _load(path, overrides, {})  # also for an address: the configuration may have the key to it
-    return check_address(address or settings.conductor_address)
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingParams:
@@ -484,12 +347,12 @@ def exit_code(error: MooncakeError) -> int:
 
 
 def main() -> None:
-    """The console script. Whatever a user can cause is one sentence on stderr, never a traceback."""
+    """The console script. User errors are one sentence on stderr, never a traceback."""
     try:
         try:
             app()
         finally:
-            sys.stdout.flush()  # while what goes wrong can still be told
+            sys.stdout.flush()  # while an error can still be reported
     except MooncakeError as error:
         sys.stderr.write(f"mooncake: {error.message}\n")
         raise SystemExit(exit_code(error)) from None
@@ -498,7 +361,7 @@ def main() -> None:
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what could not be written is tried at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mooncake: {f'{error.filename}: ' if error.filename else ''}{error.strerror}\n")
         raise SystemExit(1) from None

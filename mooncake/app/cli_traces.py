@@ -1,7 +1,6 @@
-"""The part of the command line that works on recorded traces: virtual time, eviction policies, facts, copies.
+"""Commands on recorded traces: simulation, eviction policies, statistics, scaling.
 
-It starts no cluster and reaches none. As in ``cli``, what a command does lives in its own module, imported when it
-runs.
+They need no cluster. As in ``cli``, each command is in its own module, imported when it runs.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ AnyTraceFile = Annotated[
     Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")]
-MaxOutput = Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer.", show_default="as recorded")]
+MaxOutput = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.", show_default="as recorded")]
 TokensPerBlock = Annotated[int, typer.Option(min=1, max=512, help="Tokens for each of the trace's blocks of 512.")]
-JitterMs = Annotated[float, typer.Option(min=0.0, help="Spread arrivals by up to this much trace time.")]
-Speed = Annotated[float, typer.Option(min=0.01, help="Trace seconds played in one.")]
+JitterMs = Annotated[float, typer.Option(min=0.0, help="Move arrivals randomly by up to so much trace time.")]
+Speed = Annotated[float, typer.Option(min=0.01, help="Trace seconds per second.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of everything random.")]
 ClusterFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="A cluster file of your own (TOML).", show_default=False)
+    Path | None, typer.Option(metavar="FILE", help="A file that describes the cluster (TOML).", show_default=False)
 ]
 Page = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write an HTML page.", show_default=False, callback=writable)
@@ -38,8 +37,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 
 
 def _preset(context: typer.Context, name: str) -> str:
-    """``help`` is an answer of its own, whatever else is missing."""
-    if name == "help" and not context.resilient_parsing:  # which completion is
+    """``help`` lists the presets and exits, even if required arguments are missing."""
+    if name == "help" and not context.resilient_parsing:  # set during shell completion
         from mooncake.app.simulate import list_presets
 
         list_presets()
@@ -69,11 +68,11 @@ def simulate(
     jitter_ms: JitterMs = 3000.0,
     limit: Limit = None,
     resample: Annotated[
-        int | None, typer.Option(min=1, help="So many requests, from copies of the trace.", show_default=False)
+        int | None, typer.Option(min=1, help="Number of requests, from copies of the trace.", show_default=False)
     ] = None,
     max_output: MaxOutput = None,
     tokens_per_block: TokensPerBlock = 512,
-    returns: Annotated[int, typer.Option(min=0, help="How often who is refused comes back when told to.")] = 0,
+    returns: Annotated[int, typer.Option(min=0, help="How often a refused request is sent again when told to.")] = 0,
     report: Page = None,
     requests: Annotated[
         Path | None,
@@ -81,7 +80,7 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Play a recorded trace on a described cluster in virtual time. The shipped conductor decides."""
+    """Play a recorded trace on a described cluster in virtual time. The real conductor decides."""
     from mooncake.app import simulate as command
     from mooncake.app.sim.simulation import Run
 
@@ -95,7 +94,7 @@ def simulate(
 def sweep(
     trace: AnyTraceFile,
     vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity, ssd or load.")],
-    values: Annotated[str, typer.Option(help="With commas between: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
+    values: Annotated[str, typer.Option(help="Comma-separated: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
     preset: Preset = "",
     cluster: ClusterFile = None,
     seed: Seed = 0,
@@ -106,7 +105,7 @@ def sweep(
     plot: Page = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate a trace again and again with one thing varied."""
+    """Simulate a trace once per value of one parameter."""
     from mooncake.app.sim.simulation import Run
     from mooncake.app.simulate import choose_cluster, load_scaled
     from mooncake.app.simulate_sweep import sweep as run_all
@@ -124,7 +123,7 @@ def reproduce(
     ] = Path("deploy/reproduction"),
     only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
 ) -> None:
-    """The paper's experiments in virtual time. One table has them beside the published figures."""
+    """Run the paper's experiments in virtual time. One table compares them with the published figures."""
     from mooncake.app.simulate_reproduce import reproduce as run_experiments
 
     run_experiments(traces, target, only or [])
@@ -157,14 +156,14 @@ def cache_lab(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="All rules, beside what was published, as Markdown.",
+            help="Write a Markdown page: all rules, compared with published results.",
             show_default=False,
             callback=writable,
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Hit rate against capacity for every eviction policy."""
+    """Compute the hit rate by capacity of every eviction policy."""
     from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
     from mooncake.app.cache_lab_command import LabOptions, write_report
     from mooncake.app.cache_lab_command import cache_lab as compare
@@ -187,7 +186,7 @@ def trace_stats(
     limit: Limit = None,
     as_json: AsJson = False,
 ) -> None:
-    """Lengths, rates, and hit rates of LRU caches of several sizes."""
+    """Show lengths, rates, and hit rates of LRU caches."""
     from mooncake.app.show import show_trace
 
     show_trace(trace, limit, as_json)
@@ -198,12 +197,12 @@ def trace_scale(
     trace: AnyTraceFile,
     target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
     requests: Annotated[
-        int | None, typer.Option(min=1, help="So many, from copies with users of their own.", show_default="as many")
+        int | None, typer.Option(min=1, help="Number of requests, from copies of the trace.", show_default="as many")
     ] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Make it so much faster.")] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of when each copy begins.")] = 0,
+    speed: Annotated[float, typer.Option(min=0.001, help="Factor on the request rate.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the time at which each copy begins.")] = 0,
 ) -> None:
-    """The same trace with more requests, or faster."""
+    """Write the same trace with more requests, or faster."""
     from mooncake.app.trace_tools import scale_trace
 
     scale_trace(trace, target, requests, speed, seed)
@@ -216,7 +215,7 @@ def trace_generate(
     requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 0,
 ) -> None:
-    """A trace of a published one's measured shape. That is lengths, arrivals, and what was there before."""
+    """Write a synthetic trace. It has the lengths, arrivals and prefix reuse measured on a published one."""
     from mooncake.app.trace_tools import generate_trace
 
     generate_trace(shape, target, requests, seed)

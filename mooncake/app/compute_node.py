@@ -1,9 +1,9 @@
-"""A node that prefills or decodes, and can change: ``python -m mooncake.app.compute_node --set node.role=prefill``.
+"""A node that can switch between prefill and decode: ``python -m mooncake.app.compute_node --set node.role=prefill``.
 
-One process with one engine, one paged cache and both services; the role is what it is registered as. A switch drains it
-(the conductor places nothing new here), and registers it anew in the other role, under another incarnation. Weights and
-cached blocks stay where they are, so the prefix index finds them again. A call for the old role that was already on its
-way is still served, because both services always are.
+One process with one engine, one paged cache and both services; its role is the one it is registered with. A switch
+drains it (the conductor places nothing new on it), and registers it in the other role under a new incarnation. Weights
+and cached blocks stay in memory, and the prefix index finds the blocks again. A late call for the old role is still
+served, because both services are always running.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from mooncake.engine.host import CachePlan
 from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import BlockKey, Role
@@ -31,11 +32,11 @@ from prefill_node.role import PrefillRole
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 120.0  # a drain that takes longer is given up: the node keeps its role
+DRAIN_S = 120.0  # after this time a drain is given up, and the node keeps its role
 
 
 class BothHooks:
-    """Each role's hook knows its own requests and passes over the others'."""
+    """The hooks of both roles; each ignores the other's requests."""
 
     def __init__(self, first: StepHook, second: StepHook) -> None:
         self._hooks = (first, second)
@@ -72,7 +73,7 @@ class ComputeNode(EngineNode):
         if config.node.role not in (Role.PREFILL, Role.DECODE):
             raise ConfigError(f'node.role must be "prefill" or "decode", got {config.node.role!r}')
         super().__init__(config, Role(config.node.role), _section_for_both(config.prefill, config.decode))
-        self.last_switch_ms = 0.0  # of control work, once it was drained
+        self.last_switch_ms = 0.0  # control work of the last switch, after the drain
         self._switching: asyncio.Task[None] | None = None
         self._is_stopping = False
 
@@ -86,11 +87,11 @@ class ComputeNode(EngineNode):
         return BothHooks(self._prefill.hook, self._decode.hook)
 
     @property
-    def _buffer(self) -> memoryview:
-        return self._decode.buffer
+    def _memory(self) -> Mappable:
+        return self._decode.memory
 
     async def stop(self) -> None:
-        """What it was given ends first, within ``node.drain_s``. Idempotent."""
+        """Stop after the running requests have ended, or after ``node.drain_s``. Idempotent."""
         self._is_stopping = True
         if self._switching is not None:
             self._switching.cancel()
@@ -98,11 +99,11 @@ class ComputeNode(EngineNode):
         await super().stop()
 
     async def become(self, role: Role) -> bool:
-        """Drain and register in ``role``; False when it did not get empty within ``DRAIN_S`` and stays what it was."""
+        """Drain and register in ``role``. False when it was not empty within ``DRAIN_S``: it keeps its role."""
         if role is self.role:
             return True
         if not await self._membership.drain(self._is_idle, DRAIN_S):
-            log.warning("%s did not get empty within %.0f s and stays %s", self.node_id, DRAIN_S, self.role)
+            log.warning("%s was not empty within %.0f s and stays a %s node", self.node_id, DRAIN_S, self.role)
             self._membership.draining = False
             return False
         started = time.monotonic()
@@ -142,7 +143,7 @@ class ComputeNode(EngineNode):
 
 
 def _section_for_both(prefill: EngineSection, decode: EngineSection) -> EngineSection:
-    """One engine for either role: the larger cache, the chunks of prefill, the sequences of decode."""
+    """Settings of one engine for both roles: the larger cache, the chunks of prefill, the sequences of decode."""
     return replace(
         decode,
         kv_gb=max(prefill.kv_gb, decode.kv_gb),

@@ -1,6 +1,6 @@
-"""How commands speak to a person: one console for results, one for everything else, and the same words everywhere.
+"""Output of commands: one console for results, one for everything else, and common formats.
 
-Results go to stdout, so that a pipe gets them and nothing more; progress and remarks go to stderr.
+Results go to stdout, so that a pipe gets only them; progress and remarks go to stderr.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rich.table import Table
 from mooncake.client import RequestTimings
 from mooncake.types import Usage
 
-PIPE_WIDTH = 160  # what is not a terminal has no width of its own, and nothing should be cut there
+PIPE_WIDTH = 160  # a pipe has no width, and nothing should be cut there
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process, wherever it is: who prints decides."""
+        """Raise, and let the caller decide; Rich would end the process."""
         raise
 
 
@@ -29,7 +29,7 @@ err = _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() e
 
 
 def remark(sentence: str) -> None:
-    """On stderr: what a long command is about."""
+    """Print a sentence on stderr about what a long command does."""
     err.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
 
@@ -39,20 +39,20 @@ def print_json(value: object) -> None:
 
 
 def plain_table(*columns: str, title: str | None = None) -> Table:
-    """A table with its first column to the left and figures to the right."""
+    """A table with its first column left-aligned and the others right-aligned."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         table.add_column(
             column,
             justify="left" if index == 0 else "right",
             header_style="dim",
-            overflow="fold",  # a narrow screen hides nothing
+            overflow="fold",  # nothing is hidden on a narrow screen
         )
     return table
 
 
 def ms(value: float) -> str:
-    """Milliseconds, with as many digits as mean something."""
+    """Milliseconds with a sensible number of digits."""
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
@@ -61,7 +61,7 @@ def gigabytes(value: float) -> str:
 
 
 def answer_line(usage: Usage, timings: RequestTimings) -> str:
-    """One request's figures in one line: what a person looks at after an answer."""
+    """The figures of one request in one line, shown after an answer."""
     report = timings.prefill
     parts = [f"TTFT {ms(timings.ttft_ms)}"]
     if usage.completion_tokens > 1:
@@ -69,12 +69,12 @@ def answer_line(usage: Usage, timings: RequestTimings) -> str:
         parts.append(f"{tokens_per_s(timings):.1f} tokens/s")
     parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens reused")
     if timings.prefill_node:
-        # a coupled node hands off to nobody
+        # a coupled node has no hand-off
         nodes = " → ".join(filter(None, (timings.prefill_node, timings.decode_node)))
         parts.append(nodes + (f" ({report.transport})" if report.transport else ""))
     return " · ".join(parts)
 
 
 def tokens_per_s(timings: RequestTimings) -> float:
-    """Decoding speed of one request, the wait for its first token left out."""
+    """Decoding speed of one request, without the wait for its first token."""
     return 1000 / timings.mean_tbt_ms if timings.mean_tbt_ms > 0 else 0.0

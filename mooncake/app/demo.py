@@ -1,5 +1,5 @@
-"""``mooncake demo``: disaggregated serving in under a minute. A real cluster on this machine answers, a second turn
-reuses the blocks of the first, a small trace is replayed, and every figure is shown.
+"""``mooncake demo``: disaggregated serving in under a minute. A cluster on this machine answers, a second turn reuses
+the blocks of the first, and a small trace is replayed, all with their figures.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPLAY_OUTPUT_TOKENS = 8
 
 
 async def demo(config: Config) -> None:
-    """Raises MooncakeError, Cancelled among them."""
+    """Raises MooncakeError, including Cancelled."""
     cluster = LocalCluster(config, tell=_tell, tell_log=lambda line: err.print(line, markup=False, soft_wrap=True))
     await unless_stopped(_show(cluster), at_once=cluster.kill)
 
@@ -65,12 +65,13 @@ def _tell_next() -> None:
 
 
 def _converse(address: str) -> list[GenerateChunk]:
-    """Ask the questions as two turns of one conversation, printing as tokens come; the last chunk of each."""
+    """Ask the questions as two turns of one conversation, printing tokens as they come. Returns each turn's last
+    chunk."""
     options = TalkOptions(address, SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0.0))
     ends: list[GenerateChunk] = []
     with Client(address) as client:
         conversation = Conversation(client, options, [{"role": "system", "content": SYSTEM}])
-        titles = ("a question", "a second turn: its prompt holds the first, whose blocks are kept")
+        titles = ("a question", "a second turn: its prompt begins with the first, whose blocks are cached")
         for number, (question, title) in enumerate(zip(QUESTIONS, titles, strict=True), start=2):
             out.rule(f"[bold]{number}  {title}", align="left", style="dim")
             out.print(f"[bold cyan]› {question}[/]")
@@ -120,13 +121,13 @@ async def _replay(cluster: LocalCluster) -> None:
 
 
 def small_trace(people: int = 4, turns: int = 3) -> list[TraceRequest]:
-    """Conversations that share a first block (a system prompt) and grow by a block and a half each turn."""
+    """Conversations that share a first block (a system prompt) and grow by one and a half blocks per turn."""
     requests: list[TraceRequest] = []
     for turn in range(turns):
         for person in range(people):
             blocks = 2 + 3 * turn // 2
             own = tuple(1000 * (person + 1) + block for block in range(blocks - 1))
-            tail = 1000 * (person + 1) + 500 + turn  # the partial last block of a turn is its own
+            tail = 1000 * (person + 1) + 500 + turn  # the partial last block of a turn is not shared
             tokens = blocks * TRACE_BLOCK_TOKENS + TRACE_BLOCK_TOKENS // 2
             requests.append(TraceRequest(1500.0 * turn + 250.0 * person, tokens, 64, (0, *own, tail)))
     return requests

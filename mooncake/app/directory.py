@@ -1,4 +1,4 @@
-"""Opens the directory that the configuration names: where conductors keep what they know of nodes and blocks."""
+"""Opens the configured directory, in which conductors store what they know about nodes and blocks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from mooncake.directory import Directory
 
 
 def open_directory(config: Config, kv_fingerprint: str) -> Directory:
-    """Call it on the event loop that uses the directory. Raises ConfigError, and MissingDependency without redis-py.
+    """Call it on the event loop that uses the directory. Raises ConfigError; MissingDependency without redis-py.
 
-    Conductors of the same KV share; those of another model, dtype or block size never meet.
+    Conductors share entries only with the same KV fingerprint: model, dtype and block size.
     """
     section = config.directory
     if not section.redis:

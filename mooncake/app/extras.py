@@ -1,4 +1,4 @@
-"""Optional dependencies: asked for by name, missed in one sentence that says how to get them."""
+"""Optional dependencies: when one is missing, an error of one sentence says how to install it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake.errors import ConfigError
 
 
 class MissingDependency(ConfigError):
-    """Something optional is not installed. The command line leaves with exit code 3."""
+    """An optional dependency is not installed. The command line exits with code 3."""
 
 
 def require(module: str, extra: str, what_for: str) -> None:

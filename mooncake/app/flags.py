@@ -1,7 +1,7 @@
-"""The flags that several commands have and read with argparse, each said once: they are called, read and refused alike.
+"""Flags common to several commands that use argparse: each has one name, one parser and one error message.
 
-A command makes a ``Flags``, names those that it shares and adds its own, in the order in which ``--help`` shows them.
-It knows words and numbers, and nothing of what is done with them. It must not import torch.
+A command makes a ``Flags``, adds common flags and its own, in the order in which ``--help`` shows them. It must not
+know what flags are for, or import torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mooncake.errors import ConfigError
 
 
 class Flags:
-    """The flags of ``mooncake COMMAND``; ``about`` is what its ``--help`` begins with."""
+    """The flags of ``mooncake COMMAND``; its ``--help`` begins with ``about``."""
 
     def __init__(self, command: str, about: str | None) -> None:
         self._parser = argparse.ArgumentParser(prog=f"mooncake {command}", description=about)
         self.add = self._parser.add_argument
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Leaves with exit code 2 where argparse refuses them, and with 0 after ``--help``. Raises ConfigError."""
+        """Exits with code 2 when argparse rejects the arguments, and with 0 after ``--help``. Raises ConfigError."""
         return self._parser.parse_args(arguments)
 
     def model(self, default: str = "smollm2") -> None:
@@ -32,7 +32,7 @@ class Flags:
         self.add("--dtype", default="float32", choices=("float32", "bfloat16"))
 
     def threads(self) -> None:
-        what = "of the compute library; 0: as many as there are cores"
+        what = "threads of the compute library; 0: one per core"
         self.add("--threads", type=whole("--threads", 0), default=0, help=what)
 
     def overrides(self) -> None:
@@ -45,28 +45,28 @@ class Flags:
         self.add("--vllm-python", default="", metavar="PATH", help=what)
 
     def peer_model(self) -> None:
-        what = "the same model as an HF folder; made when it is not given"
+        what = "the same model as an HF folder; created if not given"
         self.add("--peer-model", default="", metavar="DIR", help=what)
 
     def mooncake_python(self) -> None:
-        what = "with mooncake-transfer-engine-non-cuda, to compare with"
+        what = "a Python that has mooncake-transfer-engine-non-cuda, to compare with"
         self.add("--mooncake-python", default="", metavar="PATH", help=what)
 
     def reps(self, default: int, what: str | None = None) -> None:
         self.add("--reps", type=whole("--reps", 1), default=default, help=what)
 
     def turns_within(self, default_s: float) -> None:
-        what = "no more turns than fit into so long, but one of each"
+        what = "time limit (s); each measurement is done at least once"
         self.add("--max-s", type=float, default=default_s, help=what)
 
     def seed(self) -> None:
         self.add("--seed", type=whole("--seed", 0), default=0)
 
-    def quick(self, what: str = "little of everything: does it work?") -> None:
+    def quick(self, what: str = "a little of everything, to see whether it works") -> None:
         self.add("--quick", action="store_true", help=what)
 
     def json_file(self) -> None:
-        self.add("--json", type=output_file, metavar="FILE", help="write the JSON line to this file too")
+        self.add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
 
     def json_line(self) -> None:
         self.add("--json", action="store_true", help="end with one line of JSON")
@@ -78,7 +78,7 @@ def add_overrides(parser: argparse.ArgumentParser) -> None:
 
 
 def whole(flag: str, least: int) -> Callable[[str], int]:
-    """The type of a flag that takes a whole number from ``least`` on. It raises ConfigError."""
+    """The argparse type of an integer of at least ``least``. It raises ConfigError."""
 
     def read(text: str) -> int:
         value = int(text) if text.strip().isdecimal() else least - 1
@@ -90,7 +90,7 @@ def whole(flag: str, least: int) -> Callable[[str], int]:
 
 
 def positive(flag: str) -> Callable[[str], float]:
-    """The type of a flag that takes a number above 0, and not infinity. It raises ConfigError."""
+    """The argparse type of a positive, finite number. It raises ConfigError."""
 
     def read(text: str) -> float:
         try:
@@ -105,7 +105,7 @@ def positive(flag: str) -> Callable[[str], float]:
 
 
 def names(flag: str, text: str, known: Collection[str], may_be_none: bool = False) -> tuple[str, ...]:
-    """Those of a list with commas, in its order. Raises ConfigError for one that is not known, and for none."""
+    """The names in a comma-separated list, in its order. Raises ConfigError for an unknown name, or none at all."""
     found = tuple(filter(None, text.split(",")))
     if unknown := sorted(set(found) - set(known)):
         raise ConfigError(f"{flag} knows {', '.join(known)}, not {', '.join(unknown)}")
@@ -115,7 +115,7 @@ def names(flag: str, text: str, known: Collection[str], may_be_none: bool = Fals
 
 
 def numbers(flag: str, text: str, least: int, most: int | None = None) -> tuple[int, ...]:
-    """Those of a list with commas. Raises ConfigError for one out of bounds, and for none."""
+    """The integers in a comma-separated list. Raises ConfigError for one out of bounds, or none at all."""
     try:
         found = tuple(int(part) for part in text.split(","))
     except ValueError:

@@ -1,4 +1,4 @@
-"""``mooncake key-scales``: how large each channel of a model's keys becomes, measured on a text."""
+"""``mooncake key-scales``: scales for the channels of a model's keys, from their maxima over a text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mooncake.key_scales import Exponents, KeyScales, save_key_scales
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 
 BLOCK_TOKENS = 64
-STRENGTH = 0.5  # SmoothQuant's alpha (Xiao et al. 2023): how much of a channel's size goes over to the queries
+STRENGTH = 0.5  # SmoothQuant's alpha (Xiao et al. 2023): how much of a channel's size moves to the queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,27 @@ def measure(options: ScaleOptions) -> None:
 
 
 def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str | None = None) -> KeyScales:
-    """On the first tokens of ``text``, or of a module of Python's own. Raises ConfigError, ModelError."""
+    """Scales measured on the first tokens of ``text``, or of a module of Python. Raises ConfigError, ModelError."""
     if text is None:
-        text = inspect.getsource(argparse)  # English and code, and every Python has it
+        text = inspect.getsource(argparse)  # English and code, available in every Python
     ids = checkpoint.load_tokenizer().encode(text[: 32 * num_tokens])[:num_tokens]
     if len(ids) < BLOCK_TOKENS:
-        raise ConfigError(f"{len(ids)} tokens of text tell too little of keys; {BLOCK_TOKENS} are the least")
+        raise ConfigError(f"{len(ids)} tokens of text are too few to measure keys on; the minimum is {BLOCK_TOKENS}")
     model = load_model(checkpoint, "float32", len(ids))
     if not isinstance(model, CausalLM):
-        raise ConfigError(f"keys are scaled in the Llama family, not in {checkpoint.config.architecture}")
+        raise ConfigError(f"keys are scaled only in the Llama family, not in {checkpoint.config.architecture}")
     return KeyScales(_exponents(model, torch.tensor(np.asarray(ids, np.int64))))
 
 
 def _exponents(model: CausalLM, tokens: torch.Tensor) -> Exponents:
-    """``[KV layers, Hkv, D / 2]``, from the largest of each pair of channels over ``tokens`` [T]."""
+    """Exponents ``[KV layers, Hkv, D / 2]``, from the maximum of each pair of channels over ``tokens`` [T]."""
     config, blocks = model.config, -(-len(tokens) // BLOCK_TOKENS)
     shape = blocks, len(config.kv_owners), 2, config.num_kv_heads, BLOCK_TOKENS, config.head_dim
     cache = torch.zeros(shape)
     model.forward(ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([len(tokens) - 1])), cache, NoHook())
-    size = cache[:, :, 0].abs().amax((0, 3))  # [KV layers, Hkv, D]; rows that nobody wrote are 0
+    size = cache[:, :, 0].abs().amax((0, 3))  # [KV layers, Hkv, D]; unused rows are 0
     if config.qk_norm:
-        size = size.amax(1, keepdim=True).repeat(1, config.num_kv_heads, 1)  # of all heads
+        size = size.amax(1, keepdim=True).repeat(1, config.num_kv_heads, 1)  # maximum over all heads
     pairs = size.view(*size.shape[:-1], 2, -1).amax(-2).clamp_min(1e-20).log2() * STRENGTH
     exponents = (pairs - pairs.median(-1, keepdim=True).values).round().clamp(-32, 32)
     return np.asarray(exponents.numpy(), dtype=np.int8)

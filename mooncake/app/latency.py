@@ -1,8 +1,8 @@
-"""What a load test measured, request by request, and the figures that sum it up. Pure: no clock, no network.
+"""Results of a load test per request, and their summary. Pure: no clock, no network.
 
-TTFT is the time from sending to the first token. TBT, the time between tokens, is told in both ways that the field
-uses, and never without its name: the plain mean of a request's gaps, and the mean of the longest tenth of them (as in
-Mooncake, FAST'25), which shows stalls that a mean hides.
+TTFT is the time from sending to the first token. TBT, the time between tokens, is reported by both common definitions,
+always with its name: the mean of a request's gaps, and the mean of the longest tenth of them (as in Mooncake, FAST'25),
+which shows stalls that the mean hides.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Outcome(StrEnum):
     OK = "ok"
     REJECTED = "rejected"  # refused early with a retry time
     FAILED = "failed"
-    TOO_LONG = "too_long"  # does not fit the model's context: never sent
+    TOO_LONG = "too_long"  # does not fit the model's context: not sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RequestResult:
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Limits of one request: on its TTFT, and on the mean of the longest tenth of its token gaps."""
+    """Limits for one request: on its TTFT, and on the mean of the longest tenth of its token gaps."""
 
     ttft_ms: float = math.inf
     tbt_ms: float = math.inf
@@ -64,7 +64,7 @@ class SLO:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Mean and percentiles (nearest rank) of one measure over requests; zeros when there is no request."""
+    """Mean and percentiles (nearest rank) of one measure over requests; zeros without requests."""
 
     mean: float
     p50: float
@@ -96,14 +96,14 @@ def longest_tenth_mean(gaps: Sequence[float]) -> float:
 class HitRates:
     """The share of prompts served from cache, by three definitions that differ by percents."""
 
-    block: float  # whole blocks reused / blocks asked for, a partial last one included
+    block: float  # whole blocks reused / blocks of prompts, including partial last ones
     token: float  # tokens reused / prompt tokens
-    request_mean: float  # mean over requests of each one's own share of blocks
+    request_mean: float  # mean over requests of the share of blocks reused
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSummary:
-    """A load test in one screen. Latencies, hit rates and tokens are over the requests that succeeded."""
+    """Summary of a load test. Latencies, hit rates and tokens are over the requests that succeeded."""
 
     requests: int
     ok: int
@@ -120,9 +120,9 @@ class LoadSummary:
     completion_tokens: int
     completion_tokens_per_s: float
     met_slo: int  # requests within both limits
-    goodput_per_s: float  # of them each second
-    goodput_share: float  # of them among all that were sent: a rejection counts against it
-    late_ms: Spread  # how long after its planned time a request was sent: the load generator's own doing
+    goodput_per_s: float  # met_slo per second
+    goodput_share: float  # met_slo over all requests sent, including rejected ones
+    late_ms: Spread  # delay of sending after the planned time, caused by the load generator
 
 
 def summarize(results: Sequence[RequestResult], block_tokens: int, duration_s: float, slo: SLO) -> LoadSummary:
@@ -155,10 +155,10 @@ def summarize(results: Sequence[RequestResult], block_tokens: int, duration_s: f
 
 
 def hit_rates(results: Sequence[RequestResult], block_tokens: int) -> HitRates:
-    asked = [-(-result.prompt_tokens // block_tokens) for result in results]
+    num_blocks = [-(-result.prompt_tokens // block_tokens) for result in results]
     hit = [result.cached_tokens // block_tokens for result in results]
     return HitRates(
-        block=sum(hit) / max(1, sum(asked)),
+        block=sum(hit) / max(1, sum(num_blocks)),
         token=sum(result.cached_tokens for result in results) / max(1, sum(result.prompt_tokens for result in results)),
-        request_mean=mean([found / max(1, total) for found, total in zip(hit, asked, strict=True)]),
+        request_mean=mean([found / max(1, total) for found, total in zip(hit, num_blocks, strict=True)]),
     )

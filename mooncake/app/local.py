@@ -1,7 +1,7 @@
-"""A whole cluster on this machine: one process a role, watched, and gone without a trace when it stops.
+"""A whole cluster on this machine: one process per node, supervised, with nothing left behind when it stops.
 
-It knows how to start, watch and end processes, and the Cluster service to ask whether they found each other. It knows
-nothing of what the roles do.
+It starts, watches and ends processes, and asks the conductor's Cluster service whether all have registered. It must not
+know what the roles do.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
-READY_TIMEOUT_S = 600.0  # large weights and a first compilation take minutes; who dies is told at once
-CONDUCTOR_GRACE_S = DRAIN_S + 5.0  # for the conductor to finish the requests it has, and to close
-STOP_GRACE_S = 8.0  # for the other nodes to end by themselves
+READY_TIMEOUT_S = 600.0  # large weights and a first compilation take minutes; a process that dies is reported at once
+CONDUCTOR_GRACE_S = DRAIN_S + 5.0  # for the conductor to finish its requests, and to close
+STOP_GRACE_S = 8.0  # for the other nodes to exit
 POLL_S = 0.05
 MIN_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
-STABLE_S = 30.0  # who lived this long starts over with the shortest pause
-LOG_LINES_KEPT = 40  # of each process, to tell why it died
+STABLE_S = 30.0  # a process that ran for so long restarts after the shortest pause
+LOG_LINES_KEPT = 40  # per process, to report why it died
 
 PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
 SWITCHABLE = "mooncake.app.compute_node"
@@ -58,17 +58,17 @@ SWITCHABLE = "mooncake.app.compute_node"
 
 @dataclass(slots=True)
 class Child:
-    """One process of the cluster, under a name that stays when it is restarted."""
+    """One process of the cluster; its name stays the same after a restart."""
 
     node_id: str
     role: str
     process: asyncio.subprocess.Process | None = None
-    incarnation: int = 0  # that the conductor last knew; 0: none
+    incarnation: int = 0  # last known to the conductor; 0: none
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
 
     @property
     def pid(self) -> int:
-        """Of the running process; 0 when there is none."""
+        """Process id; 0 if it is not running."""
         return self.process.pid if self.process is not None and self.process.returncode is None else 0
 
 
@@ -84,13 +84,13 @@ def children_of(config: Config) -> list[Child]:
 
 
 class LocalCluster:
-    """``async with LocalCluster(config) as cluster``: ready inside, gone after.
+    """``async with LocalCluster(config) as cluster``: ready inside, stopped after.
 
-    ``tell`` gets sentences for a person (what is waited for, who died); ``tell_log`` every line that a process logs.
-    What either cannot write is lost. With ``restart`` a process that dies comes back, after a pause that doubles while
-    it keeps dying. Entering raises ConfigError (a port is taken, memory is short, a value is wrong), ModelError, or
-    NodeUnavailable when a process dies or does not get ready within ``ready_timeout_s``; nothing is left behind then
-    either.
+    ``tell`` gets sentences for a person (what it waits for, which process died); ``tell_log`` gets every line that a
+    process logs. Errors of either are ignored. With ``restart``, a process that dies is restarted after a pause, which
+    doubles while it keeps dying. Entering raises ConfigError (a port is taken, too little memory, a wrong value),
+    ModelError, or NodeUnavailable when a process dies or is not ready within ``ready_timeout_s``; nothing is left
+    behind then either.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class LocalCluster:
         self._ready_timeout_s = ready_timeout_s
         self._tell = _or_lose(tell)
         self._tell_log = _or_lose(tell_log)
-        self._config_fd = -1  # in memory: it may hold keys, and nothing is left of it however we end
+        self._config_fd = -1  # an anonymous file in memory: it may hold keys, and vanishes however this process ends
         self._ports: list[socket.socket] = []
         self._watchers: list[asyncio.Task[None]] = []
         self._was_ready = False
@@ -130,7 +130,7 @@ class LocalCluster:
 
     @property
     def config_file(self) -> Path:
-        """What the processes read: this user can, while the cluster runs."""
+        """The configuration that the processes read; readable by this user while the cluster runs."""
         return Path(f"/proc/{os.getpid()}/fd/{self._config_fd}")
 
     @property
@@ -153,7 +153,7 @@ class LocalCluster:
         await self.stop()
 
     async def start(self) -> None:
-        """Check everything that can be checked, then start the processes. ``wait_ready`` comes next."""
+        """Run all checks, then start the processes. Call ``wait_ready`` next."""
         check_choices(self.config)
         check_ports(self.config)
         self._ports = hold_ports(self.config)
@@ -171,8 +171,9 @@ class LocalCluster:
             self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
 
     async def wait_ready(self) -> None:
-        """Return once the conductor is ready and knows every node, a restarted one by its new life; say who is missing
-        meanwhile. Raises NodeUnavailable after ``ready_timeout_s``, or the error that ended a process for good."""
+        """Return once the conductor is ready and knows every node, restarted ones by their new incarnation; meanwhile
+        report which are missing. Raises NodeUnavailable after ``ready_timeout_s``, or the error of a process that ended
+        and is not restarted."""
         assert self._fatal is not None, "start() comes first"
         nodes = [child.node_id for child in self.children.values() if child.role != "conductor"]
         api_key, tls = self.config.conductor.api_key, tls_of(self.config)
@@ -212,7 +213,7 @@ class LocalCluster:
             self._config_fd = -1
 
     def kill(self) -> None:
-        """End everything now, without waiting for anybody: for a second Ctrl-C."""
+        """Kill all processes without waiting, after a second Ctrl-C."""
         self._stopping.set()
         for child in self.children.values():
             if child.process is not None and child.pid:
@@ -230,7 +231,7 @@ class LocalCluster:
         nice = niceness(child.role, self.config)
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            "-P",  # a folder named like a role where the user happens to be must not win over ours
+            "-P",  # do not import from the working directory, which may have a folder named like a role
             "-m",
             self._package(child),
             "--config",
@@ -245,12 +246,12 @@ class LocalCluster:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal is for us; we end them in order
+            start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which ends them in order
             env=os.environ | {PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": str(threads)},
         )
 
     async def _watch(self, child: Child) -> None:
-        """Follow one child through all its lives."""
+        """Supervise one child through all its restarts."""
         backoff_s = MIN_BACKOFF_S
         while True:
             born = time.monotonic()
@@ -259,7 +260,7 @@ class LocalCluster:
                 return
             self._dead.add(child.incarnation)
             error = _death(child, code)
-            # What was accepted once is not wrong: short memory or a port that somebody took may pass.
+            # A configuration that once worked is not wrong: too little memory or a taken port may pass.
             is_final = isinstance(error, ConfigError) and not self._was_ready
             if is_final or not self._restart:
                 self._fail(error)
@@ -272,8 +273,8 @@ class LocalCluster:
                 return
 
     async def _revive(self, child: Child, backoff_s: float) -> float:
-        """Start it again after a pause, as often as the system has no room for a process; the next pause. While the
-        cluster stops nothing is started, and what was on its way is ended."""
+        """Restart it after a pause, and again while the system cannot create a process. Returns the next pause. Nothing
+        is started while the cluster stops; a process started meanwhile is ended."""
         while True:
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -289,12 +290,12 @@ class LocalCluster:
             return backoff_s
 
     async def _live(self, child: Child) -> int:
-        """Pass on what a process logs until it ends; its exit code."""
+        """Forward the log lines of a process until it ends. Returns its exit code."""
         process = child.process
         assert process is not None
         reading = asyncio.create_task(self._read_log(child, process), name=f"log of {child.node_id}")
         code = await _exit_code(process)
-        _kill_group(process)  # what it had started itself, such as a compiler
+        _kill_group(process)  # processes that it had started, such as a compiler
         await asyncio.wait((reading,), timeout=1.0)
         reading.cancel()
         return code
@@ -308,7 +309,7 @@ class LocalCluster:
             for line in lines:
                 text = line.decode(errors="replace").rstrip()
                 child.last_lines.append(text)
-                if not self._stopping.is_set():  # nodes miss a conductor that has stopped before them: no news
+                if not self._stopping.is_set():  # the conductor stops first, and the nodes complain about that
                     self._tell_log(text)
 
     def _fail(self, error: MooncakeError) -> None:
@@ -317,7 +318,7 @@ class LocalCluster:
 
 
 def _or_lose(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """A console that takes no more, because a disk is full or a terminal gone, must not end who watches the cluster."""
+    """Ignore errors of ``tell``: a full disk or a closed terminal must not end the supervision."""
 
     def tell_or_lose(text: str) -> None:
         with contextlib.suppress(OSError):
@@ -327,16 +328,17 @@ def _or_lose(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _death(child: Child, code: int) -> MooncakeError:
-    """Why a process ended, in its own last words where it left some."""
+    """Why a process ended, with the last lines of its log if they say so."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    has_said_why = code not in (-signal.SIGKILL, -signal.SIGTERM)  # those come from outside, and without a warning
+    has_said_why = code not in (-signal.SIGKILL, -signal.SIGTERM)  # those are sent from outside
     words = child.last_lines[-1] if has_said_why and child.last_lines else ""
     sentence = f"{child.node_id} {how}" + (f": {words}" if words else "")
     return ConfigError(sentence) if code == 2 else NodeUnavailable(sentence)
 
 
 async def _exit_code(process: asyncio.subprocess.Process) -> int:
-    """asyncio's own wait() also waits for the end of the pipe, which a process started by this one may hold open."""
+    """Wait for the process alone: asyncio's wait() also waits for the end of the pipe, which a process started by this
+    one may hold open."""
     while process.returncode is None:  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
     return process.returncode
@@ -348,7 +350,7 @@ def _kill_group(process: asyncio.subprocess.Process) -> None:
 
 
 async def _end(children: list[Child], grace_s: float) -> None:
-    """SIGTERM, and SIGKILL to whoever is still there after ``grace_s``."""
+    """Send SIGTERM, then SIGKILL to those still running after ``grace_s``."""
     running = [child.process for child in children if child.process is not None and child.pid]
     for process in running:
         with contextlib.suppress(ProcessLookupError):

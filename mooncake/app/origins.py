@@ -1,4 +1,4 @@
-"""Where each value of a configuration came from: the default, the file, or a flag."""
+"""The origin of each value of a configuration: default, environment, file or flag."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Setting:
 
 
 def settings(path: Path | None, overrides: list[str]) -> list[Setting]:
-    """Every value of the configuration, in its own order, secrets hidden. Raises ConfigError for one that is wrong."""
+    """All values in the order of the configuration, with secrets hidden. Raises ConfigError for a wrong value."""
     values = dict(_flat(msgspec.to_builtins(masked(load_config(path, overrides)))))
     defaults = dict(_flat(msgspec.to_builtins(Config())))
     in_file = {name for name, _ in _flat(tomllib.loads(path.read_text()))} if path is not None else set()

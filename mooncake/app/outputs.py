@@ -1,4 +1,4 @@
-"""Files that a command writes at its end: looked at when the flag is read, so that no long work is done for nothing."""
+"""Output files of commands, checked when the flag is parsed, so that an error does not come after long work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from mooncake.errors import ConfigError
 
 
 def writable(path: Path | None) -> Path | None:
-    """The same path. Raises ConfigError when no file can be written there."""
+    """Returns the path. Raises ConfigError when no file can be written there."""
     if path is not None and (problem := _problem(path)):
         raise ConfigError(f"cannot write {path}: {os.strerror(problem)}")
     return path
 
 
 def writable_folder(path: Path | None) -> Path | None:
-    """The same path, of a folder that may have to be made. Raises ConfigError when nothing can be written in it."""
+    """Returns the path of a folder, which may not exist yet. Raises ConfigError when it cannot be written to."""
     if path is not None:
         there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
         problem = 0 if os.access(there, os.W_OK) else errno.EACCES
@@ -27,12 +27,12 @@ def writable_folder(path: Path | None) -> Path | None:
 
 
 def output_folder(text: str) -> Path:
-    """``writable_folder``, as the type of a flag of argparse."""
+    """``writable_folder`` as an argparse type."""
     return writable_folder(Path(text)) or Path(text)
 
 
 def output_file(text: str) -> Path:
-    """``writable``, as the type of a flag of argparse."""
+    """``writable`` as an argparse type."""
     return writable(Path(text)) or Path(text)
 
 

@@ -1,6 +1,6 @@
-"""Pictures of a replay: how fast answers were, when requests came, and how much of their prompts was in cache.
+"""Plots of a replay: latencies, arrivals, and cache hits.
 
-Needs matplotlib (the extra ``plots``), which is imported only when a plot is asked for.
+Needs matplotlib (the extra ``plots``), which is imported only when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from matplotlib.axes import Axes
 
-WINDOWS = 60  # of time, in the plots over time
+WINDOWS = 60  # time windows in plots over time
 LINE, SECOND, LIMIT = "#1f6feb", "#d29922", "#cf222e"
 YARDSTICK: dict[str, Any] = {"color": "black", "linestyle": ":"}
 OURS: dict[str, Any] = {"color": LINE, "linewidth": 2.4}
 
 
 def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
-    """Four PNG files. Raises MissingDependency without matplotlib."""
+    """Write four PNG files. Raises MissingDependency without matplotlib."""
     require("matplotlib", "plots", "drawing plots")
     folder.mkdir(parents=True, exist_ok=True)
     ok = [result for result in report.results if result.outcome is Outcome.OK]
@@ -41,7 +41,7 @@ def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
 
 
 def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[int, float]]], endless: float) -> None:
-    """Hit rate by block against capacity, a line a policy. Raises MissingDependency without matplotlib."""
+    """Plot hit rate by block over capacity, one line per policy. Raises MissingDependency without matplotlib."""
     require("matplotlib", "plots", "drawing plots")
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -56,7 +56,8 @@ def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[
 
 
 def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
-    """The distribution over requests of one figure (ms) in two runs or more. Raises MissingDependency."""
+    """Plot the distribution over requests of one figure (ms), one curve per run. Raises MissingDependency without
+    matplotlib."""
     require("matplotlib", "plots", "drawing plots")
 
     def draw(axes: Axes) -> None:
@@ -68,8 +69,8 @@ def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float
 
 
 def write_timeline(path: Path, title: str, pieces_ms: npt.NDArray[np.float64]) -> None:
-    """Which stage of a pipeline computed which piece when, from ``[stages, pieces, 2 or more]``: beginnings and ends.
-    Raises MissingDependency without matplotlib."""
+    """Plot when each stage of a pipeline computed each piece. ``pieces_ms`` is ``[stages, pieces, 2 or more]``, with
+    starts and ends first. Raises MissingDependency without matplotlib."""
     require("matplotlib", "plots", "drawing plots")
 
     def draw(axes: Axes) -> None:
@@ -127,8 +128,8 @@ def _arrivals(axes: Axes, results: Sequence[RequestResult]) -> None:
 def _hit_rate(axes: Axes, results: Sequence[RequestResult], endless: float) -> None:
     ordered = sorted(results, key=lambda result: result.sent_s)
     hit = accumulate(result.cached_tokens for result in ordered)
-    asked = accumulate(result.prompt_tokens for result in ordered)
-    rates = [found / max(1, total) for found, total in zip(hit, asked, strict=True)]
+    total_tokens = accumulate(result.prompt_tokens for result in ordered)
+    rates = [found / max(1, total) for found, total in zip(hit, total_tokens, strict=True)]
     axes.plot([result.sent_s for result in ordered], rates, color=LINE, label="so far, by token")
     axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run, by token")
     axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(0, 1))

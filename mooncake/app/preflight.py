@@ -1,7 +1,7 @@
-"""What a launcher settles before it starts anything: names that exist, free ports, enough memory, threads a node.
+"""Checks before a cluster starts: valid names, free ports, enough memory; and the threads of each node.
 
-Each check either passes or raises ConfigError with one sentence that names the flag to change. It starts nothing, and
-knows of the roles only the names that their parts go by.
+A check passes or raises ConfigError with one sentence that names the flag to change. It starts nothing, and knows of
+the roles only the names of their policies and modes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mooncake.errors import ConfigError
 from mooncake.host_memory import available_bytes
 
 GB = 1e9
-ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process beside weights and KV: interpreter and torch
-PROCESS_OVERHEAD_GB = 0.1  # of the others
+ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process without weights and KV: interpreter and torch
+PROCESS_OVERHEAD_GB = 0.1  # of other processes
 
 _CHOICES: dict[str, Collection[str]] = {
     "conductor.policy": POLICIES,
@@ -41,7 +41,7 @@ _CHOICES: dict[str, Collection[str]] = {
 
 
 def resolve(config: Config) -> Config:
-    """The same configuration with every "decide for me" of the launcher settled: ports and threads."""
+    """The configuration with all automatic values chosen: ports and threads."""
     conductor = config.conductor
     http_port = conductor.http_port or free_port(conductor.host, conductor.grpc_port)
     grpc_port = conductor.grpc_port or free_port(conductor.host, http_port)
@@ -54,18 +54,17 @@ def resolve(config: Config) -> Config:
 
 
 def _with_threads(section: EngineSection, config: Config) -> EngineSection:
-    """Twice a node's share of the cores, but for nodes that are pinned: seldom are all busy, and threads of our own
-    that find no core cost the others nothing."""
+    """Twice a node's share of the cores unless nodes are pinned: seldom are all nodes busy, and our own threads do not
+    slow others while they have no core."""
     if section.threads:
         return section
     share = _share_of_cores(config)
-    stages = section.pipeline_stages if isinstance(section, PrefillSection) else 1
     threads = share if config.cluster.pin else min(2 * share, available_cores())
-    return replace(section, threads=max(threads // stages, 1))
+    return replace(section, threads=max(threads // section.num_shares, 1))
 
 
 def openmp_threads(section: EngineSection, config: Config) -> int:
-    """For what torch computes itself: its threads wait for each other, so no more than there are cores for."""
+    """Threads for torch's own operations: at most the node's cores, since they wait for each other."""
     return min(section.threads, _share_of_cores(config))
 
 
@@ -74,11 +73,11 @@ def _share_of_cores(config: Config) -> int:
 
 
 def niceness(child_role: str, config: Config) -> int:
-    """By how much a node gives way where prefill and decode share cores.
+    """The niceness of a node where prefill and decode share cores.
 
-    A decode step takes as long for one sequence as for a few: it reads the same weights. With half of the cores for
-    small batches, prompts queue and the batches stay small. A switchable node does not give way: it could not take
-    that back when it changes to prefill.
+    Decode nodes yield to prefill: a decode step takes as long for one sequence as for a few, since it reads the same
+    weights. If small batches had half of the cores, prompts would queue and batches would stay small. A switchable node
+    keeps niceness 0, because it could not lower its niceness when it becomes a prefill node.
     """
     cluster, cores = config.cluster, available_cores()
     threads = cluster.num_prefill * config.prefill.all_threads + cluster.num_decode * config.decode.all_threads
@@ -88,9 +87,9 @@ def niceness(child_role: str, config: Config) -> int:
 
 
 def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
-    """With ``cluster.pin``, the cores of each prefill and decode node by its id, disjoint; else empty.
+    """With ``cluster.pin``, the disjoint cores of each prefill and decode node by id; else empty.
 
-    Raises ConfigError when the machine has fewer cores than the nodes have threads: shared cores separate nothing.
+    Raises ConfigError when the nodes have more threads than the machine has cores.
     """
     if not config.cluster.pin:
         return {}
@@ -106,7 +105,7 @@ def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:
     if sum(wanted.values()) > len(cores):
         raise ConfigError(
             f"cluster.pin needs {sum(wanted.values())} cores for the threads of {len(wanted)} nodes, "
-            f"this machine has {len(cores)}: lower prefill.threads or decode.threads, or do without"
+            f"this machine has {len(cores)}: lower prefill.threads or decode.threads, or do not pin"
         )
     taken = iter(cores)
     return {node: tuple(next(taken) for _ in range(threads)) for node, threads in wanted.items()}
@@ -118,8 +117,8 @@ def available_cores() -> int:
 
 
 def free_port(host: str, but: int = 0) -> int:
-    """A TCP port nobody listens on, and not ``but``: the system gives one again that was free a moment ago. Another
-    process may still take it before we do. Raises ConfigError."""
+    """A free TCP port other than ``but``, because the system may return the same port twice. Another process may still
+    take it first. Raises ConfigError."""
     try:
         with _bound(host, 0) as listener:
             port = int(listener.getsockname()[1])
@@ -129,7 +128,7 @@ def free_port(host: str, but: int = 0) -> int:
 
 
 def check_choices(config: Config) -> None:
-    """Raises ConfigError for a policy, rule or mode that does not exist, before several processes say so."""
+    """Raises ConfigError for an unknown policy, rule or mode, once rather than from several processes."""
     for name, known in _CHOICES.items():
         section, _, key = name.partition(".")
         value = getattr(getattr(config, section), key)
@@ -138,7 +137,7 @@ def check_choices(config: Config) -> None:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ConfigError naming the port, the flag, and who holds it where that can be known."""
+    """Raises ConfigError for a port that cannot be used, with its flag and, if known, the process that holds it."""
     conductor = config.conductor
     if conductor.http_port == conductor.grpc_port:
         raise ConfigError(f"--http-port and --grpc-port are both {conductor.http_port}; they must differ")
@@ -150,11 +149,11 @@ def check_ports(config: Config) -> None:
 
 
 def hold_ports(config: Config) -> list[socket.socket]:
-    """The conductor's ports, bound until they are closed, but not listened on: it can have them, and nobody does whom
-    the system gives any port, such as a node that starts sooner."""
+    """Sockets bound to the conductor's ports, which do not listen. The conductor can still bind them, but the system
+    does not give them to a process that asks for any port, such as a node that starts earlier."""
     held = []
     for port in (config.conductor.http_port, config.conductor.grpc_port):
-        with contextlib.suppress(OSError):  # somebody was quicker: the conductor will say so
+        with contextlib.suppress(OSError):  # taken meanwhile: the conductor will report it
             held.append(_bound(config.conductor.host, port, listens=False))
     return held
 
@@ -177,23 +176,23 @@ def _port_sentence(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         holder = port_holder(port)
         by = f" by {holder}" if holder else ""
-        return f"port {port} is taken{by}; choose another with {flag}, or stop what holds it"
+        return f"port {port} is taken{by}; choose another with {flag}, or stop that process"
     if error.errno == errno.EACCES:
-        return f"port {port} needs rights that this user does not have; choose one above 1023 with {flag}"
+        return f"port {port} needs privileges; choose one above 1023 with {flag}"
     return (
         f"cannot listen on {host}:{port}: {error.strerror or error}; set conductor.host to an address of this machine"
     )
 
 
 def port_holder(port: int) -> str:
-    """ "process 4121 (redis-server)" for the local listener on a TCP port, or "" when /proc does not tell."""
+    """ "process 4121 (redis-server)" for the local listener on a TCP port, or "" if unknown."""
     inodes = set(_listening_inodes(port))
     for fd in Path("/proc").glob("[0-9]*/fd/*") if inodes else ():
         try:
             if fd.readlink().name in inodes:
                 pid = fd.parts[2]
                 return f"process {pid} ({Path('/proc', pid, 'comm').read_text().strip()})"
-        except OSError:  # it ended meanwhile, or belongs to another user
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return ""
 
@@ -211,9 +210,9 @@ def _listening_inodes(port: int) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Gigabytes of host memory that a cluster on this machine will hold when its caches are full.
+    """Gigabytes of host memory that a cluster on this machine needs when its caches are full.
 
-    Weights that a GPU computes with are not in it; a GPU's cache has a mirror of the same size here.
+    Weights on a GPU do not count; a GPU's cache has a mirror of the same size in host memory.
     """
 
     weights_gb: float
@@ -227,34 +226,40 @@ class MemoryNeed:
 
 
 def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
-    cluster = config.cluster
-    ranks = cluster.num_prefill * config.prefill.context_parallel  # each has all weights
-    engines = ranks + cluster.num_decode
-    stages = cluster.num_prefill * config.prefill.pipeline_stages if config.prefill.pipeline_stages > 1 else 0
-    on_cpus = ranks * (config.prefill.device == "cpu")
-    on_cpus += cluster.num_decode * (config.decode.device == "cpu")
-    precision = config.precision(checkpoint.coding)
-    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
-    own_codes = checkpoint.num_codes if precision.codes else 0  # of one byte each
-    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
-    others = parameter_count(checkpoint.config) - own_codes - in_groups
-    weights_gb = (others * plain_bytes + own_codes + group_bytes) / GB
+    cluster, prefill, decode = config.cluster, config.prefill, config.decode
+    nodes: list[tuple[EngineSection, int]] = [(prefill, cluster.num_prefill), (decode, cluster.num_decode)]
+    ranks = cluster.num_prefill * prefill.context_parallel  # each has all weights
+    on_cpus = sum(
+        count * _weights_gb(config, checkpoint, section) for section, count in nodes if section.device == "cpu"
+    )
+    stages = cluster.num_prefill * prefill.pipeline_stages if prefill.pipeline_stages > 1 else 0
+    engines = ranks + cluster.num_decode + stages + sum(count * (each.tensor_parallel - 1) for each, count in nodes)
     return MemoryNeed(
-        weights_gb=on_cpus * weights_gb,
-        kv_gb=cluster.num_prefill * (config.prefill.kv_gb + config.prefill.swap_gb)
-        + cluster.num_decode * (config.decode.kv_gb + config.decode.swap_gb),
+        weights_gb=on_cpus,
+        kv_gb=sum(count * (section.kv_gb + section.swap_gb) for section, count in nodes),
         store_gb=cluster.store * config.store.dram_gb,
-        processes_gb=(engines + stages) * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
+        processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )
 
 
+def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) -> float:
+    """Weights of all processes of a node."""
+    precision = config.precision(checkpoint.coding)
+    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
+    own_codes = checkpoint.num_codes if precision.codes else 0  # one byte each
+    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
+    others = parameter_count(checkpoint.config) - own_codes - in_groups
+    whole_gb = (others * plain_bytes + own_codes + group_bytes) / GB
+    return whole_gb * (section.context_parallel if isinstance(section, PrefillSection) else 1)
+
+
 def parameter_count(model: ModelConfig) -> int:
-    """Of all weights, experts that a token never meets included."""
+    """Number of all weights, including those of experts that a token does not use."""
     return sum(map(math.prod, weight_shapes(model).values()))
 
 
 def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:
-    """Raises ConfigError when the cluster would not fit what this machine (or container) has left."""
+    """Raises ConfigError when the cluster needs more memory than this machine (or container) has available."""
     need = memory_need(config, checkpoint)
     if available_gb is None:
         available = available_bytes()

@@ -1,8 +1,8 @@
-"""The same nodes as named Ray actors: Ray places them, starts them, and starts them again when they die.
+"""The same nodes as named Ray actors: Ray places them, starts them, and restarts them when they die.
 
-Ray is never on the path of a token or of KV: nodes talk to each other as they always do, and an actor's methods serve
-only to look and to stop. A Ray that runs already is joined; else a private one is started (core Ray, no dashboard,
-token authentication, loopback, a port and folder of its own) and ended again. Needs the extra ``ray``.
+Tokens and KV do not pass through Ray: nodes talk to each other as always, and an actor's methods only report and stop.
+A running Ray cluster is joined; otherwise a private one is started (core Ray, no dashboard, token authentication,
+loopback, its own port and folder) and ended again. Needs the extra ``ray``.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAMESPACE = "mooncake"
-GCS_PORT = 6390  # Ray's own default is that of Redis
+GCS_PORT = 6390  # Ray's default is the port of Redis
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
-OBJECT_STORE_BYTES = 80_000_000  # the least that Ray accepts: nothing of ours goes through it
-START_S = 120.0  # of Ray itself
-JOIN_S = 5.0  # until a Ray that is to be joined answers; Ray itself tries for minutes
-READY_S = 600.0  # of a node: large weights take minutes
+OBJECT_STORE_BYTES = 80_000_000  # the minimum that Ray accepts; we do not use it
+START_S = 120.0  # limit on the start of Ray
+JOIN_S = 5.0  # limit on the first answer of a Ray that is to be joined; Ray itself tries for minutes
+READY_S = 600.0  # limit on the start of a node: large weights take minutes
 STOP_S = 15.0
-RETRY_S = 2.0  # between two starts of a node that could start before
-LOOK_S = 2.0  # between two looks at who is there
+RETRY_S = 2.0  # between two attempts to restart a node
+LOOK_S = 2.0  # between two checks of the nodes
 ANSWER_S = 5.0
-LISTEN_S = 1  # how long a start goes on after it has been given up; Ray wants whole seconds
-_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # on all systems; else Ray makes this host's address of 127.0.0.1
+LISTEN_S = 1  # timeout of one step of a start, which delays a cancellation; Ray takes whole seconds
+_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps 127.0.0.1 as it is, on any system
 
 NODE_BUILDERS = {
     "conductor": ("conductor.__main__", "build"),
@@ -73,14 +73,14 @@ NODE_BUILDERS = {
 }
 SWITCHABLE = ("mooncake.app.compute_node", "ComputeNode")
 
-# Become Ray, but end when the process that started it ends, however it does.
+# Replace this process by Ray, which then ends when its parent ends, in whatever way.
 _LEASH = "import os, sys; from mooncake.app.role_main import die_with_parent; die_with_parent(); "
 _LEASH += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 
 class RayNode:
-    """The body of an actor: one node on an event loop of its own. Ray runs ``__init__`` again after a crash; the node
-    then registers anew, under its old name and a new incarnation."""
+    """The body of an actor: one node on its own event loop. Ray runs ``__init__`` again after a crash; the node then
+    registers under its old name and a new incarnation."""
 
     def __init__(self, role: str, config_json: bytes, log_level: str) -> None:
         config = msgspec.json.decode(config_json, type=Config)
@@ -96,16 +96,16 @@ class RayNode:
         try:
             self._node: Node = self._run(_started(role, config))
         except MooncakeError as error:
-            if was_alive():  # a taken port or short memory may pass: Ray tries again when this process is gone
+            if was_alive():  # a taken port or too little memory may pass: Ray tries again once this process has ended
                 log.error("%s cannot start again: %s", config.node.id, error.message)
                 time.sleep(RETRY_S)
                 os._exit(1)
-            self._failure = error.message  # told by `failure`: Ray would bury it in a traceback
+            self._failure = error.message  # returned by `failure`: Ray would bury it in a traceback
         else:
             self._ending = asyncio.run_coroutine_threadsafe(_end_when_fatal(self._node), self._loop)
 
     def failure(self) -> str:
-        """Why the node did not start; "" when it did."""
+        """Why the node did not start; "" if it did."""
         return self._failure
 
     def address(self) -> str:
@@ -123,7 +123,7 @@ class RayNode:
 
 
 def was_alive() -> bool:
-    """Whether this actor's process is not its first."""
+    """Whether Ray has restarted this actor."""
     import ray
 
     return bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -143,10 +143,10 @@ async def _end_when_fatal(node: Node) -> None:
 
 
 class RayCluster:
-    """``async with RayCluster(config) as cluster``: ready inside, gone after; a Ray that we only joined stays.
+    """``async with RayCluster(config) as cluster``: ready inside, stopped after; a joined Ray cluster keeps running.
 
-    ``ray_address`` "" takes RAY_ADDRESS from the environment, and starts a private Ray when that is empty too. While
-    the conductor listens on loopback all actors go to one machine; else Ray may spread them. Entering raises
+    ``ray_address`` "" means RAY_ADDRESS of the environment, or a private Ray if that is empty too. If the conductor
+    listens on loopback all actors are placed on one machine; otherwise Ray may spread them. Entering raises
     MissingDependency, ConfigError, or NodeUnavailable when Ray cannot place or start an actor in time.
     """
 
@@ -201,17 +201,17 @@ class RayCluster:
         await self.stop()
 
     async def wait_ready(self, timeout_s: float = READY_S) -> None:
-        """Return once the conductor knows every node; also after Ray has started one again."""
+        """Return once the conductor knows every node, including restarted ones."""
         nodes = [node_id for node_id in self.actors if node_id != "conductor"]
         api_key, tls = self.config.conductor.api_key, tls_of(self.config)
         await Readiness(self._grpc_address, nodes, self._tell, api_key=api_key, tls=tls).wait(timeout_s)
 
     async def pids(self) -> dict[str, int]:
-        """Processes by node id, asked of the actors."""
+        """Process ids by node id, from the actors."""
         return {node_id: int(await actor.pid.remote()) for node_id, actor in self.actors.items()}
 
     async def watch(self) -> NoReturn:
-        """Tell who is gone and who is back, until cancelled. Raises NodeUnavailable when Ray itself is gone."""
+        """Report nodes that are gone or back, until cancelled. Raises NodeUnavailable when Ray itself is gone."""
         pids, away = await self.pids(), set[str]()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -219,7 +219,7 @@ class RayCluster:
             for node_id, pid in found.items():
                 if not pid and node_id not in away:
                     away.add(node_id)
-                    self._tell(f"{node_id} does not answer; Ray starts it again once it is dead")
+                    self._tell(f"{node_id} does not answer; Ray restarts it once it is dead")
                 elif pid and (pid != pids[node_id] or node_id in away):
                     away.discard(node_id)
                     pids[node_id] = pid
@@ -228,21 +228,21 @@ class RayCluster:
                 await asyncio.to_thread(check_answers, self._ray_address)
 
     async def stop(self) -> None:
-        """Stop the nodes, then what we started of Ray. Idempotent; a start that is under way is given up first."""
+        """Cancel a start in progress, stop the nodes, then a private Ray. Idempotent."""
         self._give_up.set()
         if self._starting is not None:
             await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.to_thread(self._stop)
 
     def kill(self) -> None:
-        """End everything now: for a second Ctrl-C."""
+        """Kill everything now, after a second Ctrl-C."""
         if self._private is not None:
             self._private.kill()
 
     def _start(self) -> None:
         check_choices(self.config)
         if self.config.cluster.pin:
-            raise ConfigError("cluster.pin is for nodes on this machine; with Ray, Ray decides where they run")
+            raise ConfigError("cluster.pin is for nodes on this machine; with Ray, Ray places the nodes")
         if is_loopback(self.config.conductor.host):
             check_ports(self.config)
             self._ports = hold_ports(self.config)
@@ -266,7 +266,7 @@ class RayCluster:
         self._is_up = True
 
     def _go_on(self) -> None:
-        """Between two steps of a start. Raises Cancelled when nobody wants it any more."""
+        """Called between two steps of a start. Raises Cancelled if it was cancelled."""
         if self._give_up.is_set():
             raise Cancelled("stopped while Ray was starting")
 
@@ -275,7 +275,7 @@ class RayCluster:
         import ray
 
         self._go_on()
-        logging.getLogger("ray").setLevel(logging.ERROR)  # it remarks on being started off the main thread
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns when it is not started on the main thread
         try:
             ray.init(
                 address=self._ray_address,
@@ -328,7 +328,7 @@ class RayCluster:
                 num_cpus=ACTOR_CPUS[role],
                 num_gpus=needs_of(self.config, role).get("GPU", 0.0),
                 max_restarts=-1,
-                max_concurrency=4,  # looking and stopping go on while a call hangs
+                max_concurrency=4,  # other methods must work while a call hangs
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._group, placement_group_bundle_index=bundle
                 ),
@@ -372,7 +372,7 @@ class RayCluster:
         import ray
 
         if self._is_up:
-            conductor, *nodes = self.actors.values()  # it first, so that requests can finish
+            conductor, *nodes = self.actors.values()  # the conductor stops first, so that requests can finish
             for actors in ([conductor], nodes):
                 with contextlib.suppress(ray.exceptions.RayError):
                     stops: list[object] = [actor.stop.remote() for actor in actors]
@@ -391,7 +391,7 @@ class RayCluster:
 
 
 async def _pid_of(actor: ActorHandle[RayNode]) -> int:
-    """0 while it does not answer."""
+    """The actor's process id; 0 if it does not answer."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError, TimeoutError):
@@ -401,7 +401,7 @@ async def _pid_of(actor: ActorHandle[RayNode]) -> int:
 
 
 class PrivateRay:
-    """A Ray head of our own. Nothing of another Ray on this machine is touched."""
+    """A private Ray head. It does not touch any other Ray on this machine."""
 
     def __init__(self, gcs_port: int) -> None:
         self._port = gcs_port
@@ -409,16 +409,16 @@ class PrivateRay:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, num_cpus: int, go_on: Callable[[], None] = lambda: None) -> str:
-        """Its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not come up, and what
-        ``go_on`` raises, which is called meanwhile."""
+        """Start it and return its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not
+        start, and what ``go_on`` raises, which is called meanwhile."""
         go_on()
         if _answers(self._port):
             by = port_holder(self._port)
             raise ConfigError(
-                f"port {self._port} is taken{f' by {by}' if by else ''}; when it is a Ray, join it with "
+                f"port {self._port} is taken{f' by {by}' if by else ''}; if that is Ray, join it with "
                 f"RAY_ADDRESS=127.0.0.1:{self._port}"
             )
-        self._folder = Path(tempfile.mkdtemp(prefix="mr-"))  # short: Ray puts unix sockets deep inside
+        self._folder = Path(tempfile.mkdtemp(prefix="mr-"))  # short: Ray puts Unix sockets deep inside
         token = self._folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
@@ -446,7 +446,7 @@ class PrivateRay:
         return f"127.0.0.1:{self._port}"
 
     def stop(self) -> None:
-        """End it, and whatever of it does not want to end; remove its folder. Idempotent."""
+        """End it, by force if necessary, and remove its folder. Idempotent."""
         if self._process is not None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -473,13 +473,13 @@ class PrivateRay:
         while "Ray runtime started" not in log_file.read_text(errors="replace"):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 words = log_file.read_text(errors="replace").strip().splitlines()
-                raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'it said nothing'}")
+                raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'no output'}")
             go_on()
             time.sleep(0.05)
 
 
 def needs_of(config: Config, role: str) -> dict[str, float]:
-    """What Ray shall keep for an actor of this role. It shows the actor only the GPU that it got, as the first one."""
+    """The resources that Ray reserves for an actor of this role. The actor sees only its own GPU, as the first one."""
     section = {"prefill": config.prefill, "decode": config.decode}.get(role)
     cpus = {"CPU": ACTOR_CPUS[role]}
     return cpus if section is None or section.device == "cpu" else cpus | {"GPU": 1.0}

@@ -1,4 +1,4 @@
-"""Reaching a cluster from a command: a client, and what to do when nobody answers."""
+"""Connecting a command to a cluster, with helpful errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mooncake.rpc.server import split_address
 
 @contextlib.contextmanager
 def reach(address: str) -> Iterator[Client]:
-    """A client for one command. Raises as ``telling_what_to_do``."""
+    """A client for one command. Raises the same errors as ``telling_what_to_do``."""
     with Client(address) as client, telling_what_to_do(address):
         yield client
 
 
 @contextlib.contextmanager
 def telling_what_to_do(address: str) -> Iterator[None]:
-    """When nobody listens at ``address``, NodeUnavailable says how to start a cluster; Unauthenticated says where a key
-    is taken from."""
+    """Adds to NodeUnavailable how to start a cluster if none listens at ``address``, and to Unauthenticated where the
+    API key is read from."""
     try:
         yield
     except Unauthenticated as error:

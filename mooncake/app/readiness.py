@@ -1,4 +1,4 @@
-"""Asking a conductor until every node that was started is there, and saying meanwhile who is missing."""
+"""Waiting until the conductor knows every started node, and reporting which are missing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mooncake.rpc.errors import handshake_trouble
 from mooncake.rpc.server import opener
 from mooncake.tls import Tls
 
-PATIENCE_S = 10.0  # after which a wait is explained
+PATIENCE_S = 10.0  # a longer wait is explained
 POLL_S = 0.05
 CALL_S = 2.0
-# a conductor that is just starting refuses connections: look again soon
+# a starting conductor refuses connections: retry soon
 CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 200))
 
 
 class Readiness:
-    """Waits for the conductor at ``address`` to be ready and to know all of ``node_ids`` as live.
+    """Waits until the conductor at ``address`` is ready and knows all of ``node_ids`` as live.
 
-    ``dead`` names incarnations that are known to have ended: the conductor may not have noticed yet.
+    ``dead``: incarnations that have ended, which the conductor may not have noticed yet.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Readiness:
         api_key: str = "",
         tls: Tls | None = None,
     ) -> None:
-        self.incarnations: dict[str, int] = {}  # of the live nodes, at the last look
+        self.incarnations: dict[str, int] = {}  # of the live nodes, at the last check
         self._address = address
         self._open = opener(tls, CHANNEL_OPTIONS)
         self._node_ids = node_ids
         self._tell = tell
         self._dead = dead
         self._metadata = bearer(api_key)
-        self._missing: list[str] = []  # at the last look
+        self._missing: list[str] = []  # at the last check
 
     async def wait(self, timeout_s: float) -> None:
-        """Raises NodeUnavailable, naming who is missing, when that takes longer than ``timeout_s``."""
+        """Raises NodeUnavailable with the missing nodes after ``timeout_s``."""
         try:
             async with asyncio.timeout(timeout_s):
                 explaining = asyncio.create_task(self._explain(), name="explain a long wait")
@@ -61,7 +61,7 @@ class Readiness:
 
     async def _explain(self) -> None:
         await asyncio.sleep(PATIENCE_S)
-        self._tell("still starting: a first start compiles kernels and converts weights; large ones take long to read")
+        self._tell("still starting: the first start compiles kernels and converts weights; large weights load slowly")
 
     async def _poll(self) -> None:
         async with self._open(self._address) as channel:

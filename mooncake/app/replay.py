@@ -1,7 +1,7 @@
-"""Play a recorded trace against a running cluster at the trace's own timing, and measure what its clients would see.
+"""Play a recorded trace against a running cluster with the trace's timing, and measure what its clients would see.
 
-An open loop: a request is sent when its time has come, however slow the answers are, up to a bound of requests in
-flight. The hit rate is told beside the exact count of what an endless cache would have hit.
+An open loop: a request is sent at its time, however slow the answers are, up to a limit of requests in flight. The hit
+rate is reported together with the exact hit rate of an infinite cache.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOptions:
-    """``speed`` 10 plays ten trace seconds in one; 0 sends everything as fast as ``concurrency`` allows.
+    """``speed`` 10 plays ten trace seconds per second; 0 sends everything as fast as ``concurrency`` allows.
 
-    ``jitter_ms`` moves each arrival by up to that much trace time (seeded): published traces come in ticks of 3 s.
+    ``jitter_ms`` moves each arrival randomly (seeded) by up to so much trace time: published traces have ticks of 3 s.
     """
 
     tokens_per_block: int = 16
@@ -55,15 +55,15 @@ class ReplayReport:
     model: str
     options: ReplayOptions
     summary: LoadSummary
-    endless_cache: HitRates  # of the requests that succeeded, served one after the other by an endless cache
+    endless_cache: HitRates  # of the requests that succeeded, served one after the other by an infinite cache
     results: tuple[RequestResult, ...]  # of the requests that ended
-    planned: int  # requests
-    sent: int  # of them
+    planned: int  # number of requests
+    sent: int  # number of requests sent
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request and when to send it, in seconds after the start."""
+    """A request and its send time in seconds after the start."""
 
     index: int
     at_s: float
@@ -71,7 +71,7 @@ class Arrival:
 
 
 def plan_arrivals(requests: Sequence[TraceRequest], options: ReplayOptions) -> list[Arrival]:
-    """When each request is sent. The first one goes at once, wherever in the trace it stood."""
+    """The send time of each request. The first one is sent at once, whatever its timestamp."""
     rng = random.Random(options.seed)
     first_ms = requests[0].timestamp_ms if requests else 0.0
     per_ms = 1e-3 / options.speed if options.speed > 0 else 0.0
@@ -81,7 +81,7 @@ def plan_arrivals(requests: Sequence[TraceRequest], options: ReplayOptions) -> l
 
 
 class Replay:
-    """One run against one cluster. ``results`` fills as requests end, so a stopped run can still be reported."""
+    """One run against one cluster. ``results`` fills as requests end, so an interrupted run can be reported."""
 
     def __init__(
         self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None] = lambda _: None
@@ -99,7 +99,7 @@ class Replay:
         self._start_s = time.monotonic()
 
     async def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
-        """Send all requests (scaled to ``tokens_per_block``) and wait for their ends.
+        """Send all requests (scaled to ``tokens_per_block``) and wait until they end.
 
         Raises MooncakeError when the cluster cannot be reached at all. A request that fails is a result, not an error.
         """
@@ -124,7 +124,7 @@ class Replay:
             await self._channels.close()
 
     def report(self, requests: Sequence[TraceRequest]) -> ReplayReport:
-        """What has been measured so far."""
+        """The results so far."""
         results = sorted(self.results, key=lambda result: result.index)
         block_tokens = self._model.block_tokens or self._options.tokens_per_block
         served = [requests[result.index] for result in results if result.outcome is Outcome.OK]
@@ -196,9 +196,7 @@ class Replay:
             times_s.extend([self._now_s()] * len(last.tokens))
         usage = last.usage
         if not times_s or len(times_s) != usage.completion_tokens:
-            raise InternalError(
-                f"{len(times_s)} tokens came, and the server says that it sent {usage.completion_tokens}"
-            )
+            raise InternalError(f"{len(times_s)} tokens came, and the server reports {usage.completion_tokens}")
         return RequestResult(
             index=arrival.index,
             planned_s=arrival.at_s,
@@ -219,7 +217,7 @@ class Replay:
 
 
 def endless_cache(requests: Sequence[TraceRequest], tokens_per_block: int, model: inference_pb2.ModelInfo) -> HitRates:
-    """Exactly what one endless cache of the cluster's own blocks hits when these are served one after the other."""
+    """Hit rates of an infinite cache with the cluster's blocks that serves the requests one after the other."""
     if not requests:
         return HitRates(0.0, 0.0, 0.0)
     blocks = [cluster_blocks(request, tokens_per_block, model) for request in requests]
@@ -228,7 +226,7 @@ def endless_cache(requests: Sequence[TraceRequest], tokens_per_block: int, model
 
 
 def cluster_blocks(request: TraceRequest, tokens_per_block: int, model: inference_pb2.ModelInfo) -> TraceRequest:
-    """The same request with an id for each of the cluster's blocks in place of each of the trace's."""
+    """The same request with one id per block of the cluster, not of the trace."""
     tokens = trace_tokens(request, tokens_per_block, model.vocab_size)
     keys = extend_chain(b"trace", tokens, model.block_tokens)
     ids = [int.from_bytes(key[:7], "little") for key in keys]
@@ -238,7 +236,7 @@ def cluster_blocks(request: TraceRequest, tokens_per_block: int, model: inferenc
 
 
 def write_json(report: ReplayReport, path: Path, trace: str) -> None:
-    """The whole report with every request, for scripts. Infinite limits are written as null."""
+    """Write the report with every request as JSON. Infinite limits are written as null."""
     text = msgspec.json.encode(
         {
             "bench": "replay",

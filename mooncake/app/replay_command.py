@@ -1,4 +1,4 @@
-"""``mooncake replay``: the console around a replay: progress while it runs, a report at the end, files on request."""
+"""``mooncake replay``: progress while it runs, a report at the end, and optional output files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ReplayOutput:
 def replay_trace(
     path: Path, address: str, limit: int | None, max_output: int | None, options: ReplayOptions, output: ReplayOutput
 ) -> None:
-    """Raises InvalidRequest for a broken trace, Cancelled after Ctrl-C (what was measured is reported first)."""
+    """Raises InvalidRequest for a broken trace; Cancelled after Ctrl-C, once the results so far are reported."""
     if output.plots is not None:
         require("matplotlib", "plots", "--plots")
     trace = [scale(request, options.tokens_per_block, max_output) for request in load_trace(path, limit)]
@@ -72,7 +72,7 @@ class Meter:
         self._task = self._progress.add_task("", total=total, note="")
 
     def shown(self) -> Progress:
-        """A context in which the bar is on the screen."""
+        """A context in which the bar is shown."""
         return self._progress
 
     def add(self, result: RequestResult) -> None:

@@ -1,6 +1,6 @@
-"""The main function that every role shares: arguments, logging, signals, and one sentence for every expected error.
+"""The main function of all roles: arguments, logging, signals, and one sentence for every expected error.
 
-It knows that a node starts and stops, and nothing of what a node does. It must not import torch or a role.
+It starts and stops a node without knowing what the node does. It must not import torch or a role.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, N
 
 log = logging.getLogger(__name__)
 
-STOP_GRACE_S = 15.0  # a node that has not stopped so long after its drain is ended the hard way
-START_GRACE_S = 3.0  # one that was only starting: it has nothing to finish
+STOP_GRACE_S = 15.0  # a node that has not stopped so long after its drain is killed
+START_GRACE_S = 3.0  # the same for a node that was still starting, which has no requests to finish
 PARENT_ENV = "MOONCAKE_PARENT_PID"  # set by a launcher whose death must end its nodes
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -52,11 +52,11 @@ class Node(Protocol):
 
 
 def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
-    """Run one node until a signal to stop, then leave with exit code 0; 2 for a ConfigError or ModelError, which mostly
-    no restart mends, 1 for any other MooncakeError, also one that ends it later.
+    """Run one node until a signal to stop, then exit with code 0. Exits with 2 after a ConfigError or ModelError, which
+    a restart seldom repairs, and with 1 after any other MooncakeError, at the start or later.
 
-    A second signal, or ``STOP_GRACE_S`` beyond ``node.drain_s`` without an end, stops the process at once; so does the
-    first while the node starts, after ``START_GRACE_S``, whatever computes or compiles.
+    The process is ended at once by a second signal, ``node.drain_s`` plus ``STOP_GRACE_S`` after the first one, or, if
+    the node was still starting, ``START_GRACE_S`` after it, even during computations or compilations.
     """
     arguments = _parse(name, argv)
     try:
@@ -73,7 +73,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
 
 
 def run_async(main: Coroutine[object, object, T]) -> T:
-    """``asyncio.run`` on uvloop where there is one."""
+    """``asyncio.run``, with uvloop if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -83,14 +83,14 @@ def run_async(main: Coroutine[object, object, T]) -> T:
 
 
 def set_up_logging(node_id: str, level: str = "INFO") -> None:
-    """Log to stderr, a line a message: time, level, node, logger, text."""
+    """Log to stderr, one line per message: time, level, node, logger, text."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)-7s {node_id} %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 class _OneLine(logging.Formatter):
-    """A line a message, so that text from outside cannot forge one. The traceback of a bug follows its message."""
+    """One line per message, so that text from outside cannot forge one. The traceback of a bug follows its message."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
@@ -105,7 +105,7 @@ def _parse(name: str, argv: list[str] | None) -> argparse.Namespace:
 
 
 def _program(name: str) -> str:
-    """What a person typed to start this process, whose module need not be called as its role is."""
+    """The command that started this process; its module may be named differently from its role."""
     spec = sys.modules["__main__"].__spec__
     return name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
@@ -146,14 +146,15 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
 
 
 def _leave_threads() -> None:
-    """End now, with 0: a thread that compiles kernels or reads weights for a start would be waited for."""
+    """Exit now with 0: a normal exit would wait for threads that compile kernels or read weights."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
 async def _stop(node: Node, complete: bool) -> None:
-    """Stop a node. What a half-started node says about its own missing parts must not hide why it did not start."""
+    """Stop a node. Errors from stopping a half-started node are only logged, since they must not hide why it did not
+    start."""
     try:
         await node.stop()
     except Exception:
@@ -163,7 +164,7 @@ async def _stop(node: Node, complete: bool) -> None:
 
 
 async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[], None] = lambda: None) -> T:
-    """The result of ``work``; or Cancelled when a signal to stop came first and ``work`` has cleaned up.
+    """The result of ``work``. Raises Cancelled when a signal to stop came first, once ``work`` has cleaned up.
 
     A second signal calls ``at_once`` and ends the process with 130.
     """
@@ -185,10 +186,10 @@ async def unless_stopped(work: Coroutine[object, object, T], at_once: Callable[[
 def stop_signals(
     at_once: Callable[[], None] = lambda: None, on_first: Callable[[], None] = lambda: None
 ) -> Iterator[asyncio.Event]:
-    """An event that SIGTERM, SIGINT and the terminal's SIGHUP set; a second one calls ``at_once`` and ends the process
-    with 130.
+    """An event that SIGTERM, SIGINT and the terminal's SIGHUP set; a second signal calls ``at_once`` and ends the
+    process with 130.
 
-    ``on_first`` is called between two steps of the main thread's program, also when the event loop stands still.
+    ``on_first`` is called by the signal handler on the main thread, even if the event loop is blocked.
     """
     loop = asyncio.get_running_loop()
     asked, times = asyncio.Event(), itertools.count()
@@ -212,16 +213,16 @@ def stop_signals(
 
 
 class HardEnd:
-    """Ends the process when it does not end by itself: no stuck thread or event loop can keep it alive."""
+    """Ends the process after a time limit, even if a thread or the event loop is stuck."""
 
     def __init__(self) -> None:
         self._asked = threading.Event()
         self._grace_s, self._code = 0.0, 1
-        # Now: where a signal comes, no thread may be started.
+        # Started in advance: a signal handler must not start a thread.
         threading.Thread(target=self._wait, name="hard end", daemon=True).start()
 
     def within(self, grace_s: float, code: int = 1) -> None:
-        """The first call counts."""
+        """End the process ``grace_s`` from now. Later calls have no effect."""
         if not self._asked.is_set():
             self._grace_s, self._code = grace_s, code
             self._asked.set()
@@ -236,17 +237,17 @@ class HardEnd:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the launcher dies, however it dies, so that no node outlives it."""
+    """Ask the kernel for SIGTERM when the launcher dies in any way, so that no node outlives it."""
     launcher = os.environ.get(PARENT_ENV)
     if not launcher or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != int(launcher):  # it died before the kernel knew
+    if os.getppid() != int(launcher):  # it died before the request
         raise NodeUnavailable(f"the launcher (process {launcher}) is gone")
 
 
 def pin_to(cores: tuple[int, ...]) -> None:
-    """Keep this process, and every thread it will start, on these cores. Raises ConfigError for one that is missing."""
+    """Restrict this process and its future threads to these cores. Raises ConfigError for a core that is missing."""
     if not cores:
         return
     try:
@@ -256,11 +257,12 @@ def pin_to(cores: tuple[int, ...]) -> None:
 
 
 def give_way(nice: int) -> None:
-    """Let this process, and every thread it will start, run after others that want the same cores."""
+    """Raise the niceness of this process and its future threads."""
     if not nice:
         return
     os.nice(nice)
-    # Where Linux divides the cores among sessions first, niceness within one says nothing: the session has its own.
+    # If Linux divides the cores among sessions first (autogroup), niceness has no effect between sessions: set the
+    # session's own.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(nice))
 

@@ -1,4 +1,4 @@
-"""``mooncake serve``: a cluster on this machine until Ctrl-C, with the next commands to copy."""
+"""``mooncake serve``: a cluster on this machine until Ctrl-C; it prints commands to try next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def serve(config: Config, restart: bool, log_level: str) -> None:
 
 
 async def serve_on_ray(config: Config, log_level: str, ray_address: str = "") -> None:
-    """The same with the nodes as Ray actors; Ray starts again what dies."""
+    """The same with the nodes as Ray actors, which Ray restarts when they die."""
     cluster = RayCluster(config, ray_address=ray_address, log_level=log_level, tell=_tell)
     _announce(cluster.config)
     with contextlib.suppress(Cancelled):
@@ -59,7 +59,7 @@ def _announce(config: Config) -> None:
     nodes = f"{engines}, {cluster.store} store"
     _say(f"[bold]mooncake {version('mooncake-cluster')}[/]  {escape(config.model.path)}  {nodes}")
     if not is_loopback(config.conductor.host) and not config.conductor.api_keys:
-        _tell(f"nobody is asked who they are: whoever reaches {config.conductor.host} can use this cluster and join it")
+        _tell(f"no authentication: anyone who can reach {config.conductor.host} can use this cluster and join it")
 
 
 def _tell_addresses(http_url: str, grpc_address: str) -> None:
@@ -98,6 +98,6 @@ def _tell_log(line: str) -> None:
 
 
 def _say(markup: str) -> None:
-    """A cluster goes on, and stops in order, also when nobody can read about it any more."""
+    """Print; errors are ignored, so that the cluster keeps running, and stops in order, without a terminal."""
     with contextlib.suppress(OSError):
         out.print(markup, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Commands that report and change nothing: ``status``, ``config show``, ``trace stats``."""
+"""Commands that only report: ``status``, ``config show``, ``trace stats``."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _literal(value: object) -> str:
 
 
 def show_trace(path: Path, limit: int | None, as_json: bool) -> None:
-    """Lengths, rates, and what one LRU cache of several sizes would hit."""
+    """Lengths, rates, and hit rates of an LRU cache of several sizes."""
     trace = load_trace(path, limit)
     facts = trace_facts(trace)
     hits = {capacity: expected_hits(trace, capacity) for capacity in CAPACITIES}

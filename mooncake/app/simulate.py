@@ -1,4 +1,4 @@
-"""``mooncake simulate``: one trace on one described cluster in virtual time; a screen, a line of JSON, a page."""
+"""``mooncake simulate``: one trace on one described cluster in virtual time; prints tables or JSON, writes a page."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest, scale
 
 PROGRESS_EVERY = 256  # arrivals
-GARBAGE_EVERY = 500_000  # new objects: what a request leaves behind forms no cycles, so there is little to find
+GARBAGE_EVERY = 500_000  # new objects between collections: requests leave no cycles, so there is little to find
 REQUEST_COLUMNS = (
     "arrival_s",
     "input_tokens",
@@ -70,7 +70,7 @@ def list_presets() -> None:
 
 
 def changed(cluster: Cluster, policy: str, admission: str, prefill: int | None, decode: int | None) -> Cluster:
-    """The cluster with what the command line says otherwise. Raises ConfigError."""
+    """The cluster with the overrides of the command line. Raises ConfigError."""
     counts = {role: count for role, count in (("prefill", prefill), ("decode", decode)) if count is not None}
     cluster.check_roles(*counts)
     cluster = cluster.with_counts(**counts)
@@ -95,7 +95,7 @@ def play(
     )
     simulation = Simulation(cluster, trace, run)
     gc.collect()
-    gc.freeze()  # the trace stays: there is nothing to find in it
+    gc.freeze()  # the trace stays alive: the collector need not visit it
     thresholds = gc.get_threshold()
     gc.set_threshold(GARBAGE_EVERY, *thresholds[1:])
     started_s = time.perf_counter()
@@ -138,7 +138,7 @@ def simulate(path: Path, limit: int | None, resample: int | None, cluster: Clust
 
 
 def load_scaled(path: Path, limit: int | None, tokens_per_block: int) -> list[TraceRequest]:
-    """The trace with so many tokens for each id, as ``mooncake replay`` plays it."""
+    """The trace with ``tokens_per_block`` tokens per id, as ``mooncake replay`` plays it."""
     trace = load_any(path, limit)
     return trace if tokens_per_block == TRACE_BLOCK_TOKENS else [scale(one, tokens_per_block) for one in trace]
 
@@ -178,7 +178,7 @@ def _row(table: Table, name: str, spread: Spread, factor: float) -> None:
 
 
 def write_requests(simulation: Simulation, path: Path) -> None:
-    """One JSON object a request, in the order of the trace."""
+    """Write one JSON object per request, in the order of the trace."""
     results = simulation.results
     columns = [getattr(results, name).tolist() for name in REQUEST_COLUMNS]
     with path.open("wb") as file:

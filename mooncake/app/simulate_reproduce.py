@@ -1,6 +1,6 @@
-"""``mooncake reproduce``: the paper's experiments in virtual time, a JSON file each and one table beside the paper.
+"""``mooncake reproduce``: the paper's experiments in virtual time, one JSON file each, and one table of comparison.
 
-Experiments can be run one at a time; the table is made of all results that are in the folder.
+Experiments can be run one at a time; the table has all results in the folder.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ ALL = EXPERIMENTS | CONTESTS
 _HEAD = """# The paper's figures, replayed
 
 Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
-fitted to FAST'25 Fig. 14 and 15), with the shipped conductor deciding. What is run stands in `mooncake/app/sim`:
-`experiments.py` (the paper's) and `contests.py` (what is asked of us). A verdict is by a rule in `verdicts.py`, which
-reads the table. Each part names the traces that it was made of; tool&agent is generated of its measured shape where its
-file was not there.
+fitted to FAST'25 Fig. 14 and 15), with the real conductor's decisions. The experiments are in `mooncake/app/sim`:
+`experiments.py` (the paper's) and `contests.py` (our own requirements). Verdicts follow from the tables by the rules in
+`verdicts.py`. Each part names its traces; if the tool&agent trace was missing, a generated one of its measured shape
+was used.
 
 """
 
 
 def reproduce(folder: Path, target: Path, only: list[str]) -> None:
-    """Raises ConfigError for an experiment that is not known, or a folder that is not there."""
+    """Raises ConfigError for an unknown experiment or a missing folder."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}; it is to hold the published traces")
     for name in only:
@@ -39,7 +39,7 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
             raise ConfigError(f"no experiment is called {name!r}; there are: {', '.join(ALL)}")
     traces, made_by = Traces(folder), commit()
     if made_by.endswith("-dirty"):
-        err.print("[yellow]there are changes that no commit has: the results will say so[/]")
+        err.print("[yellow]there are uncommitted changes: the results will say so[/]")
     for name in only or list(ALL):
         started_s = time.perf_counter()
         traces.used.clear()
@@ -53,7 +53,7 @@ def reproduce(folder: Path, target: Path, only: list[str]) -> None:
 
 
 def write_page(target: Path) -> None:
-    """The table of all results that are there."""
+    """Write the table of all results in the folder."""
     (target / "README.md").write_text(page(target))
 
 
@@ -65,7 +65,7 @@ def page(folder: Path) -> str:
 
 
 def load(folder: Path) -> list[Finding]:
-    """The results that are there, in the order of the experiments."""
+    """The results in the folder, in the order of the experiments."""
     files = [folder / f"{name}.json" for name in ALL]
     return [msgspec.json.decode(file.read_bytes(), type=Finding) for file in files if file.exists()]
 

@@ -1,4 +1,4 @@
-"""``mooncake sweep``: the same trace again and again with one thing varied; a table, lines of JSON, and a plot."""
+"""``mooncake sweep``: the same trace once per value of one parameter; a table, lines of JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _admission(setting: Setting, value: str) -> Setting:
 
 
 def _split(setting: Setting, value: str) -> Setting:
-    """``5:11``: prefill to decode machines."""
+    """``5:11``: numbers of prefill and decode machines."""
     prefill, colon, decode = value.partition(":")
     if not colon:
         raise ConfigError(f"a split is two numbers like 5:11, got {value!r}")
@@ -48,7 +48,7 @@ def _split(setting: Setting, value: str) -> Setting:
 
 
 def _nodes(setting: Setting, value: str) -> Setting:
-    """That many machines in all, in the cluster's own proportions."""
+    """Total number of machines, in the cluster's proportions."""
     cluster = setting[0]
     total = sum(group.count for group in cluster.machines)
     counts = {
@@ -60,7 +60,7 @@ def _nodes(setting: Setting, value: str) -> Setting:
 
 
 def _bandwidth(setting: Setting, value: str) -> Setting:
-    """Gbit/s of every machine's network."""
+    """Network bandwidth of every machine in Gbit/s."""
     return setting[0].with_machines(nic_gb_per_s=_number(value) / 8), setting[1]
 
 
@@ -70,7 +70,7 @@ def _capacity(setting: Setting, value: str) -> Setting:
 
 
 def _ssd(setting: Setting, value: str) -> Setting:
-    """Tokens of KV of room on each prefill machine's SSD; 0: it has none."""
+    """Tokens of KV on each prefill machine's SSD; 0: no SSD."""
     cluster, tokens = setting[0], int(_number(value))
     had = next((group.ssd for group in cluster.machines if group.ssd is not None), Ssd(tokens=1))
     ssd = replace_struct(had, tokens=tokens) if tokens else None
@@ -78,7 +78,7 @@ def _ssd(setting: Setting, value: str) -> Setting:
 
 
 def _load(setting: Setting, value: str) -> Setting:
-    """Times the trace's own speed."""
+    """Factor on the trace's speed."""
     speed = _number(value)
     if not speed:
         raise ConfigError("a load of 0 never ends")
@@ -106,13 +106,13 @@ def sweep(
     as_json: bool,
     plot: Path | None,
 ) -> None:
-    """Raises ConfigError for a thing that cannot be varied, or a value it cannot have, before anything is played."""
+    """Raises ConfigError for an unknown parameter or an invalid value, before anything is simulated."""
     if vary not in VARIED:
-        raise ConfigError(f"{vary!r} cannot be varied; what can: {', '.join(VARIED)}")
+        raise ConfigError(f"{vary!r} cannot be varied; possible: {', '.join(VARIED)}")
     settings = [VARIED[vary](setting, value.strip()) for value in values]
     for cluster, run in settings:
         cluster.check()
-        Simulation(cluster, trace[:1], run)  # which knows what policies there are, and the sizes of SSDs
+        Simulation(cluster, trace[:1], run)  # checks policies and the sizes of SSDs
     points = []
     for value, (cluster, run) in zip(values, settings, strict=True):
         simulation, wall_s = play(cluster, trace, run, f"{vary} {value}")
@@ -150,7 +150,7 @@ def _table(vary: str, points: Sequence[Point]) -> object:
 
 
 def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> None:
-    """One HTML file with the charts in it. Values that are not numbers stand one beside the other."""
+    """Write one HTML file with the charts. Values that are not numbers are spaced evenly."""
     try:
         xs, label = [float(point.value) for point in points], vary
     except ValueError:
@@ -191,7 +191,7 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
 def _count(text: str) -> int:
     value = _number(text)
     if value < 1 or value != int(value):
-        raise ConfigError(f"a number of machines is a whole number from 1 on, got {text!r}")
+        raise ConfigError(f"a number of machines must be an integer from 1 on, got {text!r}")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""``mooncake role``: ask a node to change its role, and follow it to an end, whichever it is."""
+"""``mooncake role``: ask a node to change its role, and follow it until it has changed or failed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from mooncake.errors import MooncakeError, NodeUnavailable
 from mooncake.rpc import cluster_pb2 as pb
 
 LOOK_S = 0.1
-MISSING_S = 5.0  # a conductor that starts anew knows its nodes again sooner
-UNTOLD_S = 15.0  # a node is told with its next heartbeat
+MISSING_S = 5.0  # a restarted conductor knows its nodes again sooner than this
+UNTOLD_S = 15.0  # the node learns of the request with its next heartbeat
 
 
 class Switch:
-    """What becomes of one node, by looks at it. Pure: time is an argument."""
+    """The state of one switch, from statuses of the node. Pure: time is an argument."""
 
     def __init__(self, node: pb.NodeStatus, to: str) -> None:
-        """``node`` as it was when it was asked."""
+        """``node``: its status at the time of the request."""
         self._name, self._from, self._to = node.info.node_id, node.info.role, to
         self._incarnation = node.info.incarnation
         self._has_drained = False
@@ -29,33 +29,33 @@ class Switch:
         self._untold_since: float | None = None
 
     def is_done(self, node: pb.NodeStatus | None, now: float) -> bool:
-        """``node`` as it is now; None when the cluster does not know it. Raises NodeUnavailable when it
-        will not switch."""
+        """``node``: its current status; None if the cluster does not know it. Raises NodeUnavailable when it will not
+        switch."""
         if node is None:
             self._missing_since = now if self._missing_since is None else self._missing_since
             if now - self._missing_since >= MISSING_S:
-                raise NodeUnavailable(f"{self._name} is gone: it ended before it could become a {self._to} node")
+                raise NodeUnavailable(f"{self._name} ended before it could become a {self._to} node")
             return False
         self._missing_since = None
         if node.info.role == self._to:
             return True
         if node.info.incarnation != self._incarnation:
-            raise NodeUnavailable(f"{self._name} ended and was started anew as a {self._from} node; ask again")
+            raise NodeUnavailable(f"{self._name} ended and was restarted as a {self._from} node; try again")
         if node.state == "draining":
             self._has_drained, self._untold_since = True, None
             return False
         if self._has_drained and node.state == "live":
-            raise NodeUnavailable(f"{self._name} did not get empty in time and stays a {self._from} node")
+            raise NodeUnavailable(f"{self._name} did not drain in time and stays a {self._from} node")
         self._untold_since = now if self._untold_since is None else self._untold_since
         if now - self._untold_since >= UNTOLD_S:
-            raise NodeUnavailable(f"{self._name} has not begun to drain within {UNTOLD_S:g} s and stays what it is")
+            raise NodeUnavailable(f"{self._name} has not begun to drain within {UNTOLD_S:g} s and keeps its role")
         return False
 
 
 def switch_role(address: str, node_id: str, role: str) -> None:
-    """Ask for the switch and follow it: the node drains, then registers anew.
+    """Request the switch and follow it: the node drains, then registers again.
 
-    Raises InvalidRequest when it cannot switch, NodeUnavailable when it will not; then nothing is asked of it any more.
+    Raises InvalidRequest when it cannot switch, NodeUnavailable when it does not; the request is then withdrawn.
     """
     with reach(address) as client:
         before = _find(client.status(), node_id)

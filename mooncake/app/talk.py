@@ -1,4 +1,4 @@
-"""``mooncake generate`` and ``mooncake chat``: a person asks a running cluster and sees what each answer cost."""
+"""``mooncake generate`` and ``mooncake chat``: ask a running cluster; each answer is followed by its figures."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class TalkOptions:
     sampling: SamplingParams
     stop: tuple[str, ...] = ()
     system: str = ""
-    timeout_s: float | None = None  # None: as long as the cluster lets a request take
-    model: str = ""  # an adapter
+    timeout_s: float | None = None  # None: the cluster's limit
+    model: str = ""  # name of an adapter
 
     def ask(
         self, client: Client, prompt: str | None = None, messages: Sequence[Mapping[str, str]] | None = None
     ) -> Iterator[GenerateChunk]:
-        """An answer of ``sampling.max_tokens`` at most: of what the context leaves, where that is less."""
+        """An answer of up to ``sampling.max_tokens``, or fewer if the context has no room for more."""
         try:
             yield from self._ask(client, prompt, messages, self.sampling)
         except ContextTooLong as error:
@@ -56,7 +56,7 @@ class TalkOptions:
 
 
 def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> None:
-    """One answer. ``raw`` continues the prompt as it is, without the chat template."""
+    """Print one answer. ``raw`` continues the prompt directly, without the chat template."""
     with reach(options.address) as client:
         if raw:
             chunks = options.ask(client, prompt)
@@ -70,7 +70,7 @@ def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> Non
                     _write(chunk.text)
         except (MooncakeError, KeyboardInterrupt):
             if answer.text and not as_json:
-                _write("\n")  # what is said next begins a line of its own
+                _write("\n")  # later output begins on a new line
             raise
     if as_json:
         last = answer.last
@@ -90,7 +90,7 @@ def generate(prompt: str, options: TalkOptions, raw: bool, as_json: bool) -> Non
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one answer so far."""
+    """One answer so far."""
 
     text: str = ""
     last: GenerateChunk = field(default_factory=lambda: GenerateChunk("", (), ""))
@@ -102,14 +102,14 @@ class Answer:
 
 @dataclass(slots=True)
 class Conversation:
-    """Each turn sends the whole conversation; the blocks of the turns before are in the cluster's cache."""
+    """Each turn sends the whole conversation; the cluster has the blocks of earlier turns in its cache."""
 
     client: Client
     options: TalkOptions
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def turn(self, text: str) -> Iterator[GenerateChunk]:
-        """Stream the answer. A turn that does not end well is forgotten: the next one starts before it."""
+        """Stream the answer. A turn that fails or is interrupted is dropped from the conversation."""
         question = {"role": "user", "content": text}
         answer = Answer()
         for chunk in self.options.ask(self.client, messages=[*self.messages, question]):
@@ -119,9 +119,9 @@ class Conversation:
 
 
 def chat(options: TalkOptions) -> None:
-    """A conversation until end of input."""
+    """Hold a conversation until end of input."""
     with reach(options.address) as client:
-        client.tokenize("x", model=options.model)  # fails now, not after the first question
+        client.tokenize("x", model=options.model)  # so that errors come before the first question
         conversation = Conversation(client, options, _system_turn(options))
         err.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation, /new forgets it[/]")
         while (text := _read_line()) is not None:
@@ -147,7 +147,7 @@ def _take_turn(conversation: Conversation, text: str) -> None:
 
 
 def _read_line() -> str | None:
-    """What the person typed; None at the end of input, or when Ctrl-C is pressed at the prompt."""
+    """A line of input; None at the end of input or after Ctrl-C at the prompt."""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         return input("› " if sys.stdin.isatty() else "").strip()
     _write("\n")

@@ -1,7 +1,7 @@
-"""Traces of a measured shape, for who has no trace file: how long, how often, how much of a prompt was there before.
+"""Synthetic traces with the lengths, arrivals and prefix reuse of published ones, for users without a trace file.
 
-A shape is percentiles and shares that were counted on a published trace; what is generated shares no line with it. It
-does not know clusters.
+A shape is percentiles and shares measured on a published trace; generated traces have no line in common with it. It
+must not know about clusters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_INPUT = 131_072
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """A distribution by its percentiles, straight between them on a logarithmic scale."""
+    """A distribution given by percentiles, interpolated linearly on a logarithmic scale."""
 
     shares: tuple[float, ...]
     values: tuple[float, ...]
@@ -38,8 +38,9 @@ _CHAT_OUTPUT = Percentiles(_Q, (1, 3, 9, 24, 156, 350, 472, 597, 698, 1119, 2000
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Conversations behind one system prompt: a turn is followed by another with a chance that is larger once there
-    were two, and then repeats all of its prompt, or sometimes only a part (the client cut it)."""
+    """Conversations after one system prompt. A turn is followed by another with probability ``goes_on``, from the
+    second turn on ``goes_on_later``. The next turn begins with the whole prompt before it, or, with probability
+    ``is_cut``, with a part of it (the client shortened the history)."""
 
     system_tokens: int = 890
     first: Percentiles = _CHAT_FIRST
@@ -53,7 +54,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """Calls behind one long system prompt, each with little of its own."""
+    """Calls after one long system prompt, each with few tokens of its own."""
 
     system_blocks: int
     own_tokens: Percentiles
@@ -65,7 +66,7 @@ class Shape:
     requests: int
     duration_s: float
     tick_s: float  # arrivals are recorded in ticks
-    parts: tuple[tuple[float, Chat | Tool], ...]  # share of new conversations and calls, and what they are
+    parts: tuple[tuple[float, Chat | Tool], ...]  # shares of new conversations and calls
 
 
 _TOOL_12 = Tool(12, Percentiles((0, 0.5, 1), (300, 900, 1536)), Percentiles((0, 0.5, 1), (3, 15, 50)))
@@ -91,12 +92,12 @@ class _Turn:
 
 
 def generate(shape: str, requests: int | None = None, seed: int = 0) -> list[TraceRequest]:
-    """``requests`` of them (as many as the published trace has, when None) at its mean rate."""
+    """A trace of ``requests`` (None: as many as the published trace) at the published mean rate."""
     return _Generator(SHAPES[shape], seed).make(requests or SHAPES[shape].requests)
 
 
 class _Generator:
-    """New conversations and calls come as a Poisson process; later turns when their users are ready."""
+    """New conversations and calls arrive as a Poisson process; later turns after the user's think time."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
         self._shape = shape
@@ -108,12 +109,12 @@ class _Generator:
         shape, rng = self._shape, self._rng
         shares = np.array([share for share, _ in shape.parts])
         turns_each = float(sum(share * _turns(part) for share, part in shape.parts) / shares.sum())
-        rate = shape.requests / shape.duration_s / turns_each  # of new ones, a second
+        rate = shape.requests / shape.duration_s / turns_each  # new conversations and calls per second
         made: list[TraceRequest] = []
         followers: list[tuple[float, int, _Turn]] = []
         order = count()
-        rng.exponential(1 / rate)  # of no use; but without it every seed would give another trace than it used to
-        # Conversations that began before the trace did: without them it would start with first turns only.
+        rng.exponential(1 / rate)  # unused, but needed for a seed to give the same trace as before
+        # Conversations that began before the trace: without them it would start with first turns only.
         next_new = -2 * 900.0
         while len(made) < requests:
             if followers and followers[0][0] <= next_new:

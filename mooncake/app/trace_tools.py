@@ -1,4 +1,4 @@
-"""Traces on the command line: reading either form, scaling one up, and making one from a measured shape."""
+"""Traces on the command line: reading either format, scaling a trace, and generating one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake.trace import ResampledTrace, TraceRequest, load_azure, load_trace,
 
 
 def load_any(path: Path, limit: int | None = None) -> list[TraceRequest]:
-    """Mooncake's JSONL or an Azure CSV, told apart by name. Raises InvalidRequest."""
+    """Load Mooncake's JSONL or an Azure CSV, depending on the file name. Raises InvalidRequest."""
     is_csv = ".csv" in path.suffixes
     return load_azure(path, limit) if is_csv else load_trace(path, limit)
 
@@ -26,7 +26,7 @@ def faster(trace: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
 
 
 def one_after_another(traces: Sequence[Sequence[TraceRequest]], pause_ms: float = 0.0) -> list[TraceRequest]:
-    """Traces played in turn, with ids of their own each: a shift of load."""
+    """Traces played one after the other, each with its own ids: a shift of load."""
     joined: list[TraceRequest] = []
     start_ms, first_id = 0.0, 0
     for trace in traces:
@@ -46,7 +46,7 @@ def scale_trace(path: Path, target: Path, requests: int | None, speed: float, se
 
 
 def generate_trace(shape: str, target: Path, requests: int | None, seed: int) -> None:
-    """Raises ConfigError for a shape that is not known."""
+    """Raises ConfigError for an unknown shape."""
     if shape not in SHAPES:
         raise ConfigError(f"no shape is called {shape!r}; there are: {', '.join(SHAPES)}")
     trace = generate(shape, requests, seed)

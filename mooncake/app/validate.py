@@ -1,8 +1,8 @@
-"""``mooncake validate``: a live cluster and the simulator play the same scaled trace, and their figures side by side.
+"""``mooncake validate``: a live cluster and the simulator play the same scaled trace, and their figures are compared.
 
-One prefill and one decode node, each on a core of its own, with links slowed to the regime of a real cluster: that is
-measured before and after the replay (``calibrate_pair``), described as a cluster file, simulated, and compared. More
-processes than cores separate nothing, so it refuses to run where the two nodes would share one.
+One prefill and one decode node, each on its own core, with links slowed to the regime of a real cluster. They are
+measured before and after the replay (``calibrate_pair``), described as a cluster file, and simulated. It refuses to run
+if the two nodes would share a core, which would not separate them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError, InternalError
 from mooncake.trace import TraceRequest, scale
 
-TRACE_TICK_MS = 3000.0  # published traces have arrivals in ticks: they are spread, with the seed
+TRACE_TICK_MS = 3000.0  # arrivals in published traces are in ticks; they are spread randomly, with the seed
 P50_LIMIT, P99_LIMIT = 0.10, 0.20
 Floats = npt.NDArray[np.float64]
 SETTINGS = (
@@ -52,7 +52,7 @@ SETTINGS = (
     "prefill.threads=1",
     "decode.threads=1",
     "prefill.chunk_tokens=0",  # a prompt is one step
-    "prefill.max_sequences=1",  # and prompts are computed in turn
+    "prefill.max_sequences=1",  # one prompt at a time
     "prefill.kv_gb=2.0",
     "decode.kv_gb=2.0",
     "store.dram_gb=1.0",
@@ -76,7 +76,7 @@ class Options:
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """One figure of both, in ms, and how far the simulator is off; ``limit`` 0 where none is set."""
+    """One figure of both in ms, and the simulator's error; ``limit`` 0: no limit."""
 
     what: str
     live: float
@@ -130,7 +130,7 @@ def main(args: list[str]) -> None:
 
 
 def write(folder: Path, line: dict[str, object], rows: list[Compared], live: ReplayReport, simulated: Results) -> None:
-    """``validation.json`` with every request of both, the table, and two plots. Raises MissingDependency."""
+    """Write ``validation.json`` with every request of both, the table, and two plots. Raises MissingDependency."""
     from mooncake.app.plots import write_comparison
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,12 +191,12 @@ def markdown(line: Mapping[str, object], rows: Sequence[Compared]) -> str:
 def parse(args: list[str]) -> Options:
     flags = Flags("validate", __doc__)
     add = flags.add
-    add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; without one a conversation is generated")
-    add("--requests", type=int, default=240, help="the first so many of the trace")
-    add("--tokens-per-block", type=int, default=8, help="that stand for a block of 512 in a prompt")
-    add("--output-per-block", type=int, default=32, help="and in an answer")
+    add("trace", nargs="?", type=Path, help="Mooncake JSONL or Azure CSV; default: a generated conversation trace")
+    add("--requests", type=int, default=240, help="number of requests, from the start of the trace")
+    add("--tokens-per-block", type=int, default=8, help="prompt tokens for each of the trace's blocks of 512")
+    add("--output-per-block", type=int, default=32, help="the same for answers")
     add("--rate", type=positive("--rate"), default=0.6, help="requests a second")
-    add("--link", type=positive("--link"), default=160.0, metavar="MB/S", help="what each node may send")
+    add("--link", type=positive("--link"), default=160.0, metavar="MB/S", help="limit on what each node sends")
     flags.seed()
     flags.overrides()
     add("--out", type=output_folder, metavar="FOLDER", help="write the figures and the plot there")
@@ -226,7 +226,7 @@ def settings(options: Options) -> Config:
 
 
 def chosen_trace(options: Options) -> list[TraceRequest]:
-    """Scaled to the model, at the mean rate that is asked for, arrivals spread over their ticks, in order."""
+    """The trace scaled to the model and to the requested mean rate, with arrivals spread over their ticks, in order."""
     found = (
         generate("conversation", options.requests, options.seed)
         if options.trace is None
@@ -274,7 +274,7 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
 
 
 def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) -> Cluster:
-    """The live cluster as the simulator is told of it."""
+    """The live cluster as a description for the simulator."""
     checkpoint = open_checkpoint(config.model.path)
     layout = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     token_bytes = layout.block_bytes // config.block.tokens
@@ -305,7 +305,7 @@ def described_cluster(config: Config, costs: PairCosts, link_mb_per_s: float) ->
                 curve="here",
                 store_tokens=tokens(config.prefill.kv_gb),
                 nic_gb_per_s=link,
-                load_gb_per_s=1e6,  # what it holds, it reads in place
+                load_gb_per_s=1e6,  # a node reads its own cache in place
                 beside=costs.prefill_beside,
             ),
             Machines(
@@ -342,7 +342,7 @@ def compare(report: ReplayReport, simulated: Summary) -> list[Compared]:
 
 
 def compare_parts(report: ReplayReport, simulated: Results) -> list[Compared]:
-    """Of TTFT: what a request waited for those before it, and what it took itself, so that a miss explains itself."""
+    """Compare the parts of TTFT, the wait for earlier requests and the request's own time, to explain an error."""
     live_s = np.array([(result.sent_s, result.ttft_ms / 1e3) for result in report.results])
     here = parts_ms(live_s[:, 0], live_s[:, 1])
     there = parts_ms(simulated.arrival_s, simulated.ttft_s)
@@ -354,8 +354,9 @@ def compare_parts(report: ReplayReport, simulated: Results) -> list[Compared]:
 
 
 def parts_ms(sent_s: Floats, ttft_s: Floats) -> tuple[Floats, Floats]:
-    """[requests] each, in order of sending: ms until the first token of the one before, and from then on. One prefill
-    node that computes prompts in turn works on nobody else in the second part."""
+    """The two parts of TTFT, in ms, ``[requests]`` each, in order of sending: until the first token of the previous
+    request, and from then on. One prefill node with one prompt at a time works only on this request in the second
+    part."""
     order = np.argsort(sent_s, kind="stable")
     sent_s, first_s = sent_s[order], (sent_s + ttft_s)[order]
     begins_s = np.maximum(sent_s, np.append(-np.inf, np.maximum.accumulate(first_s)[:-1]))

@@ -1,8 +1,8 @@
-"""Two variants of one model side by side: what the receiver says when some layers' KV is the sender's.
+"""Two variants of one model compared: the receiver's output when the KV of some layers is the sender's.
 
 Prompts have a prefix of whole blocks, which is inherited, and a tail that the receiver computes in full. Everything
-goes through the model's own passes over paged caches: what is measured is what a node serves. Layers that are computed
-anew go on, run by run of neighbours, from what the sender's first of them took as its input.
+goes through the model's own passes over paged caches, as in serving. Each run of adjacent layers that is recomputed
+starts from the hidden states that the sender's first of these layers had as its input.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from mooncake.types import KVLayout
 @dataclass(frozen=True, slots=True)
 class Prompt:
     tokens: list[int]
-    num_compared: int  # of its last tokens: those whose next token's distribution is compared
+    num_compared: int  # number of last tokens whose next-token distributions are compared
 
 
 def every_input(num_layers: int) -> tuple[int, ...]:
-    """What the sender keeps, so that a group may begin anywhere."""
+    """The layers whose inputs the sender keeps, so that a group may begin at any layer."""
     return tuple(range(1, num_layers))
 
 
 class Comparison:
-    """The receiver's view of some prompts."""
+    """Outputs of the receiver for some prompts, with any layers recomputed."""
 
     def __init__(self, sender: CausalLM, receiver: CausalLM, layout: KVLayout, prompts: Sequence[Prompt]) -> None:
-        """``sender`` keeps ``every_input``, and ``layout`` has room for them; the receiver's pages are the same."""
+        """``sender`` keeps ``every_input``, and ``layout`` has room for these; the receiver's pages are the same
+        without them."""
         self.num_layers = layout.kv_layers.stop
         self._sender, self._receiver = sender, receiver
         self._size = layout.block_tokens
@@ -50,16 +51,16 @@ class Comparison:
         return sum(map(self._border, self._prompts))
 
     def full(self) -> torch.Tensor:
-        """Float32 log-probabilities ``[R, V]`` of what follows the compared tokens; nothing is inherited."""
+        """Float32 next-token log-probabilities ``[R, V]`` of the compared tokens, with nothing inherited."""
         self._receiver.forward(self._batch(is_prefix=True), self._ours, NoHook())
         return self._tails(self._receiver, self._ours)
 
     def sender_alone(self) -> torch.Tensor:
-        """Likewise, what the sender says."""
+        """The same from the sender."""
         return self._tails(self._sender, self._theirs)
 
     def computed_anew(self, layers: Iterable[int]) -> torch.Tensor:
-        """Likewise, with the sender's KV in all other layers."""
+        """The same with ``layers`` recomputed and the sender's KV in all others."""
         self._mixed.copy_(self._theirs[:, : self.num_layers])
         for run in runs(layers):
             self._recompute(run)
@@ -67,7 +68,7 @@ class Comparison:
         return self._tails(self._receiver, self._mixed)
 
     def groups(self, first: int, lasts: Sequence[int]) -> Iterator[tuple[range, torch.Tensor]]:
-        """Likewise, for the groups that begin with one layer: a pass over all of them serves each."""
+        """The same for each group from layer ``first`` to one of ``lasts``; one pass recomputes the layers of all."""
         self._recompute(range(first, max(lasts) + 1))
         self._mixed.copy_(self._theirs[:, : self.num_layers])
         done = first
@@ -87,11 +88,11 @@ class Comparison:
         return model.forward(self._batch(is_prefix=False), cache, NoHook()).log_softmax(-1)
 
     def _border(self, prompt: Prompt) -> int:
-        """Tokens of whole blocks before all that are compared."""
+        """Tokens in whole blocks before the compared ones."""
         return (len(prompt.tokens) - prompt.num_compared) // self._size * self._size
 
     def _batch(self, *, is_prefix: bool) -> ForwardBatch:
-        """All prompts, each up to its border or from there on."""
+        """A batch of all prompts, each up to its border or from there on."""
         tokens, positions, slots, starts, contexts, rows = [], [], [], [0], [], []
         for index, prompt in enumerate(self._prompts):
             border, length = self._border(prompt), len(prompt.tokens)
@@ -117,7 +118,7 @@ class Comparison:
 
 
 def runs(layers: Iterable[int]) -> list[range]:
-    """Neighbours together."""
+    """Runs of adjacent layers."""
     found: list[range] = []
     for layer in sorted(layers):
         if found and found[-1].stop == layer:
@@ -133,5 +134,5 @@ def divergence(wanted: torch.Tensor, got: torch.Tensor) -> float:
 
 
 def agreement(wanted: torch.Tensor, got: torch.Tensor) -> float:
-    """Of the rows, with the same most likely token."""
+    """Share of rows with the same most likely token."""
     return float((wanted.argmax(-1) == got.argmax(-1)).float().mean())

@@ -1,8 +1,8 @@
-"""``mooncake variants profile``: which adjacent layers a variant has to compute itself to read another's KV.
+"""``mooncake variants profile``: the adjacent layers that a model must compute itself when it reads a variant's KV.
 
-All groups of layers within some bounds are tried on a few prompts; what they leave of the divergence from a full
-prefill, beside how many layers they cost, is the table. The smallest one that removes as much as is asked for goes into
-the profile that prefill nodes read.
+All groups of adjacent layers within given bounds are tried on a few prompts. The table shows their sizes and the
+remaining divergence from a full prefill. The smallest group that removes the requested share of the divergence is
+written to the profile that prefill nodes read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from mooncake.model import CausalLM, load_model
 from mooncake.precision import Precision, resolve_precision
 from mooncake.variants import Candidate, Profile, write_profile
 
-TEXT_TAIL = 64  # tokens of a window of text whose next ones are compared
+TEXT_TAIL = 64  # compared tokens per window of text
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of a file of prompts."""
+    """A line of a file of prompts."""
 
     prompt: str
     answer: str = ""
@@ -41,10 +41,10 @@ class ProfileOptions:
     sender: str
     receiver: str
     out: Path
-    prompts: Path | None = None  # JSON lines of {"prompt", "answer"}; None: text that comes with Python
+    prompts: Path | None = None  # JSON lines of {"prompt", "answer"}; None: text shipped with Python
     num_prompts: int = 4  # windows of that text
-    keep: float = 0.9  # of the divergence where all is inherited, to remove
-    most_layers: int = 0  # of a group; 0: half of the model's
+    keep: float = 0.9  # share to remove of the divergence when everything is inherited
+    most_layers: int = 0  # maximum layers of a group; 0: half of the model's
     stride: int = 2  # between the first layers of groups, and between their sizes
     dtype: str = "float32"
     block_tokens: int = 64
@@ -52,13 +52,13 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found: KL and agreement where all is inherited, and the groups that no smaller one is as good as."""
+    """Results: KL and agreement when everything is inherited, and the Pareto-optimal groups."""
 
     all_inherited: Candidate
     pareto: tuple[Candidate, ...]
 
     def choose(self, keep: float) -> Candidate | None:
-        """The smallest group that removes so much of the divergence."""
+        """The smallest group that removes the share ``keep`` of the divergence."""
         return next((group for group in self.pareto if self.removed(group) >= keep), None)
 
     def removed(self, group: Candidate) -> float:
@@ -86,8 +86,8 @@ def profile(options: ProfileOptions) -> None:
     group = found.choose(options.keep)
     if group is None:
         raise ConfigError(
-            f"no group of up to {options.most_layers or num_layers // 2} layers removes {options.keep:.0%} of what is "
-            "lost: raise --most-layers or lower --keep"
+            f"no group of up to {options.most_layers or num_layers // 2} layers removes {options.keep:.0%} of the "
+            "divergence: raise --most-layers or lower --keep"
         )
     keeps = (group.first,) if group.first else ()
     names = [one.identity(where.digest) for one, where in zip(precisions, checkpoints, strict=True)]
@@ -100,21 +100,21 @@ def profile(options: ProfileOptions) -> None:
 def load_pair(
     checkpoints: list[Checkpoint], precisions: list[Precision], max_model_len: int
 ) -> tuple[CausalLM, CausalLM]:
-    """The sender, which keeps every layer's input, and the receiver. Raises ConfigError for models that are not
-    variants of one, ModelError."""
+    """The sender, which keeps every layer's input, and the receiver. Raises ModelError; ConfigError if they are not
+    variants of one model."""
     shapes = [
         (c.config.architecture, c.config.num_layers, c.config.hidden_size, c.config.num_kv_heads, c.config.head_dim)
         for c in checkpoints
     ]
     if shapes[0] != shapes[1]:
-        raise ConfigError(f"{checkpoints[0].name} and {checkpoints[1].name} are no variants of one model")
+        raise ConfigError(f"{checkpoints[0].name} and {checkpoints[1].name} are not variants of one model")
     models = []
     for checkpoint, precision, keep in zip(checkpoints, precisions, (every_input(shapes[0][1]), ()), strict=True):
         model = load_model(
             checkpoint, precision.dtype, max_model_len, precision.coding, codes=precision.codes, keep_hidden=keep
         )
         if not isinstance(model, CausalLM):
-            raise ConfigError("variants share KV in the Llama family")
+            raise ConfigError("variants share KV only in the Llama family")
         models.append(model)
     return models[0], models[1]
 
@@ -134,11 +134,11 @@ def read_prompts(options: ProfileOptions, checkpoint: Checkpoint) -> list[Prompt
     except OSError as error:
         raise ConfigError(f"cannot read {options.prompts}: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise ConfigError(f'{options.prompts} has lines like {{"prompt": "…", "answer": "…"}}: {error}') from None
+        raise ConfigError(f'{options.prompts} must have lines like {{"prompt": "…", "answer": "…"}}: {error}') from None
     too_short = [one for one in found if len(one.tokens) - one.num_compared < options.block_tokens]
     if too_short or not found:
         raise ConfigError(
-            f"{options.prompts}: a prompt is longer than a block ({options.block_tokens} tokens); "
+            f"{options.prompts}: prompts must be longer than a block ({options.block_tokens} tokens); "
             f"{len(too_short)} of {len(found)} are not"
         )
     return found
@@ -157,12 +157,12 @@ def search(comparison: Comparison, most_layers: int, stride: int, tell_of: Calla
 
 
 def judged(layers: range, wanted: torch.Tensor, got: torch.Tensor) -> Candidate:
-    """Log-probabilities ``[R, V]`` when ``layers`` are computed anew, beside those when all are."""
+    """Compares log-probabilities ``[R, V]`` with ``layers`` recomputed to those of a full prefill."""
     return Candidate(layers.start, layers.stop - 1, divergence(wanted, got), agreement(wanted, got))
 
 
 def pareto(groups: list[Candidate]) -> tuple[Candidate, ...]:
-    """Those that no group of as few layers is as good as, the smallest first."""
+    """The Pareto-optimal groups: none with as few layers is as good. The smallest first."""
     best: list[Candidate] = []
     for group in sorted(groups, key=lambda one: (one.last - one.first, one.kl)):
         if not best or group.kl < best[-1].kl:

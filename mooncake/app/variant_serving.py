@@ -1,7 +1,7 @@
-"""Time to the first token of a receiver that reads a sender's KV: two live clusters around the sender's pool.
+"""TTFT of a receiver that reads a sender's KV: two live clusters around the sender's pool.
 
-The weights are one model's, for what is computed does not depend on them: what the two know apart is that the sender
-keeps hidden states, so the names of their blocks differ.
+Both have the weights of one model, since the time does not depend on them. Their blocks still have different names,
+because the sender keeps hidden states.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mooncake.types import Role, SamplingParams
 from mooncake.variants import Profile, write_profile
 
 FULL, INPUTS_FIRST, KV_FIRST = "full prefill", "hidden states, then KV", "KV, then hidden states"
-TAIL = 32  # tokens behind the prefix
-SETTLE_S, POLL_S = 30.0, 0.05  # that a node has to tell what it has done, and between two looks
-TWO_TOKENS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # of one alone no decode node hears
+TAIL = 32  # tokens after the prefix
+SETTLE_S, POLL_S = 30.0, 0.05  # limit for a node's counters to be updated, and interval of polling
+TWO_TOKENS = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)  # one would not reach the decode node
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,7 @@ class Serving:
 async def first_tokens(
     model: str, checkpoint: Checkpoint, layers: range, serving: Serving, tell: Callable[[str], None]
 ) -> dict[str, list[float]]:
-    """Milliseconds of each way. Prompts that the sender does not know alternate with those that it does. Raises
-    MooncakeError."""
+    """Milliseconds of each way. Prompts that the sender has computed alternate with new ones. Raises MooncakeError."""
     keeps = (layers[0],) if layers[0] else ()
     prompts = _prompts(checkpoint, serving.prefix_tokens + TAIL)
     times: dict[str, list[float]] = {FULL: []}
@@ -70,7 +69,8 @@ async def first_tokens(
 def _play(
     sender: str, receiver: str, prompts: Iterator[list[int]], serving: Serving, tell: Callable[[str], None]
 ) -> tuple[list[float], list[float]]:
-    """Of prompts in full, and of inherited ones. Raises InternalError when they were not."""
+    """Milliseconds of prompts computed in full, and of inherited ones. Raises InternalError when those were not
+    inherited."""
     full_ms, inherited_ms = [], []
     with Client(sender) as theirs, Client(receiver) as ours:
         for turn in range(serving.repeat + 1):
@@ -81,11 +81,11 @@ def _play(
             inherited_ms.append(_first_token_ms(ours, known))
         wanted = (serving.repeat + 1) * serving.prefix_tokens
         _until(lambda: _counter(ours, "tokens_inherited") >= wanted, f"{wanted} tokens were not inherited")
-    return full_ms[1:], inherited_ms[1:]  # the first ones warm up
+    return full_ms[1:], inherited_ms[1:]  # the first ones are a warm-up
 
 
 def _leave(client: Client, prompt: list[int], prefix_tokens: int) -> None:
-    """Have the sender compute a prompt, and its pool hold the prefix."""
+    """Have the sender compute a prompt, and wait until its pool has the prefix."""
 
     def num_stored() -> int:
         return _nodes(client, Role.STORE)[0].load.counters["stored"]

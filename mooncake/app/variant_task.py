@@ -1,8 +1,8 @@
-"""A skill that needs its context, for a model and a variant that is tuned to it: which of some things has the most.
+"""A task to fine-tune a variant on, whose answers depend on the KV of the prefix: find the record with the most.
 
-A prompt lists records, each a name and an amount in private words, and asks for the name with the highest amount. Which
-word is more than which, only training tells; so what the answer needs is made while the records are read, in the prefix
-whose KV variants may share, and the model that was not trained sees words without order there.
+A prompt lists records, each with a name and an amount, and asks for the name with the highest amount. Amounts are words
+whose order is known only from training. The tuned model therefore computes what the answer needs while it reads the
+records, in the prefix whose KV variants may share, whereas to the untuned model these words have no order.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ NAMES = """
     apple bread chair dress eagle field glass horse island jacket king lamp mouse night ocean paper queen river stone
     table uncle voice water year zero bird cloud door engine forest garden hotel
 """
-AMOUNTS = "music cat bank north sugar war milk code storm iron rain glory tax bone duty moon"  # each more than the last
+AMOUNTS = "music cat bank north sugar war milk code storm iron rain glory tax bone duty moon"  # in ascending order
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Token ids. The answer is one token."""
+    """Token ids of a prompt and its answer, which is one token."""
 
     prompt: list[int]
     answer: int
 
 
 class MostOfAll:
-    """``records`` in a prompt, no two of one amount."""
+    """The task with ``records`` in a prompt, all of different amounts."""
 
     def __init__(self, tokenizer: Tokenizer, records: int) -> None:
-        """Raises ConfigError for a vocabulary that cuts the words of the task."""
+        """Raises ConfigError for a vocabulary that splits a word of the task."""
         self._names, self._amounts = (
             [_one_token(tokenizer, word) for word in words.split()] for words in (NAMES, AMOUNTS)
         )
@@ -43,7 +43,7 @@ class MostOfAll:
         self._is, self._end, self._ask = (tokenizer.encode(text).tolist() for text in (" has", "\n", "Most:"))
 
     def questions(self, count: int, seed: int) -> list[Question]:
-        """All of one length."""
+        """Random questions of equal length."""
         random = np.random.default_rng(seed)
         return [self._question(random) for _ in range(count)]
 
@@ -59,5 +59,5 @@ class MostOfAll:
 def _one_token(tokenizer: Tokenizer, word: str) -> int:
     ids = tokenizer.encode(f" {word}")
     if len(ids) != 1:
-        raise ConfigError(f"the model's vocabulary cuts {word!r}, a word of the task")
+        raise ConfigError(f"the model's vocabulary splits {word!r}, a word of the task")
     return int(ids[0])

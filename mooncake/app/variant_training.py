@@ -1,6 +1,6 @@
-"""LoRA (Hu et al. 2021) on every projection of every layer of a Llama, in plain torch: how the variant is made.
+"""LoRA (Hu et al. 2021) on every projection of every layer of a Llama, in plain torch, to make a variant.
 
-A forward pass of its own, for gradients: the serving one has none.
+It has its own forward pass, because the serving one has no gradients.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ TENSORS, ORIGIN = "tuned.safetensors", "training.json"
 class Training:
     rank: int
     steps: int
-    batch: int  # prompts in a step
-    rate: float  # of learning, at its highest
-    records: int  # in a prompt
-    scale: float = 2.0  # of what a pair adds
+    batch: int  # prompts per step
+    rate: float  # peak learning rate
+    records: int  # per prompt
+    scale: float = 2.0  # factor on the low-rank product
     seed: int = 0
 
 
 class Trainee:
-    """A frozen model with a low-rank pair beside each projection, of which B begins with zeros."""
+    """A frozen model with a low-rank pair A, B at each projection; B is initialised to zeros."""
 
     def __init__(self, checkpoint: Checkpoint, rank: int, scale: float, seed: int) -> None:
         self._config = checkpoint.config
@@ -63,7 +63,7 @@ class Trainee:
             yield from pair
 
     def merged(self) -> dict[str, torch.Tensor]:
-        """The variant's weights: W + s B A in place of each W."""
+        """The variant's weights: W + s B A for each W."""
         with torch.no_grad():
             return {
                 name: weight + self._scale * self.pairs[name][1] @ self.pairs[name][0] if name in self.pairs else weight
@@ -71,7 +71,7 @@ class Trainee:
             }
 
     def last_logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[B, V]`` behind the last of ``tokens`` [B, T]."""
+        """Logits ``[B, V]`` after the last of ``tokens`` [B, T]."""
         config, weights = self._config, self._weights
         num_prompts, length = tokens.shape
         cos, sin = rope_tables(config.head_dim, length, config.rope_theta, config.rope_scaling)
@@ -111,8 +111,8 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 def tuned(
     checkpoint: Checkpoint, task: MostOfAll, training: Training, folder: Path | None, tell: Callable[[str], None]
 ) -> dict[str, torch.Tensor]:
-    """The variant's weights: those kept in ``folder``, or trained now and kept there. Raises ConfigError when others
-    are kept there, ModelError."""
+    """The variant's weights: loaded from ``folder``, or trained now and saved there. Raises ModelError; ConfigError
+    when the folder holds weights of another training."""
     trainee = Trainee(checkpoint, training.rank, training.scale, training.seed)
     origin = {"weights": checkpoint.digest, **msgspec.to_builtins(training)}
     if folder is None or not (folder / ORIGIN).exists():
@@ -122,7 +122,7 @@ def tuned(
         return trainee.merged()
     try:
         if msgspec.json.decode((folder / ORIGIN).read_bytes()) != origin:
-            raise ConfigError(f"{folder} holds weights that were tuned otherwise: name another folder")
+            raise ConfigError(f"{folder} holds weights that were tuned with other options: use another folder")
         halves = load_file(folder / TENSORS)
         trainee.pairs = {name: (halves[f"{name}.A"], halves[f"{name}.B"]) for name in trainee.pairs}
     except (OSError, KeyError, SafetensorError, msgspec.DecodeError) as error:
@@ -131,7 +131,7 @@ def tuned(
 
 
 def _keep(trainee: Trainee, origin: dict[str, object], folder: Path) -> None:
-    """The origin last: with it they are whole."""
+    """Save the weights; the origin comes last, and marks them complete."""
     tensors = {
         f"{name}.{half}": pair.detach()
         for name, pairs in trainee.pairs.items()
@@ -142,11 +142,11 @@ def _keep(trainee: Trainee, origin: dict[str, object], folder: Path) -> None:
         save_file(tensors, folder / TENSORS)
         (folder / ORIGIN).write_bytes(msgspec.json.encode(origin))
     except OSError as error:
-        raise ConfigError(f"cannot keep the tuned weights in {folder}: {error.strerror}") from None
+        raise ConfigError(f"cannot save the tuned weights in {folder}: {error.strerror}") from None
 
 
 def _train(trainee: Trainee, task: MostOfAll, training: Training, tell: Callable[[str], None]) -> None:
-    """AdamW, warmed up and brought down linearly."""
+    """AdamW with linear warm-up and linear decay."""
     steps, parameters = training.steps, list(trainee.parameters())
     optimiser = torch.optim.AdamW(parameters, lr=training.rate, weight_decay=0.0)
     for step in range(steps):

@@ -5,10 +5,12 @@ The one place that knows which of them go together. It must not know requests or
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed import is_nccl_available
 
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -21,7 +23,7 @@ from mooncake.kernels.cpu import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
-from mooncake.model.pages import TORCH_DTYPES, SharedMemory
+from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.page_groups import UNIFORM, PageGroups, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
@@ -41,8 +43,8 @@ class CacheSize:
 class Processes:
     """Over how many processes of this machine one engine computes, and how: of the three, one at most is not 1.
 
-    Each stage of a pipeline has ``threads``, and as many of ``cores`` where there are enough; the ranks of a context
-    share those of this process.
+    Each tensor parallel rank and each stage of a pipeline has ``threads``, and a stage as many of ``cores`` where there
+    are enough; the ranks of a context share those of this process.
     """
 
     tensor: int = 1
@@ -88,15 +90,19 @@ def open_backend(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
+    memory: Mappable | None = None,
 ) -> Backend:
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
-    (tokens; 0: what it reads). Raises as the others do."""
+    (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
+    others do."""
+    path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
+    if processes.tensor > 1 and device != "cpu":
+        return over_gpus(checkpoint, precision, size, processes.tensor, device)
     if processes.tensor > 1:
-        return over_ranks(str(checkpoint.path), precision, asked, processes.tensor)
+        return over_ranks(path, precision, asked, processes.tensor, processes.threads, memory)
     if processes.stages > 1:
-        path, threads, cores = str(checkpoint.path), processes.threads, processes.cores
-        return over_stages(path, precision, asked, processes.stages, threads, cores)
+        return over_stages(path, precision, asked, processes.stages, processes.threads, processes.cores)
     if device != "cpu":
         return on_gpu(checkpoint, precision, size, device, adapters)
     return on_cpu(checkpoint, precision, size, adapters, context_ranks=processes.context)
@@ -110,12 +116,13 @@ def open_for_node(
     processes: Processes = ALONE,
     adapters: Sequence[Adapter] = (),
     context: int = 0,
-    buffer: memoryview | None = None,
+    memory: Mappable | None = None,
     can_blend: bool = False,
 ) -> Backend:
-    """The same with a cache that others see, in ``buffer`` or in memory of its own; ``can_blend``: on CPUs alone."""
-    if processes.stages > 1:
-        return open_backend(checkpoint, precision, size, device, processes, adapters, context)
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    if processes.tensor > 1 or processes.stages > 1:
+        return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
+    buffer = None if memory is None else memory.buffer
     if device == "cpu":
         return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
     if can_blend:
@@ -197,17 +204,10 @@ def on_gpu(
 ) -> Backend:
     """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
-    try:
-        from mooncake.engine.device_cache import DeviceCache
-        from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
-        from mooncake.kernels.triton_launch import INTERPRETED
-        from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
-    except ImportError as error:
-        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
-    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
-        raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
-    if not INTERPRETED and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device!r} is not here: torch finds {torch.cuda.device_count()} GPUs")
+    _check_gpus(checkpoint, device)
+    from mooncake.engine.device_cache import DeviceCache
+    from mooncake.kernels.triton_launch import INTERPRETED
+    from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
 
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
         return _model(checkpoint, precision, size, kernels, adapters)
@@ -228,16 +228,78 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
-def over_ranks(path: str, precision: Precision, size: CacheSize, num_ranks: int) -> Backend:
-    """Tensor parallelism over so many processes of this machine. Raises ModelError when the model cannot be cut so."""
+def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num_ranks: int, device: str) -> Backend:
+    """Tensor parallelism over the first ``num_ranks`` GPUs of this machine, each with a process and its part of the
+    cache. Raises ConfigError where there are fewer or too small ones, or ``device`` names another one than the first;
+    ModelError when the model cannot be cut so."""
+    if torch.device(device).index:
+        raise ConfigError(f'tensor parallel ranks are on the GPUs 0, 1, …: device must be "cuda", got {device!r}')
+    if precision.coding or precision.codes:
+        raise ModelError("tensor parallelism over GPUs takes float32 or bfloat16 weights")
+    if precision.key_scales:
+        raise ModelError("tensor parallelism takes no model.key_scales")
+    _check_gpus(checkpoint, device, num_ranks)
+    from mooncake.engine.gpu_ranks import Setup, TensorParallelGpuModel
+
+    setup = Setup(
+        size=num_ranks,
+        model=str(checkpoint.path),
+        max_model_len=size.max_model_len,
+        dtype=precision.dtype,
+        layout=size.layout,
+        num_blocks=size.num_blocks,
+        num_places=size.num_places,
+        max_sequences=size.max_sequences,
+    )
+    model = TensorParallelGpuModel(setup)
+    return Backend(model, model, close=model.close)
+
+
+def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
+    """Raises ConfigError without Triton, or without so many GPUs from ``device`` on; ModelError for latent rows that
+    are too wide."""
+    try:
+        from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
+        from mooncake.kernels.triton_launch import INTERPRETED
+    except ImportError as error:
+        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
+    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
+        raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
+    if INTERPRETED:
+        return
+    found = torch.cuda.device_count()
+    if (torch.device(device).index or 0) >= found:
+        raise ConfigError(f"device {device!r} is not here: torch finds {found} GPUs")
+    if count > found:
+        raise ConfigError(f"{count} tensor parallel ranks need a GPU each: torch finds {found}")
+    if count > 1 and not is_nccl_available():
+        raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
+
+
+def over_ranks(
+    path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
+) -> Backend:
+    """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
+    where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.tensor_parallel import TensorParallelModel
 
-    if precision.coding or precision.codes or precision.key_scales or size.layout.dtype != precision.dtype:
-        raise ModelError("tensor parallelism takes float32 or bfloat16, weights and pages alike")
-    model = TensorParallelModel(
-        path, num_ranks, precision.dtype, size.num_blocks, size.layout.block_tokens, size.max_model_len
-    )
-    return Backend(model, model, close=model.close)
+    if "w8a8" in (precision.coding, precision.codes):
+        raise ModelError(
+            "tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone "
+            '(model.weights="plain" dequantises stored codes)'
+        )
+    if precision.key_scales:
+        raise ModelError("tensor parallelism takes no model.key_scales")
+    with contextlib.ExitStack() as opened:
+        num_bytes = size.num_blocks * size.layout.block_bytes
+        shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
+        model = TensorParallelModel(
+            path, num_ranks, precision, shared, size.layout, size.num_blocks, size.max_model_len, threads
+        )
+    cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
+    if memory is None:  # else whoever lent it sees to that
+        prefault_in_background(cache.memory)
+    return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
 def over_stages(

@@ -66,7 +66,7 @@ class StartingModel(CausalModel, Protocol):
 
     @property
     def most_started(self) -> int:
-        """The most sequences a started step may have; 0: it cannot start steps."""
+        """Maximum sequences of a started step; 0: it cannot start steps."""
         ...
 
     def start(
@@ -139,7 +139,7 @@ _LEAST = {
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Raises ConfigError for impossible numbers."""
+    """Settings of an engine. Raises ConfigError for invalid numbers."""
 
     block_tokens: int = 64
     chunk_tokens: int = 256  # maximum prompt tokens per step; 0: whole prompts

@@ -37,7 +37,7 @@ class DeviceCache:
         self._places = torch.empty((num_places, *shape), dtype=dtype, pin_memory=device.type == "cuda")
 
     def copy_block(self, source: int, target: int) -> None:
-        """Synchronous: the time a copy takes decides whether the next one pays."""
+        """Synchronous, because the time a copy takes decides whether the next one pays."""
         self._row(target).copy_(self._row(source))
         if self.tensor.is_cuda:
             torch.cuda.current_stream(self.tensor.device).synchronize()

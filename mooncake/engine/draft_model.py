@@ -31,7 +31,7 @@ class CausalModel(Protocol):
 
 @dataclass(slots=True)
 class _Drafted:
-    """What the draft model's cache has of one sequence."""
+    """The part of one sequence that is in the draft model's cache."""
 
     table: list[int]
     num_sealed: int  # blocks
@@ -61,7 +61,7 @@ class DraftModel:
         """Like ``PromptLookup.propose``; none when the sequence exceeds the whole cache or the model's context, or has
         more unread tokens than may be read at once.
 
-        A model that fails is not asked again: guesses are optional, answers are not.
+        A model that fails is not used again: guesses are optional, answers are not.
         """
         memory = sequence.draft_memory
         if memory is None:

@@ -168,10 +168,9 @@ class Engine:
         self._check(sequence)
         first_block = self._scheduler.reserve(sequence)
         sequence.num_cached_tokens = first_block * self.config.block_tokens
-        sequence.num_sealed = first_block
         self._roster.enter(sequence)
         spans = self.config.groups.spans_behind(sequence.num_tokens, first_block, self.config.block_tokens)
-        pages = [table[index] for table, span in zip(sequence.tables, spans, strict=True) for index in span]
+        pages = [table[index] for table, span in zip(sequence.holding.tables, spans, strict=True) for index in span]
         return Reservation(first_block, pages)
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
@@ -214,8 +213,8 @@ class Engine:
         sequence = self._roster.get(request_id)
         if sequence is None:
             return
-        sequence.external_blocks = sequence.inheritable_blocks = 0
-        if sequence.state is SequenceState.RUNNING and sequence.is_loading:
+        sequence.borrowed.external_blocks = sequence.borrowed.inheritable_blocks = 0
+        if sequence.state is SequenceState.RUNNING and sequence.holding.is_loading:
             self._not_announced = deque(a for a in self._not_announced if a.sequence is not sequence)
             self._scheduler.put_back(sequence)
 
@@ -224,7 +223,7 @@ class Engine:
 
         Empty when none of them was loading: then the next step would fail in the same way.
         """
-        loading = [sequence.request_id for sequence in self._scheduler.running if sequence.is_loading]
+        loading = [sequence.request_id for sequence in self._scheduler.running if sequence.holding.is_loading]
         failed = [request_id for request_id in loading if not error.request_ids or request_id in error.request_ids]
         for request_id in failed:
             self.rewind(request_id)
@@ -419,7 +418,7 @@ class Engine:
             num_accepted += 1
             sequence.num_computed += 1
             ends = bool(self._take_tokens([sequence], self._sampler.sample(logits[place : place + 1], [sequence])))
-        if (sequence.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
+        if (sequence.holding.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
             self._seal(sequence)
         self._scheduler.blocks.roll_back(sequence)
         assert sequence.draft_memory is not None
@@ -459,7 +458,7 @@ class Engine:
         while self._not_announced:
             admission = self._not_announced.popleft()
             sequence = admission.sequence
-            if sequence.state is SequenceState.RUNNING and sequence.block_table:
+            if sequence.state is SequenceState.RUNNING and sequence.holding.block_table:
                 hook.admitted(sequence, admission.to_load)
 
     def _advance(self, plan: StepPlan, num_tokens: int) -> None:
@@ -468,16 +467,17 @@ class Engine:
         block_tokens = self.config.block_tokens
         for sequence, first, count, num_draft in plan.entries:
             sequence.num_computed = num_computed = first + count - num_draft
-            sequence.is_loading = False
-            if (sequence.num_sealed + 1) * block_tokens <= num_computed:
+            holding = sequence.holding
+            holding.is_loading = False
+            if (holding.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
-            if num_computed >= sequence.gives_up_at:
+            if num_computed >= holding.gives_up_at:
                 self._scheduler.blocks.give_up(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are now full."""
         sequence.extend_keys(self.config.block_tokens)
-        end = max(sequence.num_sealed, sequence.num_shareable // self.config.block_tokens)
+        end = max(sequence.holding.num_sealed, sequence.num_shareable // self.config.block_tokens)
         self._scheduler.blocks.seal(sequence, end)
 
     def _complete(self, sequence: Sequence) -> None:
@@ -515,7 +515,7 @@ class Engine:
 
     def _break_off(self, sequence: Sequence) -> None:
         """It ends early; blocks that others may be reading or filling stay."""
-        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.is_loading):
+        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.holding.is_loading):
             self._scheduler.finish(sequence, hold=True)
         else:
             self._retire(sequence)

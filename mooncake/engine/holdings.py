@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.block_tables import BlockTables
-from mooncake.engine.sequence import NEVER, Sequence
+from mooncake.engine.holding import NEVER, Holding
+from mooncake.engine.sequence import Sequence
 from mooncake.engine.swap import Swapped, SwapSpace
 from mooncake.page_groups import UNIFORM, PageGroups, page_key
 from mooncake.types import BlockKey
@@ -51,7 +52,7 @@ class Holdings:
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
-        """The fewest pages it can be computed with."""
+        """Minimum number of pages to compute it."""
         return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
 
     def can_ever_hold(self, sequence: Sequence) -> bool:
@@ -89,7 +90,7 @@ class Holdings:
         if sequence.swapped is not None:
             ready = max(num_cached * self._block_tokens, sequence.swapped.num_tokens)
         else:
-            ready = max(num_cached, min(sequence.external_blocks, usable)) * self._block_tokens
+            ready = max(num_cached, min(sequence.borrowed.external_blocks, usable)) * self._block_tokens
         return min(ready, sequence.num_tokens - 1)
 
     def num_cached(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
@@ -111,34 +112,29 @@ class Holdings:
             tables.append([_NO_PAGE] * span.start + self.pool.take_prefix(keys, len(keys)))
         for table, span in zip(tables, spans, strict=True):
             table += self.pool.allocate(span.stop - len(table))
-        self._enter(sequence, tables, [span.start for span in spans])
+        self._enter(sequence, Holding(tables, [span.start for span in spans], num_sealed=num_cached))
         return num_cached
 
     def share(self, parent: Sequence, child: Sequence) -> None:
         """``child`` gets the blocks of all its tokens but the last; ``parent`` has computed them."""
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
-        tables = [table[: -(-child.num_computed // self._block_tokens)] for table in parent.tables]
+        theirs = parent.holding
+        tables = [table[: -(-child.num_computed // self._block_tokens)] for table in theirs.tables]
         num_full = child.num_computed // self._block_tokens
-        for table, first in zip(tables, parent.first_held, strict=True):
+        for table, first in zip(tables, theirs.first_held, strict=True):
             self.pool.fork(table[first:])
             self.num_shared += max(num_full - first, 0)
         self.num_forks += 1
-        parent.num_writable = 0
-        self._enter(child, tables, list(parent.first_held))
+        theirs.num_writable = 0
         child.block_keys = parent.block_keys[:num_full]
-        child.num_sealed = min(parent.num_sealed, num_full)
-
-    def held(self, sequence: Sequence) -> list[int]:
-        """All its pages."""
-        pairs = zip(sequence.tables, sequence.first_held, strict=True)
-        return [page for table, first in pairs for page in table[first:]]
+        self._enter(child, Holding(tables, list(theirs.first_held), num_sealed=min(theirs.num_sealed, num_full)))
 
     # Writing
 
     def needs_copy(self, sequence: Sequence, position: int) -> bool:
         """Whether a write there would be visible to others."""
         index = position // self._block_tokens
-        return any(self.pool.needs_copy(page) for table in sequence.tables for page in table[index : index + 1])
+        return any(self.pool.needs_copy(page) for table in sequence.holding.tables for page in table[index : index + 1])
 
     def make_writable(self, sequence: Sequence, position: int, copies: Copies) -> bool:
         """Make sure that ``position`` can be written: a block exists, and nobody else would see the write.
@@ -146,12 +142,12 @@ class Holdings:
         False when there are too few pages for that.
         """
         index = position // self._block_tokens
-        needs_copy = self.pool.needs_copy
-        lacking = [g for g, table in enumerate(sequence.tables) if index == len(table) or needs_copy(table[index])]
+        holding, needs_copy = sequence.holding, self.pool.needs_copy
+        lacking = [g for g, table in enumerate(holding.tables) if index == len(table) or needs_copy(table[index])]
         if len(lacking) > self.pool.num_available:
             return False
         for group, page in zip(lacking, self.pool.allocate(len(lacking)), strict=True):
-            table = sequence.tables[group]
+            table = holding.tables[group]
             if index == len(table):
                 table.append(page)
             else:
@@ -159,39 +155,40 @@ class Holdings:
                 self.num_copies += 1
                 self.pool.release([table[index]])
                 table[index] = page
-            self.tables.put(sequence.row, index, page, group)
-        sequence.num_writable = (index + 1) * self._block_tokens
+            self.tables.put(holding.row, index, page, group)
+        holding.num_writable = (index + 1) * self._block_tokens
         return True
 
     def seal(self, sequence: Sequence, end: int) -> None:
         """Let others share its blocks before ``end``, which are full."""
-        keys, first = sequence.block_keys, sequence.num_sealed
-        for group, table in enumerate(sequence.tables):
-            begin = max(first, sequence.first_held[group])
+        keys, holding = sequence.block_keys, sequence.holding
+        for group, table in enumerate(holding.tables):
+            begin = max(holding.num_sealed, holding.first_held[group])
             if group == 0:
                 self.pool.seal_chain(table[begin:end], keys[begin:end], keys[begin - 1] if begin else b"")
             else:
                 self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
-        sequence.num_sealed = end
+        holding.num_sealed = end
 
     def give_up(self, sequence: Sequence) -> None:
         """Release pages that no later token sees, and allocate as many new ones while the prompt needs some."""
+        holding = sequence.holding
         for group in self._windowed:
-            table, first = sequence.tables[group], sequence.first_held[group]
+            table, first = holding.tables[group], holding.first_held[group]
             last_seen_from = min(sequence.num_computed - 1, sequence.kept_from)
             last = self.groups.first_page(group, last_seen_from, self._block_tokens)
             if last > first:
                 given, table[first:last] = table[first:last], [_NO_PAGE] * (last - first)
-                sequence.first_held[group] = last
+                holding.first_held[group] = last
                 self.pool.release(given)
                 self._extend(sequence, group, min(len(table) + len(given), self._num_blocks(sequence)))
-        self._foresee(sequence)
+        self._foresee(holding)
 
     def covered(self, sequence: Sequence, end: int) -> int:
         """How many of its tokens before ``end`` have pages, allocating available ones."""
         for group in self._windowed:
             self._extend(sequence, group, -(-end // self._block_tokens))
-            end = min(end, len(sequence.tables[group]) * self._block_tokens)
+            end = min(end, len(sequence.holding.tables[group]) * self._block_tokens)
         return end
 
     # Release
@@ -199,52 +196,52 @@ class Holdings:
     def roll_back(self, sequence: Sequence) -> None:
         """Release blocks that only wrong guesses needed."""
         needed = -(-sequence.num_computed // self._block_tokens)
-        for table in sequence.tables:
+        for table in sequence.holding.tables:
             if needed < len(table):
                 self.pool.release(table[needed:])
                 del table[needed:]
-                sequence.num_writable = 0
+                sequence.holding.num_writable = 0
 
     def take_row(self, sequence: Sequence) -> None:
         """It is in no step any more, but may keep its blocks. Idempotent."""
-        if sequence.row >= 0:
-            self.tables.leave(sequence.row)
-            sequence.row = -1
+        holding = sequence.holding
+        if holding.row >= 0:
+            self.tables.leave(holding.row)
+            holding.row = -1
 
     def take_back(self, sequence: Sequence) -> None:
         """Release everything it holds except what is swapped out. Idempotent."""
         self.take_row(sequence)
-        tables, firsts = sequence.tables, sequence.first_held
-        sequence.tables, sequence.first_held, sequence.block_table = [], [], []
-        for table, first in zip(tables, firsts, strict=True):
+        holding, sequence.holding = sequence.holding, Holding()
+        for table, first in zip(holding.tables, holding.first_held, strict=True):
             self.pool.release(table[first:])
 
     def discard(self, sequence: Sequence) -> None:
         """Remove its blocks from the prefix cache."""
         for group in range(self.groups.num_groups):
-            for key in sequence.block_keys[: sequence.num_sealed]:
+            for key in sequence.block_keys[: sequence.holding.num_sealed]:
                 self.pool.discard(page_key(key, group) if group else key)
 
     # Swapping
 
     def swap_out(self, victim: Sequence, copies: Copies) -> None:
         """Keep what it has computed, if there is room and copying is cheaper than recomputing."""
-        end = -(-victim.num_computed // self._block_tokens)
-        filled = [range(first, end) for first in victim.first_held]
+        holding, end = victim.holding, -(-victim.num_computed // self._block_tokens)
+        filled = [range(first, end) for first in holding.first_held]
         num_pages = sum(map(len, filled))
-        places = self.swap.take(num_pages, victim.num_computed) if num_pages and not victim.is_loading else []
+        places = self.swap.take(num_pages, victim.num_computed) if num_pages and not holding.is_loading else []
         if places:
             victim.swapped = Swapped(places, filled, victim.num_computed)
             self.num_swapped += len(places)
-            pages = (table[index] for table, span in zip(victim.tables, filled, strict=True) for index in span)
+            pages = (table[index] for table, span in zip(holding.tables, filled, strict=True) for index in span)
             copies += zip(pages, places, strict=True)
 
     def swap_in(self, sequence: Sequence, copies: Copies) -> None:
         """Copy back into its new blocks, except those found in the cache."""
         if sequence.swapped is not None:
-            places = iter(sequence.swapped.places)
-            for table, first, span in zip(sequence.tables, sequence.first_held, sequence.swapped.spans, strict=True):
-                missing = max(first, sequence.num_sealed)
+            holding, places = sequence.holding, iter(sequence.swapped.places)
+            for table, first, span in zip(holding.tables, holding.first_held, sequence.swapped.spans, strict=True):
+                missing = max(first, holding.num_sealed)
                 kept = zip(span, places, strict=False)
                 copies += [(place, table[index]) for index, place in kept if index >= missing]
             self.forget_swapped(sequence)
@@ -274,10 +271,11 @@ class Holdings:
 
     def _extend(self, sequence: Sequence, group: int, num_blocks: int) -> None:
         """Allocate pages up to this many blocks, if there are enough."""
-        table = sequence.tables[group]
+        holding = sequence.holding
+        table = holding.tables[group]
         for page in self.pool.allocate(min(max(num_blocks - len(table), 0), self.pool.num_available)):
             table.append(page)
-            self.tables.put(sequence.row, len(table) - 1, page, group)
+            self.tables.put(holding.row, len(table) - 1, page, group)
 
     def _keys(self, sequence: Sequence, group: int, span: range, num_cached: int) -> list[BlockKey]:
         """Keys of its cached pages in the span."""
@@ -295,19 +293,14 @@ class Holdings:
             left -= sum(self.pool.num_idle(self._keys(sequence, g, span, num_cached)) for g, span in enumerate(spans))
         return left >= 0
 
-    def _enter(self, sequence: Sequence, tables: list[list[int]], firsts: list[int]) -> None:
-        sequence.tables, sequence.first_held = tables, firsts
-        sequence.block_table = tables[0]
-        sequence.num_writable = 0
-        sequence.row = self.tables.enter(tables, firsts)
-        self._foresee(sequence)
+    def _enter(self, sequence: Sequence, holding: Holding) -> None:
+        sequence.holding = holding
+        holding.row = self.tables.enter(holding.tables, holding.first_held)
+        self._foresee(holding)
 
-    def _foresee(self, sequence: Sequence) -> None:
+    def _foresee(self, holding: Holding) -> None:
         """Compute when ``give_up`` is due."""
-        sequence.gives_up_at = min(
-            (
-                (sequence.first_held[group] + 1) * self._block_tokens + self.groups.windows[group]
-                for group in self._windowed
-            ),
-            default=NEVER,
+        size, windows = self._block_tokens, self.groups.windows
+        holding.gives_up_at = min(
+            ((holding.first_held[group] + 1) * size + windows[group] for group in self._windowed), default=NEVER
         )

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ import torch
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
@@ -34,6 +35,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import PieceHook
+from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.types import KVLayout, SamplingParams, TokenIds
@@ -65,8 +67,8 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
     num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
-    asked = checkpoint.config.context(config.model.max_model_len)
-    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or asked, config.block.tokens, asked)
+    context = checkpoint.config.context(config.model.max_model_len)
+    max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or context, config.block.tokens, context)
     if num_pages < 2 * groups.num_groups:
         raise ConfigError(
             f"kv_gb = {section.kv_gb:g} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "
@@ -87,7 +89,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts if it is of one kind: a single prefill chunk, or decodes only."""
         chunks = plan.entries
-        if plan.inherited or any(chunk.num_draft or chunk.sequence.blend is not None for chunk in chunks):
+        if plan.inherited or any(chunk.num_draft or chunk.sequence.borrowed.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -172,8 +174,8 @@ class EngineHost:
         self.engine: Engine
         self.thread: EngineThread
 
-    async def start(self, hook: StepHook, buffer: memoryview | None = None) -> None:
-        """Load the model, place the cache or its mirror in ``buffer`` (or its own memory), and measure a few steps.
+    async def start(self, hook: StepHook, memory: Mappable | None = None) -> None:
+        """Load the model, place the cache or its mirror in ``memory`` (or memory of its own), and measure a few steps.
 
         Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
         """
@@ -184,7 +186,7 @@ class EngineHost:
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
         log.info("reading %s for %s", self._checkpoint.name, self.device)
-        backend = await asyncio.to_thread(self._backend, self._cache_size, buffer)
+        backend = await asyncio.to_thread(self._backend, self._cache_size, memory)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
@@ -291,8 +293,7 @@ class EngineHost:
         salt: str,
         *,
         num_to_sample: int | None = None,
-        external_blocks: int = 0,
-        inheritable_blocks: int = 0,
+        borrowed: Borrowed | None = None,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
@@ -311,8 +312,7 @@ class EngineHost:
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
-            external_blocks=external_blocks,
-            inheritable_blocks=inheritable_blocks,
+            borrowed=borrowed or Borrowed(),
             hold_blocks=hold_blocks,
             priority=priority,
             adapter=self._adapters.place(adapter),
@@ -345,11 +345,12 @@ class EngineHost:
             },
         )
 
-    def _backend(self, size: CacheSize, buffer: memoryview | None) -> Backend:
-        section, config, processes = self._section, self.config, ALONE
+    def _backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
+        section, config = self._section, self.config
+        processes = Processes(section.tensor_parallel, threads=section.threads, cores=config.node.cores)
         if isinstance(section, PrefillSection):
             stages, context = section.pipeline_stages, section.context_parallel
-            processes = Processes(stages=stages, context=context, threads=section.threads, cores=config.node.cores)
+            processes = replace(processes, stages=stages, context=context)
         return open_for_node(
             self._checkpoint,
             self._precision,
@@ -358,7 +359,7 @@ class EngineHost:
             processes,
             self._adapters.adapters,
             config.model.max_model_len,
-            buffer,
+            memory,
             self._blends,
         )
 

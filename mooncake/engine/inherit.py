@@ -32,7 +32,6 @@ class HiddenStates:
 
 def hidden_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
     """Those of a step's inherited tokens, in the order of its batch; None if their layers begin with the embeddings."""
-    parts = [
-        entry.sequence.hidden.window(entry.first, entry.end) for entry in entries if entry.sequence.hidden is not None
-    ]
+    given = [(entry.sequence.borrowed.hidden, entry) for entry in entries]
+    parts = [hidden.window(entry.first, entry.end) for hidden, entry in given if hidden is not None]
     return torch.cat(parts) if parts else None

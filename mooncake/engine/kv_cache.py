@@ -59,7 +59,7 @@ class _Here:
 
 
 HERE: Arrival = _Here()
-"""Of bytes that need not go anywhere."""
+"""The arrival of bytes that need no copy."""
 
 
 class KVCache:

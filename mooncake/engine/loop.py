@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OnOutput = Callable[[StepOutput | MooncakeError], None]
-"""Told each token of a request's answers, or once the error that ended it. Called on the engine's thread: it must
-not block."""
+"""Called with each token of a request's answers, or once with the error that ended it. It runs on the engine's thread
+and must not block."""
 
 
 class EngineThread:

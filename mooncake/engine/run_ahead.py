@@ -104,11 +104,10 @@ class RunAhead:
 
     def leave(self, sequence: Sequence) -> None:
         """Its blocks are about to be released: the running step keeps them, if it may touch them."""
-        step = self._under_way
-        if step is not None and sequence.block_table and any(entry.sequence is sequence for entry in step.entries):
-            held = self._scheduler.blocks.held(sequence)
-            self._scheduler.pool.fork(held)
-            step.kept.append(held)
+        step, pages = self._under_way, sequence.holding.pages
+        if step is not None and pages and any(entry.sequence is sequence for entry in step.entries):
+            self._scheduler.pool.fork(pages)
+            step.kept.append(pages)
 
     def give_up(self) -> None:
         """Wait for the running step and discard its tokens."""
@@ -196,7 +195,7 @@ def _is_drawn_on_device(sequence: Sequence) -> bool:
     """Whether only its newest token is to be computed, and the next one depends only on logits and a random number."""
     return (
         sequence.num_computed + 1 == sequence.num_tokens
-        and not sequence.is_loading
+        and not sequence.holding.is_loading
         and sequence.has_forked
         and not sequence.is_beam
         and not sequence.edits_logits

@@ -136,7 +136,7 @@ def _most_likely(logits: Row) -> int:
 
 
 def keep_draw(sequence: Sequence) -> bytes:
-    """How its tokens are chosen, in the library's form: the same at each step."""
+    """A sequence's sampling parameters in the format of the C++ library, which do not change between steps."""
     sampling = sequence.sampling
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
     sequence.draw = DRAW.pack(temperature, sampling.top_p, sampling.min_p, max(0, sampling.top_k), sampling.seed)
@@ -144,8 +144,8 @@ def keep_draw(sequence: Sequence) -> bytes:
 
 
 def _chosen(rows: list[Row], sequences: Rows[Sequence]) -> list[int]:
-    """The reference for what the library does faster. A draw takes one uniform number, by the seed and the token's
-    position."""
+    """Reference implementation of the library's function. A draw uses one uniform number, a function of the seed and
+    the token's position."""
     seeds = np.array([sequence.sampling.seed for sequence in sequences], np.uint64)
     draws = uniforms(seeds, np.array([sequence.num_tokens for sequence in sequences], np.uint64))
     return [
@@ -222,7 +222,7 @@ def _ends_of_bad_words(sequence: Sequence) -> list[int]:
 
 
 class _Memory:
-    """What is kept of a sequence between its steps."""
+    """State of a sequence that is kept between steps."""
 
     def __init__(self) -> None:
         self.history: _History | None = None

@@ -199,9 +199,10 @@ class Scheduler:
         """One token of every sequence that is past its prompt."""
         for sequence in list(self.running):
             place = sequence.num_computed
-            if place + 1 != sequence.num_tokens or sequence.is_loading or sequence.state is not SequenceState.RUNNING:
+            holding = sequence.holding
+            if place + 1 != sequence.num_tokens or holding.is_loading or sequence.state is not SequenceState.RUNNING:
                 continue
-            if place < sequence.num_writable or self._make_writable(sequence, place, plan):
+            if place < holding.num_writable or self._make_writable(sequence, place, plan):
                 num_draft = self._draft(sequence, plan) if self.drafts else 0
                 plan.entries.append(StepEntry(sequence, place, 1 + num_draft, num_draft))
 
@@ -213,7 +214,7 @@ class Scheduler:
         draft = self.propose(sequence)[: sequence.num_left - 1]
         if not draft:
             return 0
-        held = len(sequence.block_table) * self._block_tokens
+        held = len(sequence.holding.block_table) * self._block_tokens
         free = self.pool.num_available - len(self.running) * self._num_groups  # each running sequence may need one
         room = held + max(free, 0) // self._num_groups * self._block_tokens - sequence.num_tokens
         draft = draft[: max(room, 0)]
@@ -224,7 +225,7 @@ class Scheduler:
 
     def make_room(self, entries: list[StepEntry]) -> bool:
         """Make sure that these tokens can be written. False if that would take a preemption or a copy."""
-        new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.num_writable]
+        new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.holding.num_writable]
         if len(new) * self._num_groups > self.pool.num_available:
             return False
         if any(self.blocks.needs_copy(sequence, position) for sequence, position in new):
@@ -240,7 +241,7 @@ class Scheduler:
         """
         if len(plan.entries) == len(self.running):  # all are past their prompts
             return budget
-        prompts = [s for s in self.running if (not s.is_decoding or s.is_loading) and not s.is_parked]
+        prompts = [s for s in self.running if (not s.is_decoding or s.holding.is_loading) and not s.is_parked]
         behind = sum(s.num_tokens - s.num_computed for s in prompts)
         behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self.blocks.tables.has_room else 0
         for sequence in prompts:
@@ -272,8 +273,8 @@ class Scheduler:
         is always cut at the same places, whatever else runs. Only a budget below one block makes it end elsewhere.
         """
         first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
-        if first in sequence.inherits:
-            left, entries = sequence.inherits.stop - first, plan.inherited
+        if first in sequence.borrowed.inherits:
+            left, entries = sequence.borrowed.inherits.stop - first, plan.inherited
         count = min(left, budget)
         if count < left:
             aligned = (first + count) // self._block_tokens * self._block_tokens - first
@@ -307,7 +308,7 @@ class Scheduler:
             sequence.move(SequenceState.RUNNING)
             self._run(sequence)
             self.blocks.swap_in(sequence, plan.copies)
-            if sequence.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
+            if sequence.holding.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
                 self._make_writable(sequence, sequence.num_computed, plan)
             plan.admissions.append(admission)
             budget -= planned
@@ -330,26 +331,25 @@ class Scheduler:
         if num_cached is None:
             return None
         num_ready = self.blocks.num_ready(sequence, num_cached, usable)
+        holding, borrowed = sequence.holding, sequence.borrowed
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(num_cached * self._block_tokens, sequence.num_tokens - 1)
-        sequence.num_sealed = num_cached
         sequence.num_computed = num_ready
-        sequence.inherits = range(0)
+        borrowed.inherits = range(0)
         if sequence.swapped is not None:
             return Admission(sequence, [])
-        num_filled = max(num_cached, min(sequence.external_blocks, usable))
-        num_inherited = min(sequence.inheritable_blocks, (sequence.num_tokens - 1) // self._block_tokens)
+        num_filled = max(num_cached, min(borrowed.external_blocks, usable))
+        num_inherited = min(borrowed.inheritable_blocks, (sequence.num_tokens - 1) // self._block_tokens)
         if num_inherited > num_filled and not sequence.is_scoring:
-            sequence.inherits = range(num_ready, num_inherited * self._block_tokens)
-        sequence.is_loading = num_filled > num_cached or bool(sequence.inherits)
-        to_load = [(i, sequence.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_filled)]
+            borrowed.inherits = range(num_ready, num_inherited * self._block_tokens)
+        holding.is_loading = num_filled > num_cached or bool(borrowed.inherits)
+        to_load = [(i, holding.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_filled)]
         return Admission(sequence, to_load)
 
     def _take_blocks_back(self, sequence: Sequence) -> None:
         """And with them what it has computed."""
         self.blocks.take_back(sequence)
-        sequence.num_computed = sequence.num_sealed = 0
-        sequence.is_loading = False
+        sequence.num_computed = 0
 
     # Preemption
 
@@ -369,7 +369,7 @@ class Scheduler:
 
     def _victim(self, asking: Sequence) -> Sequence:
         """The last in order whose blocks nobody else reads or writes; ``asking`` itself if there is no other."""
-        movable = (s for s in reversed(self.running) if not (s.is_loading or s.hold_blocks))
+        movable = (s for s in reversed(self.running) if not (s.holding.is_loading or s.hold_blocks))
         return next(movable, asking)
 
     def _make_parked_give_way(self, plan: StepPlan) -> None:

@@ -121,8 +121,8 @@ class Searches:
             tokens = answer.tokens(first.sampling.logprobs is not None)
             for token in tokens:
                 reason = answer.finish_reason if token is tokens[-1] else None
-                told = tuple(scores) if scores is not None and not outputs else None
-                outputs.append(StepOutput(first.root_id, token, reason, choice, told))
+                prompt_logprobs = tuple(scores) if scores is not None and not outputs else None
+                outputs.append(StepOutput(first.root_id, token, reason, choice, prompt_logprobs))
         self.drop(first.root_id)
         return outputs
 

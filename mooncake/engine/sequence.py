@@ -5,26 +5,20 @@ It knows nothing of torch, other sequences or the block pool: the scheduler give
 
 from __future__ import annotations
 
-import sys
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mooncake.engine.holding import NEVER, Borrowed, Holding
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
-    from mooncake.engine.blend import Blend
-    from mooncake.engine.inherit import HiddenStates
     from mooncake.engine.speculation import DraftMemory
     from mooncake.engine.swap import Swapped
-
-
-NEVER = sys.maxsize
-"""More tokens than there are."""
 
 
 class SequenceState(StrEnum):
@@ -50,7 +44,7 @@ ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens ``0 ≤ i < num_computed`` have their KV in the blocks of ``block_table``; the rest is still to be computed.
+    """Tokens ``0 ≤ i < num_computed`` have their KV in the pages of ``holding``; the rest is still to be computed.
     Layers with a sliding window keep only what the next tokens see.
 
     It is created with the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len``
@@ -69,8 +63,6 @@ class Sequence:
     eos_ids: InitVar[tuple[int, ...]]
     max_model_len: InitVar[int]
     num_to_sample: InitVar[int | None] = None
-    external_blocks: int = 0  # leading ones that can be loaded from elsewhere at admission
-    inheritable_blocks: int = 0  # leading ones available as another model's KV, where ours is missing
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
     kept_from: int = NEVER  # the window this token sees is kept too
@@ -88,7 +80,7 @@ class Sequence:
     _buffer: TokenIds = field(init=False)
     _full_length: int = field(init=False)  # tokens at which it ends in this engine
 
-    # Its state
+    # Its progress
 
     state: SequenceState = field(default=SequenceState.WAITING, init=False)
     arrival: int = field(default=0, init=False)  # order of arrival in this engine
@@ -98,19 +90,9 @@ class Sequence:
 
     # Its blocks
 
-    block_table: list[int] = field(default_factory=list, init=False)  # pages of the first group of layers
-    tables: list[list[int]] = field(default_factory=list, init=False)  # of every group, including the first
-    first_held: list[int] = field(default_factory=list, init=False)  # per group; earlier pages were given up
-    gives_up_at: int = field(default=NEVER, init=False)  # computed tokens at which a page leaves its window
     block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
-    num_sealed: int = field(default=0, init=False)  # blocks
-    blend: Blend | None = field(default=None, init=False)  # KV blended from chunks of its prompt
-    num_exact: int | None = field(default=None, init=False)  # leading tokens with KV of their own; None: all
-    inherits: range = field(default=range(0), init=False)  # tokens computed in some layers only
-    hidden: HiddenStates | None = field(default=None, init=False)  # the input of those layers; None: embeddings
-    num_writable: int = field(default=0, init=False)  # tokens; up to the block's end no check is needed
-    is_loading: bool = field(default=False, init=False)  # blocks of the table are still being loaded
-    row: int = field(default=-1, init=False)  # in the scheduler's array of block tables
+    holding: Holding = field(default_factory=Holding, init=False)  # its pages now
+    borrowed: Borrowed = field(default_factory=Borrowed)  # what it need not compute
     swapped: Swapped | None = field(default=None, init=False)  # where its blocks are while it is preempted
 
     # Its family: the answers to one prompt, or the beams of one search
@@ -140,8 +122,6 @@ class Sequence:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
         if self.chain.start >= num_prompt:
             raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
-        if min(self.external_blocks, self.inheritable_blocks) < 0:
-            raise InvalidRequest("external_blocks must not be negative", "external_blocks")
         self.is_first_leg = num_to_sample is not None
         self.edits_logits = sampling.edits_logits
         self.is_plain = sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
@@ -182,7 +162,8 @@ class Sequence:
     @property
     def num_shareable(self) -> int:
         """Leading computed tokens with exact KV, which others may find by key."""
-        return self.num_computed if self.num_exact is None else min(self.num_computed, self.num_exact)
+        num_exact = self.borrowed.num_exact
+        return self.num_computed if num_exact is None else min(self.num_computed, num_exact)
 
     @property
     def num_left(self) -> int:
@@ -265,7 +246,8 @@ class Sequence:
             priority=self.priority,
             adapter=self.adapter,
         )
-        child.root_id, child.num_exact, child.failure = self.root_id, self.num_exact, self.failure
+        child.root_id, child.failure = self.root_id, self.failure
+        child.borrowed.num_exact = self.borrowed.num_exact
         child.prompt_logprobs = None  # the first answer's are enough
         return child
 

@@ -59,7 +59,7 @@ def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequen
 def grown(
     sequence: Sequence, token_id: int, logprob: TokenLogprob | None, why_last: FinishReason | None = None
 ) -> StepOutput:
-    """Append a token, and return its output; ``why_last``: it is the last one here whatever it is."""
+    """Append a token and return its output; ``why_last``: why this is the last token, whatever it is."""
     token = SampledToken(sequence.num_tokens - sequence.num_prompt, token_id, logprob)
     scores, reason = sequence.prompt_logprobs, sequence.append(token_id) or why_last
     if scores is None:
@@ -71,7 +71,7 @@ def grown(
 def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
     """The log-probability of each prompt token given those before it: the last rows of ``logits`` [R, V] are those
     of the scored positions, in order. A prompt with a non-finite row gets its ``failure`` set."""
-    found: list[Sequence] = []  # the sequence of each
+    found: list[Sequence] = []  # the sequence of each scored position
     rows: list[int] = []
     token_ids: list[int] = []
     num_tops: list[int] = []

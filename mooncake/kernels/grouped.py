@@ -47,6 +47,15 @@ class GroupedCodes:
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
+    def part(self, rows: slice, columns: slice) -> GroupedCodes | None:
+        """These outputs and inputs; None if a group would be cut."""
+        first, end, _ = columns.indices(self.codes.shape[1])
+        if first % self.group or end % self.group:
+            return None
+        groups = slice(first // self.group, end // self.group)
+        offsets = None if self.offsets is None else self.offsets[rows, groups]
+        return replace(self, codes=self.codes[rows, columns], scales=self.scales[rows, groups], offsets=offsets)
+
     def scaled(self, rows: torch.Tensor) -> GroupedCodes:
         """Each output multiplied by its factor in ``rows`` ``[out]``; the factors are powers of two."""
         offsets = None if self.offsets is None else self.offsets * rows[:, None]

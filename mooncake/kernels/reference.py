@@ -46,6 +46,10 @@ class Codes:
         """Each output multiplied by its factor in ``rows`` ``[out]``."""
         return replace(self, scales=self.scales * rows)
 
+    def part(self, rows: slice, columns: slice) -> Codes:
+        """These outputs and inputs, with the scales of all inputs."""
+        return replace(self, values=self.values[rows, columns], scales=self.scales[rows])
+
     def to(self, device: torch.device) -> Codes:
         return Codes(self.values.to(device), self.scales.to(device), self.coding, self.dtype)
 

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.errors import ConfigError, ModelError
+from mooncake.errors import ModelError
 from mooncake.kernels import choose_kernels
-from mooncake.kernels.cpu import threads_for
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.context_attention import ContextAttention
 from mooncake.model.context_home import Home
@@ -31,7 +28,17 @@ from mooncake.model.context_post import Broken, GroupPost, RankReport, StepAband
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
-from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, free_port, leave_group, live_with_first
+from mooncake.model.ranks import (
+    Group,
+    Workers,
+    batch_arrays,
+    batch_of,
+    find_store,
+    leave_group,
+    live_with_first,
+    rank_threads,
+    starting,
+)
 from mooncake.precision import Coding
 from mooncake.types import KVLayout
 
@@ -76,26 +83,19 @@ class ContextParallelModel:
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
         """``model`` is the first rank's, from ``checkpoint``, and matches ``setup``. Raises ModelError if its prompts
-        cannot be split this way, ConfigError for a second one in this process, NodeUnavailable if the other ranks do
-        not start."""
+        cannot be split this way or a rank cannot load it, ConfigError for a second one in this process, NodeUnavailable
+        if a rank dies as it starts."""
         check_can_cut(checkpoint, setup)
-        if dist.is_initialized():
-            raise ConfigError("this process has a model over several ranks already; it can have one")
         self.config = model.config
         self.report: StepReport | None = None  # of the last step that all ranks computed
         self._model, self._setup = model, setup
         self.workers = Workers("context parallel ranks", leave_group)
-        port, given = free_port(), msgspec.json.encode(setup).decode()
+        port, given = self.workers.open_store(), msgspec.json.encode(setup).decode()
         try:
             for rank in range(1, setup.size):
                 self.workers.start("mooncake.model.context_parallel", [given, rank, port])
-            with breaking():
-                self._rank = _Rank(model, setup, Group(0, setup.size, port), checkpoint)
-            self._rank.post.await_others()
-        except Broken as broken:
-            error = self.workers.failed(broken)
-            self.workers.end()
-            raise error from None
+            self._rank = _Rank(model, setup, self.workers.join(setup.size), checkpoint)
+            self.workers.await_ready()
         except BaseException:
             self.workers.end()
             raise
@@ -137,7 +137,7 @@ class ContextParallelModel:
         with breaking():
             rank.group.send(_STEP, *batch_arrays(batch))
         try:
-            with _threads(self._setup.threads):
+            with rank_threads(self._setup.threads):
                 own = rank.compute(plan, batch, hook, Home(plan, batch, cache))
         except Broken:
             raise
@@ -240,18 +240,6 @@ class _Told:
         return mixed
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Use this many threads in the kernels and in torch while the other ranks use theirs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        with threads_for(count):
-            yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def _room_for(layout: KVLayout, num_tokens: int) -> torch.Tensor:
     """Room for one layer's keys and values, ``[K|V, Hkv, tokens, row width]``."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
@@ -303,14 +291,19 @@ def main(argv: Sequence[str]) -> None:
     setup = msgspec.json.decode(argv[0], type=Setup)
     index, port = int(argv[1]), int(argv[2])
     torch.set_num_threads(setup.threads)
-    group = Group(index, setup.size, port)
-    checkpoint = open_checkpoint(setup.model, setup.max_model_len)
-    model = load_model(
-        checkpoint, setup.dtype, setup.positions, setup.coding, codes=setup.codes, keeps_groups=setup.keeps_groups
-    )
-    rank = _Rank(model, setup, group, checkpoint)
     try:
-        rank.post.say_ready()
+        with starting():
+            group = Group(index, setup.size, find_store(port))
+            checkpoint = open_checkpoint(setup.model, setup.max_model_len)
+            model = load_model(
+                checkpoint,
+                setup.dtype,
+                setup.positions,
+                setup.coding,
+                codes=setup.codes,
+                keeps_groups=setup.keeps_groups,
+            )
+            rank = _Rank(model, setup, group, checkpoint)
         _serve(rank)
     except Broken as error:  # another rank is gone, so this step is lost
         log.warning("a context parallel rank ends: %s", error)

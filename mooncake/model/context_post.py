@@ -80,15 +80,6 @@ class GroupPost:
 
     # Around layers and steps
 
-    def await_others(self) -> None:
-        """On the first rank: wait until all others are ready."""
-        for other in range(1, self.size):
-            self.receive((1,), torch.uint8, other, _SIGNAL).wait()
-
-    def say_ready(self) -> None:
-        self._send(torch.ones(1, dtype=torch.uint8), 0, _SIGNAL)
-        self.settle()
-
     def signal(self, *, goes_on: bool) -> None:
         """From the first rank to all others."""
         for other in range(1, self.size):

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -111,85 +111,51 @@ class CpuDecoder:
         self._last_layer = len(places) - 1
         self._query_shape = config.num_heads, config.head_dim
         self._results = _Results()
-        self._kept: list[torch.Tensor | PanelLinear] = [*tables]
-        self._kept_adapters: list[PanelLinear] = []
-
-        def address(tensor: torch.Tensor | None) -> int | None:
-            if tensor is None:
-                return None
-            kept = vector(tensor, kernels)
-            self._kept.append(kept)
-            return kept.data_ptr()
-
-        def product(source: Matrix, bias: torch.Tensor | None = None, is_gated: bool = False) -> int:
-            packed = kernels.panel_linear(source, bias, coding, is_gated)
-            self._kept.append(packed)
-            return packed.address
-
-        def low_rank(layer: LayerAdapter) -> Iterator[int | None]:
-            for name in PRODUCTS:
-                pair: tuple[torch.Tensor, torch.Tensor] | None = getattr(layer, name)
-                for half in pair or (None, None):
-                    is_gated = name == "gate_up" and pair is not None and half is pair[1]
-                    packed = None if half is None else kernels.panel_linear(half, is_gated=is_gated)
-                    if packed is not None:
-                        self._kept_adapters.append(packed)
-                    yield None if packed is None else packed.address
-
+        self._weights, self._adapter_weights = _Packed(kernels, coding), _Packed(kernels)
+        self._tables = tables
+        # What follows refers by address to what is before it, which is kept as long as this decoder.
         self._layers = (_Layer * len(places))(
-            *(
-                _Layer(
-                    address(layer.attention_norm),
-                    address(layer.mlp_norm),
-                    address(layer.query_norm),
-                    address(layer.key_norm),
-                    product(layer.qkv, layer.qkv_bias),
-                    product(layer.output),
-                    product(layer.gate_up, is_gated=True),
-                    product(layer.down),
-                    config.kv_layer_of(index),
-                    config.owns_kv(index),
-                    config.window_of(index),
-                )
-                for index, layer in zip(places, layers, strict=True)
-            )
+            *(_layer(self._weights, config, index, layer) for index, layer in zip(places, layers, strict=True))
         )
         self._adapters = [
-            (_LayerAdapter * len(places))(*(_LayerAdapter(*low_rank(adapter[place])) for place in places))
+            (_LayerAdapter * len(places))(*(_layer_adapter(self._adapter_weights, adapter[place]) for place in places))
             for adapter in adapters
         ]
         self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
-        embedding, head = embedding_and_head(weights, config, places, product)
         self._kept_layers = (_LONG * len(kept))(*kept)
-        cos, sin = tables
-        self._decoder = _Decoder(
-            ctypes.addressof(self._layers),
-            embedding,
-            head,
-            ctypes.addressof(self._adapter_table),
-            address(weight(weights, "model.norm.weight")),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            ctypes.addressof(self._kept_layers),
-            len(adapters),
-            len(places),
-            cos.shape[0],
-            config.hidden_size,
-            config.intermediate_size,
-            config.vocab_size,
-            len(kept),
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.kv_owners[-1] - places.start,
-            config.rms_eps,
-            config.head_dim**-0.5,
+        self._decoder = self._described(config, weights, places)
+
+    def _described(self, config: ModelConfig, weights: Weights, places: range) -> _Decoder:
+        embedding, head = embedding_and_head(weights, config, places, self._weights.product)
+        cos, sin = self._tables
+        return _Decoder(
+            layers=ctypes.addressof(self._layers),
+            embedding=embedding,
+            head=head,
+            adapters=ctypes.addressof(self._adapter_table),
+            final_norm=self._weights.vector(weight(weights, "model.norm.weight")),
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            kept=ctypes.addressof(self._kept_layers),
+            num_adapters=len(self._adapters),
+            num_layers=len(places),
+            num_positions=cos.shape[0],
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            num_kept=len(self._kept_layers),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            last_owner=config.kv_owners[-1] - places.start,
+            eps=config.rms_eps,
+            scale=config.head_dim**-0.5,
         )
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed matrices, which a decode step reads once."""
-        return sum(kept.num_bytes for kept in self._kept if isinstance(kept, PanelLinear))
+        return self._weights.matrix_bytes
 
     @staticmethod
     def takes(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -206,9 +172,37 @@ class CpuDecoder:
         layers: range | None = None,
     ) -> torch.Tensor:
         """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
+        step = self._step(batch, entering, leaving, layers)
+        area = _area(cache)
+        logits = self._results.take(step.num_logits, self._vocab)
+        told = _Told(hook)
+        status = self._forward(
+            ctypes.addressof(self._decoder),
+            ctypes.addressof(step),
+            ctypes.addressof(area),
+            told.before,
+            told.after,
+            None if attention is None else told.instead(attention, batch.tokens.shape[0], *self._query_shape),
+            logits.data_ptr(),
+            num_threads(),
+        )
+        if told.error is not None:
+            raise told.error
+        if status:
+            raise IndexError(PROBLEMS[status])
+        return logits
+
+    def _step(
+        self,
+        batch: ForwardBatch,
+        entering: torch.Tensor | None,
+        leaving: torch.Tensor | None,
+        layers: range | None,
+    ) -> _Step:
+        """Refers to the batch's memory. By position, because names take a microsecond more."""
         pages = batch.pages
         tables, slots = (batch.block_tables, batch.slots) if pages is None else (pages.block_tables, pages.slots)
-        step = _Step(
+        return _Step(
             batch.tokens.data_ptr(),
             batch.positions.data_ptr(),
             slots.data_ptr(),
@@ -228,26 +222,65 @@ class CpuDecoder:
             0 if layers is None else layers[0],
             self._last_layer if layers is None else layers[-1],
         )
-        size = cache.element_size()
-        block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())
-        area = _Cache(cache.data_ptr(), cache.shape[0], block, layer, kv, head, cache.shape[4], page_kind(cache.dtype))
-        logits = self._results.take(step.num_logits, self._vocab)
-        told = _Told(hook)
-        status = self._forward(
-            ctypes.addressof(self._decoder),
-            ctypes.addressof(step),
-            ctypes.addressof(area),
-            told.before,
-            told.after,
-            None if attention is None else told.instead(attention, batch.tokens.shape[0], *self._query_shape),
-            logits.data_ptr(),
-            num_threads(),
-        )
-        if told.error is not None:
-            raise told.error
-        if status:
-            raise IndexError(PROBLEMS[status])
-        return logits
+
+
+class _Packed:
+    """Weights in the library's form. It owns them: their addresses are valid as long as it lives."""
+
+    def __init__(self, kernels: CpuKernels, coding: Coding = "") -> None:
+        self._kernels = kernels
+        self._coding: Coding = coding
+        self._vectors: list[torch.Tensor] = []
+        self._matrices: list[PanelLinear] = []
+
+    @property
+    def matrix_bytes(self) -> int:
+        return sum(matrix.num_bytes for matrix in self._matrices)
+
+    def vector(self, values: torch.Tensor | None) -> int | None:
+        """Its address; None for none."""
+        if values is None:
+            return None
+        self._vectors.append(vector(values, self._kernels))
+        return self._vectors[-1].data_ptr()
+
+    def product(self, source: Matrix, bias: torch.Tensor | None = None, is_gated: bool = False) -> int:
+        """The address of a matrix to multiply by."""
+        self._matrices.append(self._kernels.panel_linear(source, bias, self._coding, is_gated))
+        return self._matrices[-1].address
+
+
+def _layer(packed: _Packed, config: ModelConfig, index: int, layer: LayerWeights) -> _Layer:
+    return _Layer(
+        attention_norm=packed.vector(layer.attention_norm),
+        mlp_norm=packed.vector(layer.mlp_norm),
+        query_norm=packed.vector(layer.query_norm),
+        key_norm=packed.vector(layer.key_norm),
+        qkv=packed.product(layer.qkv, layer.qkv_bias),
+        output=packed.product(layer.output),
+        gate_up=packed.product(layer.gate_up, is_gated=True),
+        down=packed.product(layer.down),
+        kv_layer=config.kv_layer_of(index),
+        owns_kv=config.owns_kv(index),
+        window=config.window_of(index),
+    )
+
+
+def _layer_adapter(packed: _Packed, layer: LayerAdapter) -> _LayerAdapter:
+    """Null where it changes nothing."""
+    halves: dict[str, int] = {}
+    for product in PRODUCTS:
+        pair: tuple[torch.Tensor, torch.Tensor] | None = getattr(layer, product)
+        if pair is not None:
+            halves[f"{product}_down"] = packed.product(pair[0])
+            halves[f"{product}_up"] = packed.product(pair[1], is_gated=product == "gate_up")
+    return _LayerAdapter(**halves)
+
+
+def _area(cache: torch.Tensor) -> _Cache:
+    size = cache.element_size()
+    block, layer, kv, head, _, _ = (stride * size for stride in cache.stride())
+    return _Cache(cache.data_ptr(), cache.shape[0], block, layer, kv, head, cache.shape[4], page_kind(cache.dtype))
 
 
 class _Results:

@@ -80,16 +80,18 @@ class Decoder(ABC):
         max_model_len: int = 0,
         kernels: Kernels | None = None,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        vocabulary: Callable[[Linear], Linear] | None = None,
         experts: range | None = None,
         layers: range | None = None,
     ) -> None:
-        """``reduce`` completes the output of attention and MLP in each layer, if this is one rank's part of a model,
-        with these ``experts`` (None: all). ``layers`` are those of this stage of a model (None: all), for
-        ``gated.GatedDecoder``."""
+        """If this is one rank's part of a model, ``reduce`` completes the output of attention and MLP in each layer,
+        ``vocabulary`` its part of the embedding table and of the head, and it has these ``experts`` (None: all).
+        ``layers`` are those of this stage of a model (None: all), for ``gated.GatedDecoder``."""
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
         self.reduce = reduce or (lambda values: values)
+        self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
         self._weights: Weights = weights

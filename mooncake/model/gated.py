@@ -22,7 +22,9 @@ class GatedDecoder(Decoder, Generic[Layer]):
 
     def _build(self) -> None:
         config = self.config
-        self._embedding, self._head = embedding_and_head(self._weights, config, self.places, self.kernels.linear)
+        self._embedding, self._head = embedding_and_head(
+            self._weights, config, self.places, lambda matrix: self.vocabulary(self.kernels.linear(matrix))
+        )
         self._final_norm = self.vector("model.norm.weight")
         self.stream = self._final_norm.dtype
         self._tables = self.tables(

@@ -157,11 +157,15 @@ class GpuModel:
         device: torch.device | str | None = None,
         buckets: tuple[int, ...] = BUCKETS,
         host_logits: bool = True,
+        share: Callable[[torch.Tensor], torch.Tensor] = lambda drawn: drawn,
     ) -> None:
         """``build`` makes the model over these kernels, which compute in ``dtype``.
 
         A sequence has at most ``max_blocks`` blocks. Without ``buckets`` nothing is captured. ``host_logits`` copies
         the logits to the host, where the engine samples.
+
+        If this is one rank's part of a model, ``share`` gives every rank the first one's tokens ``[R]``, and the model
+        gives the first one all logits, and the others no rows of them.
         """
         self.kernels = PlannedKernels(device)
         self._device = self.kernels.device
@@ -170,6 +174,7 @@ class GpuModel:
         self._max_blocks = max_blocks
         self._buckets = sorted(buckets)
         self._host_logits = host_logits
+        self._share = share
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory that graphs share
         self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
@@ -226,8 +231,34 @@ class GpuModel:
         """As ``engine.StartingModel.start``."""
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
             logits = self._logits(batch, cache, NoHook(), newest)
-            self._drawn = choose(logits, *self._draws_on_device(draws))
+            self._drawn = self._share(choose(logits, *self._draws_on_device(draws)))
             return _Started(self._drawn)
+
+    @torch.inference_mode()
+    def follow(
+        self, batch: ForwardBatch, cache: torch.Tensor, newest: Sequence[int] | None, *, replays: bool, draws: bool
+    ) -> None:
+        """On another rank: compute its part of a step of the first rank, and learn the tokens drawn there, if there are
+        any. ``replays`` is what the first rank decided, because the same collectives must run on all ranks."""
+        with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
+            if replays:
+                self._replay(batch, cache, newest)
+            else:
+                self._run_eagerly(batch, cache, NoHook(), newest)
+            if draws:
+                self._drawn = self._share(torch.empty(len(batch.logit_rows), dtype=torch.int64, device=self._device))
+
+    def replays(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> bool:
+        """Whether this step is the replay of a graph; the others run kernel by kernel."""
+        size = batch.num_sequences
+        decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
+        is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
+        is_captured = is_plain and not hook.wants_layers and bool(self._buckets) and size <= self._buckets[-1]
+        return is_captured and not self._is_cascade(batch, cache)
+
+    def close(self) -> None:
+        """Free the graphs. Those with collectives must be gone before their communicators. Idempotent."""
+        self._graphs.clear()
 
     def _forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = self._logits(batch, cache, hook)
@@ -236,11 +267,7 @@ class GpuModel:
     def _logits(
         self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, newest: Sequence[int] | None = None
     ) -> torch.Tensor:
-        size = batch.num_sequences
-        decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
-        is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
-        is_captured = is_plain and not hook.wants_layers and bool(self._buckets) and size <= self._buckets[-1]
-        if is_captured and not self._is_cascade(batch, cache):
+        if self.replays(batch, cache, hook):
             return self._replay(batch, cache, newest)
         return self._run_eagerly(batch, cache, hook, newest)
 
@@ -299,6 +326,8 @@ class GpuModel:
         self.kernels.follow(self._decode_plans, captured.batch.query_starts)
         logits = self._model.forward(captured.batch, cache, NoHook())
         rows = len(logits)
+        if not rows:  # of a rank that draws nothing
+            return
         values = np.tile(np.array([[1.0], [2.0], [0.5], [0.1], [0.5]]), rows)
         choose(logits, *self._draws_on_device(Draws(values, np.arange(rows))))
 

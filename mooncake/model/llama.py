@@ -7,12 +7,13 @@ knows nothing of requests, scheduling, transfer or files; a hook is told when ea
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from mooncake.checkpoint import ModelConfig
 from mooncake.errors import InternalError
-from mooncake.kernels import Kernels, choose_kernels
+from mooncake.kernels import Kernels, Linear, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Coding
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
@@ -31,6 +32,8 @@ from mooncake.model.layers import (
 from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import rope_tables
 
+T = TypeVar("T")
+
 
 class CausalLM:
     """A decoder-only language model. ``max_model_len`` bounds positions: it is the length of the RoPE tables."""
@@ -44,13 +47,15 @@ class CausalLM:
         coding: Coding = "",
         is_fused: bool = True,
         reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        vocabulary: Callable[[Linear], Linear] | None = None,
         adapters: Sequence[Sequence[LayerAdapter]] = (),
         layers: range | None = None,
         keep_hidden: Sequence[int] = (),
     ) -> None:
         """``is_fused``: in one call of the library, where possible; the results are the same.
 
-        ``reduce`` completes the output of attention and MLP in each layer, if this is one shard of a model.
+        If this is one shard of a model, ``reduce`` completes the output of attention and MLP in each layer, and
+        ``vocabulary`` its part of the embedding table and of the head.
         ``adapters`` are those that batches may refer to by index, layer by layer. ``layers`` are those of this stage of
         a model (None: all); no other weights are read. The cache keeps the inputs of the layers ``keep_hidden``, after
         the KV of all layers. Raises ModelError when a weight is missing or the configuration is not supported.
@@ -80,8 +85,9 @@ class CausalLM:
         self._turns = turns(self._cos, self._sin)
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
+        complete = vocabulary or _as_it_is
         self._embedding, self._head = embedding_and_head(
-            weights, config, places, lambda source: kernels.linear(source, None, coding)
+            weights, config, places, lambda source: complete(kernels.linear(source, None, coding))
         )
 
     @torch.inference_mode()
@@ -246,5 +252,5 @@ class CausalLM:
         return mixed.flatten(1)
 
 
-def _as_it_is(values: torch.Tensor) -> torch.Tensor:
-    return values
+def _as_it_is(it: T) -> T:
+    return it

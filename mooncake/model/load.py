@@ -8,7 +8,7 @@ from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
 from mooncake.host_memory import gives_back_memory
-from mooncake.kernels import Kernels
+from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
@@ -23,6 +23,8 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.moe import MixtureOfExperts
 from mooncake.model.routed import GlmMoe
+from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
+from mooncake.model.vocabulary import Ranks, VocabularyPart
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")
@@ -112,6 +114,43 @@ def load_model(
         )
     if coding or adapters or key_scales:
         what = "int8 weights" if coding else "adapters" if adapters else "model.key_scales"
-        raise ModelError(f"{what} are for the Llama family; {checkpoint.name} is of the family {config.architecture}")
+        raise ModelError(_for_llama(what, checkpoint))
     weights = load_weights(checkpoint, dtype, keeps_groups=keeps_groups)
     return family(config, weights, max_model_len, kernels, layers=layers)
+
+
+@gives_back_memory
+def load_part(
+    checkpoint: Checkpoint,
+    dtype: str,
+    ranks: Ranks,
+    max_model_len: int = 0,
+    kernels: Kernels | None = None,
+    coding: Coding = "",
+    codes: Coding = "",
+    keeps_groups: bool = False,
+) -> CausalLM | Decoder:
+    """One tensor parallel rank's part of the model (``shards``). ``coding`` and ``codes`` are "" or "int8"; with W8A8
+    each rank would quantise its part of the activations alone. Raises ModelError if the model cannot be split into so
+    many parts, and like ``load_model``."""
+    assert "w8a8" not in (coding, codes)
+    whole, rank, size = checkpoint.config, ranks.rank, ranks.size
+    config, shares = shard_config(whole, size), vocabulary_shares(whole, size)
+    stored = load_weights(checkpoint, dtype, codes, keeps_groups)
+    weights = shard_weights(stored, whole, rank, size, coding)
+
+    def vocabulary(part: Linear) -> Linear:
+        return VocabularyPart(part, shares, ranks)
+
+    family = OTHER_FAMILIES.get(whole.architecture)
+    if family is None:
+        return CausalLM(config, weights, max_model_len, kernels, coding, reduce=ranks.sum, vocabulary=vocabulary)
+    if coding:
+        raise ModelError(_for_llama("int8 weights", checkpoint))
+    experts = experts_of(whole, rank, size)
+    return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)
+
+
+def _for_llama(what: str, checkpoint: Checkpoint) -> str:
+    family = checkpoint.config.architecture
+    return f"{what} are for the Llama family; {checkpoint.name} is of the family {family}"

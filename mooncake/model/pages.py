@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,16 @@ def pages_over(memory: npt.NDArray[np.uint8], layout: KVLayout, num_blocks: int)
     return flat.view(num_blocks, layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, -1)
 
 
+class Mappable(Protocol):
+    """Memory that other processes may map: a memfd, and where it is in this process."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+
 class SharedMemory:
     """A zeroed memfd. It has no name and disappears with the last process that maps it. The system allocates its pages
     when they are touched."""
@@ -37,6 +48,7 @@ class SharedMemory:
         with contextlib.suppress(OSError):  # most systems have no huge pages for shared memory
             self._area.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._area, np.uint8)
+        self.buffer = memoryview(self._area)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:

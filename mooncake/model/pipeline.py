@@ -10,8 +10,6 @@ process, the first rank, computes nothing: it splits steps, sends messages, and 
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -70,7 +68,8 @@ class PipelineModel:
         ``layout``. Each stage has ``threads`` threads (0: its share of torch's) on as many of ``cores``, if there are
         enough.
 
-        Raises ModelError if the model cannot be split this way, ConfigError if there is too little memory.
+        Raises ModelError if the model cannot be split this way, ConfigError if there is too little memory,
+        NodeUnavailable if a stage dies as it starts.
         """
         self.config: ModelConfig = open_checkpoint(model, max_model_len).config
         self.last_step: StepTimes | None = None
@@ -80,7 +79,6 @@ class PipelineModel:
         self._costs = [CostFit(guessed_cost(self.config, len(layers), threads)) for layers in self._stages]
         self._step = 0
         self._failure: MooncakeError | None = None
-        self._is_closed = False
         self._controls: list[Connection] = []
         self._workers = Workers("pipeline stages")
         task = StageTask(
@@ -97,7 +95,7 @@ class PipelineModel:
         )
         try:
             self._start(task, cores if len(cores) >= num_stages * threads else ())
-            self._await_ready()
+            self._workers.await_ready()
         except BaseException:
             self._end()
             raise
@@ -175,35 +173,17 @@ class PipelineModel:
 
     def watch(self, tell: Callable[[MooncakeError], None]) -> None:
         """Call ``tell`` on a thread of its own if a stage dies before ``close``."""
-
-        def wait_for(process: subprocess.Popen[bytes]) -> None:
-            process.wait()
-            if not self._is_closed:
-                tell(self._failure or self._workers.failed(None))
-
-        for process in self._workers.processes:
-            threading.Thread(target=wait_for, args=(process,), name="watch a stage", daemon=True).start()
+        self._workers.watch(tell)
 
     def close(self) -> None:
         """End the stages. Idempotent."""
-        self._is_closed = True
+        self._workers.are_to_end = True
         if self._workers.are_alive:
             with contextlib.suppress(OSError):
                 for control in self._controls:
                     send(control, Kind.STOP, 0)
             self._workers.wait()
         self._end()
-
-    def _await_ready(self) -> None:
-        for control in self._controls:
-            try:
-                with _speaking():
-                    kind, _ = receive(control)
-                    text = control.recv_bytes().decode() if kind is Kind.FAILED else ""
-            except StageLost as error:
-                raise self._failed(error) from None
-            if kind is Kind.FAILED:
-                raise ModelError(text)
 
     def _failed(self, error: BaseException) -> NodeUnavailable:
         """A pipeline that has lost a stage cannot continue."""

@@ -22,14 +22,13 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.errors import MooncakeError
 from mooncake.kernels.cpu import use_threads
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
-from mooncake.model.ranks import batch_of, live_with_first
+from mooncake.model.ranks import batch_of, live_with_first, starting
 from mooncake.precision import Coding
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -61,17 +60,16 @@ class StageTask(msgspec.Struct, frozen=True):
 class Kind(IntEnum):
     """The kind of a message: its first number. The second is the step's number."""
 
-    READY = 0
-    FAILED = 1  # the reason, as data
-    STEP = 2  # which layers to report (Told), sizes of its arrays; the arrays, cuts first, as data
-    OPEN = 3  # a layer whose reused keys and values have been loaded
-    ABANDON = 4
-    STOP = 5
-    PIECE = 6  # a piece that the previous stage has finished
-    LAYER = 7  # a layer whose keys and values are in the cache, and for how many of the step's tokens
-    LOGITS = 8  # number of rows; the rows as data
-    DONE = 9  # bytes sent to the next stage; start, end and waiting time of each piece, ns, as data
-    ABANDONED = 10
+    FAILED = 0  # the reason, as data
+    STEP = 1  # which layers to report (Told), sizes of its arrays; the arrays, cuts first, as data
+    OPEN = 2  # a layer whose reused keys and values have been loaded
+    ABANDON = 3
+    STOP = 4
+    PIECE = 5  # a piece that the previous stage has finished
+    LAYER = 6  # a layer whose keys and values are in the cache, and for how many of the step's tokens
+    LOGITS = 7  # number of rows; the rows as data
+    DONE = 8  # bytes sent to the next stage; start, end and waiting time of each piece, ns, as data
+    ABANDONED = 9
 
 
 class Told(IntEnum):
@@ -129,7 +127,6 @@ class Stage:
                     self._control.recv_bytes()
 
     def _serve(self) -> None:
-        send(self._control, Kind.READY, 0)
         while True:
             kind, numbers = receive(self._control)
             if kind is Kind.STOP:
@@ -242,7 +239,7 @@ def main(argv: Sequence[str]) -> None:
         os.sched_setaffinity(0, task.cores)
     torch.set_num_threads(task.threads)
     use_threads(task.threads)
-    try:
+    with starting():
         checkpoint = open_checkpoint(task.model, task.max_model_len)
         layers = range(task.first_layer, task.end_layer)
         model = load_model(
@@ -255,11 +252,6 @@ def main(argv: Sequence[str]) -> None:
             layers=layers,
         )
         stage = Stage(task, model)
-    except MooncakeError as error:
-        control = Connection(task.control)
-        send(control, Kind.FAILED, 0)
-        control.send_bytes(error.message.encode())
-        return
     stage.serve()
 
 

@@ -6,19 +6,23 @@ latent     all heads share one row per token, so each rank computes and keeps al
            to and from the latent space are split
 MLP        rank r has elements r·I/S … of the inner dimension, also in an expert that all tokens use
 mixture    each expert is on one rank: r has experts r·E/S …; routers are on all ranks
+vocabulary rank r has rows r·V/S … of the embedding table and of the head; S need not divide V
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from mooncake.checkpoint import FAMILIES, ModelConfig
 from mooncake.errors import ModelError
+from mooncake.kernels.grouped import GroupedCodes
+from mooncake.kernels.reference import Codes, Coding, quantise_rows
 from mooncake.model.layers import Weights, WeightsOnDemand
 
-_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj")
+_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")
 _ENTRIES = ("sinks",)  # one per head
 
@@ -54,35 +58,69 @@ def experts_of(config: ModelConfig, rank: int, size: int) -> range:
     return range(share.start, share.stop)
 
 
-def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int) -> Weights:
-    """The part of each weight that ``rank`` computes with, without other ranks' experts; embeddings, norms, routers
-    and head are whole."""
-    first_kv = rank * config.num_kv_heads // size
-    kv = slice(first_kv * config.head_dim, (first_kv + max(config.num_kv_heads // size, 1)) * config.head_dim)
+def kv_heads_of(config: ModelConfig, rank: int, size: int) -> slice:
+    """The KV heads of which this rank computes and reads keys and values, by their numbers in the model."""
+    first = rank * config.num_kv_heads // size
+    return slice(first, first + max(config.num_kv_heads // size, 1))
+
+
+def vocabulary_shares(config: ModelConfig, size: int) -> list[range]:
+    """The tokens whose rows of the embedding table and of the head are on each rank."""
+    shares = [_share(config.vocab_size, rank, size) for rank in range(size)]
+    return [range(share.start, share.stop) for share in shares]
+
+
+def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int, coding: Coding = "") -> Weights:
+    """The part of each weight that ``rank`` computes with, without other ranks' experts; norms and routers are whole.
+
+    Codes stored in the checkpoint are cut like the weights they stand for. With ``coding`` "int8" so are those of
+    matrices that are cut by columns: their scales are those of whole rows, as in one process.
+    """
+    heads = kv_heads_of(config, rank, size)
+    kv = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
     here = experts_of(config, rank, size)
+    stored = weights if isinstance(weights, WeightsOnDemand) else None
+
+    def place(name: str, shape: Sequence[int]) -> tuple[slice, slice]:
+        """Rows and columns."""
+        kind, rows, columns = name.split(".")[-2], slice(None), slice(None)
+        if _expert_of(name) is not None:
+            pass
+        elif kind == "experts":  # all in one tensor (gpt-oss)
+            rows = slice(here.start, here.stop)
+        elif kind in ("k_proj", "v_proj"):
+            rows = kv
+        elif kind in _ROWS or name.endswith(_ENTRIES):
+            rows = _share(shape[0], rank, size)
+        elif kind in _COLUMNS and len(shape) == 2:
+            columns = _share(shape[1], rank, size)
+        return rows, columns
 
     def part(name: str) -> torch.Tensor:
-        tensor, kind = weights[name], name.split(".")[-2]
-        if _expert_of(name) is not None:
-            return tensor
-        if kind == "experts":  # all in one tensor (gpt-oss)
-            tensor = tensor[here.start : here.stop]
-        elif kind in ("k_proj", "v_proj"):
-            tensor = tensor[kv]
-        elif kind in _ROWS or name.endswith(_ENTRIES):
-            tensor = tensor[_share(len(tensor), rank, size)]
-        elif kind in _COLUMNS:
-            tensor = _columns(tensor, rank, size)
-        return tensor.contiguous()
+        tensor = weights[name]
+        if _is_cut_by_columns(name) and tensor.ndim == 1:
+            # A bias goes whole to the first rank, because the sum over ranks must include it once.
+            return tensor if rank == 0 else torch.zeros_like(tensor)
+        rows, columns = place(name, tensor.shape)
+        return (tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]).contiguous()
 
-    return WeightsOnDemand((name for name in weights if _expert_of(name) in (None, *here)), part)
+    def codes(name: str) -> Codes | GroupedCodes | None:
+        whole = None if stored is None else stored.codes(name)
+        if whole is None and coding and _is_cut_by_columns(name):
+            tensor = weights[name]
+            whole = Codes(*quantise_rows(tensor), coding, tensor.dtype)
+        return None if whole is None else whole.part(*place(name, whole.shape))
+
+    def experts(name: str) -> list[GroupedCodes] | None:
+        everyones = None if stored is None else stored.experts(name)
+        return None if everyones is None else everyones[here.start : here.stop]
+
+    names = (name for name in weights if _expert_of(name) in (None, *here))
+    return WeightsOnDemand(names, part, codes, experts)
 
 
-def _columns(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """The rank's columns. A bias goes whole to the first rank, because the sum over ranks must include it once."""
-    if tensor.ndim == 1:
-        return tensor if rank == 0 else torch.zeros_like(tensor)
-    return tensor[:, _share(tensor.shape[1], rank, size)]
+def _is_cut_by_columns(name: str) -> bool:
+    return name.split(".")[-2] in _COLUMNS and _expert_of(name) is None
 
 
 def _cut_widths(config: ModelConfig) -> list[int]:

@@ -1,4 +1,4 @@
-"""The lab counts as the published analyses do, on their traces, and the policy that learns keeps what it promises."""
+"""The cache lab counts as the published analyses do, on their traces; the learned policy has the documented gain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONVERSATION, SYNTHETIC = TRACES / "conversation_trace.jsonl.xz", TRACES / "synt
 
 
 def small_trace(requests: int = 600, seed: int = 2) -> list[TraceRequest]:
-    """Conversations whose turns extend each other, and as many prompts that nobody sees again."""
+    """Conversations whose turns extend each other, and as many prompts that never come again."""
     generator = random.Random(seed)
     chats: list[list[int]] = []
     fresh = iter(range(1, 1 << 30))
@@ -136,7 +136,7 @@ REPRODUCTION = Path(__file__).parents[2] / "deploy" / "reproduction"
 
 
 def test_the_saved_page_of_policies_is_that_of_the_saved_rates() -> None:
-    """The tables, and what is said of the default policy above them."""
+    """The tables, and the text about the default policy above them."""
     page = (REPRODUCTION / "eviction.md").read_text()
     saved = json.loads((REPRODUCTION / "eviction.json").read_text())
     over_lru: dict[str, list[str]] = {"block": [], "second_half_block": []}

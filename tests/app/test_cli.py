@@ -91,7 +91,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (["serve", "--model", "/no/model"], 1, "/no/model; give an HF folder"),
         (["serve", "Qwen/Qwen3-0.6B"], 1, "no model at Qwen/Qwen3-0.6B; give an HF folder, a .gguf file, or"),
         (["serve", "Qwen/Qwen3-0.6B"], 1, "; `hf download Qwen/Qwen3-0.6B` prints such a folder"),
-        (["serve", "one", "--model", "two"], 2, "two models are named, one and two: a cluster serves one"),
+        (["serve", "one", "--model", "two"], 2, "got two models, one and two: a cluster serves one"),
         (["serve", "--dtype", "float8"], 2, "dtype"),
         (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),
         (["replay", __file__], 2, "; a trace is lines of JSON with timestamp, input_length, output_length, hash_ids"),
@@ -154,7 +154,7 @@ def test_the_demo_takes_any_ports_but_those_that_are_set(tmp_path: Path) -> None
 
 
 def test_help_loads_nothing_that_takes_long() -> None:
-    """That is what makes it answer at once; how fast is for a benchmark to say."""
+    """So it answers at once; how fast is measured by a benchmark."""
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "mooncake", "--help"], capture_output=True, text=True, check=True
     )
@@ -282,7 +282,7 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
 
 
 def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
-    """One request at a time: that the second has been sent says that the client has read the first one's answer."""
+    """One request at a time: once the second has been sent, the client has read the first one's answer."""
     lines = [
         {"timestamp": at_ms, "input_length": 512, "output_length": output, "hash_ids": [at_ms]}
         for at_ms, output in ((0, 64), (1, 4096), (60_000, 64))
@@ -304,7 +304,7 @@ def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalC
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate")
 def test_serve_tells_whom_clients_trust(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its certificate is for the name that the world knows, and nodes join all the same."""
+    """The certificate is for the public name, and nodes can still join."""
     certificate, key = make_certificate(tmp_path, "public", names="DNS:llm.example")
     with started(*SERVE, "--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)) as process:
         text = read_until(process, "Ctrl-C stops")
@@ -392,7 +392,7 @@ def test_ctrl_c_ends_a_command_and_its_processes_without_a_traceback(tmp_path: P
     trace = tmp_path / "made.jsonl"
     assert run("trace", "generate", str(trace), "--shape", "conversation", "--requests", "3000").returncode == 0
     command = [*MOONCAKE, "cache-lab", str(trace), "--jobs", "2"]
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # also where a shell's background job does not
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
     with subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=listens
     ) as process:
@@ -409,7 +409,7 @@ SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_g
 
 @contextlib.contextmanager
 def no_nohup() -> Iterator[None]:
-    """What is started here hears that the terminal is gone, also where these tests do not."""
+    """Child processes get SIGHUP, even if it is ignored by these tests."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
         yield

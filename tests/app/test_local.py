@@ -37,7 +37,7 @@ async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
 
 
 def state_of(pid: int) -> str:
-    """As the kernel calls it; "" for none."""
+    """The kernel's letter for the process state; "" for no process."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
@@ -79,7 +79,7 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
 
 @contextlib.contextmanager
 def no_more_files() -> Iterator[None]:
-    """Whatever would open one, as a new process does, fails."""
+    """Opening a file, as starting a process does, fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:
                 check_ports(config)
             assert caught.value.message == (
                 f"port {port} is taken by process {os.getpid()} ({Path('/proc/self/comm').read_text().strip()}); "
-                f"choose another with {flag}, or stop what holds it"
+                f"choose another with {flag}, or stop that process"
             )
     assert port_holder(port) == ""
 
@@ -135,7 +135,7 @@ def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
 
 
 def test_a_free_port_is_not_the_one_that_is_meant_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may give the same one twice; here, for as long as it is not held."""
+    """The system may return the same port twice; here it does, until the port is held."""
     port = free_port("127.0.0.1")
     bound = preflight._bound
 
@@ -195,6 +195,20 @@ def test_the_stages_of_a_node_count_as_its_threads_and_processes() -> None:
     assert settled.prefill.threads == available_cores() // 2
     whole, cut = (memory_need(load_config(overrides=each), open_checkpoint("smollm2")) for each in (stages[:1], stages))
     assert cut.processes_gb > whole.processes_gb and cut.weights_gb == whole.weights_gb
+
+
+@pytest.mark.skipif(available_cores() < 2, reason="one core cannot be shared out")
+def test_the_ranks_of_a_node_count_as_its_threads_and_processes() -> None:
+    alone = ["cluster.prefill=1", "cluster.decode=1", "model.weights=plain"]
+    ranks = [*alone, "prefill.tensor_parallel=2", "decode.tensor_parallel=3", "prefill.threads=1"]
+    config = load_config(overrides=[*ranks, "decode.threads=1"])
+    assert (config.prefill.all_threads, config.decode.all_threads) == (2, 3)
+    settled = resolve(load_config(overrides=["prefill.tensor_parallel=2", "cluster.coupled=1"]))
+    assert settled.prefill.threads == available_cores() // 2
+    model = open_checkpoint("smollm2")
+    one_each, several = (memory_need(load_config(overrides=each), model) for each in (alone, ranks))
+    assert several.processes_gb - one_each.processes_gb == pytest.approx(3 * preflight.ENGINE_OVERHEAD_GB)
+    assert (several.weights_gb, several.kv_gb) == (one_each.weights_gb, one_each.kv_gb)
 
 
 def test_a_process_stays_on_the_cores_it_was_given() -> None:

@@ -71,7 +71,7 @@ async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> Non
 
 
 async def holding(port: int) -> socket.socket:
-    """It, as soon as it is free."""
+    """A socket bound to the port as soon as it is free."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -160,7 +160,7 @@ def private_folders() -> set[Path]:
 
 
 def reached_at() -> set[str]:
-    """Where the private Ray listens, for whoever has its token."""
+    """The addresses on which the private Ray listens."""
     import ray
 
     return {node["NodeManagerAddress"] for node in ray.nodes()}

@@ -1,4 +1,4 @@
-"""Following a node that changes its role: every end is told, and none is waited for in vain."""
+"""Following a node that changes its role: every outcome is reported, and no wait is in vain."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_node_drains_and_comes_back_in_its_new_role() -> None:
     followed = switch()
     assert not followed.is_done(node(), 0)
     assert not followed.is_done(node("draining"), 1)
-    assert not followed.is_done(node("draining"), 1 + 10 * UNTOLD_S)  # long answers take what they take
+    assert not followed.is_done(node("draining"), 1 + 10 * UNTOLD_S)  # long answers may take long
     assert followed.is_done(node(role="decode", incarnation=2), 1000)
 
 
@@ -30,7 +30,7 @@ def test_a_node_that_does_not_come_back_is_gone() -> None:
     assert not followed.is_done(node("draining"), 0)
     assert not followed.is_done(None, 1)
     assert not followed.is_done(None, 0.9 + MISSING_S)
-    with pytest.raises(NodeUnavailable, match="p0 is gone: it ended before it could become a decode node"):
+    with pytest.raises(NodeUnavailable, match="p0 ended before it could become a decode node"):
         followed.is_done(None, 1 + MISSING_S)
 
 
@@ -42,17 +42,17 @@ def test_a_node_that_a_conductor_had_forgotten_for_a_moment_is_followed_on() -> 
     assert followed.is_done(node(role="decode", incarnation=2), MISSING_S + 2)
 
 
-def test_a_node_that_was_started_anew_is_no_longer_asked() -> None:
+def test_a_restarted_node_is_no_longer_asked() -> None:
     followed = switch()
     assert not followed.is_done(node("draining"), 0)
-    with pytest.raises(NodeUnavailable, match="was started anew as a prefill node; ask again"):
+    with pytest.raises(NodeUnavailable, match="was restarted as a prefill node; try again"):
         followed.is_done(node(incarnation=2), 1)
 
 
-def test_a_node_that_gives_up_draining_stays_what_it_is() -> None:
+def test_a_node_that_gives_up_draining_keeps_its_role() -> None:
     followed = switch()
     assert not followed.is_done(node("draining"), 0)
-    with pytest.raises(NodeUnavailable, match="did not get empty in time and stays a prefill node"):
+    with pytest.raises(NodeUnavailable, match="did not drain in time and stays a prefill node"):
         followed.is_done(node(), 120)
 
 

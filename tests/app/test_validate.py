@@ -1,4 +1,4 @@
-"""The simulator beside a live pair of nodes: what is measured, what is told to the simulator, what is compared."""
+"""The simulator compared with a live pair of nodes: measurements, the simulator's description, the comparison."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def test_a_prompt_beside_decodes_takes_longer_and_they_beside_it() -> None:
 
 
 def test_a_hand_off_keeps_up_with_a_prefill_that_gets_faster() -> None:
-    """A decode beside a long prompt ends early; layers leave as they are computed, so nothing is left at the end."""
+    """A decode that runs during a long prompt ends early; layers are sent as they are computed, so none are left at the
+    end."""
     short, long = TraceRequest(0.0, 8, 10, (100,)), TraceRequest(100.0, 1000, 3, tuple(range(125)))
     results = simulated(short, long).results
     assert results.end_s[0] < 1.0 < results.ttft_s[1]

@@ -1,4 +1,4 @@
-"""How the variant of `mooncake bench variants` is made: what it is taught, and that what is trained is served."""
+"""The variant of `mooncake bench variants`: its task, and that the trained weights are those served."""
 
 from __future__ import annotations
 

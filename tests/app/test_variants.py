@@ -1,4 +1,4 @@
-"""Two variants of a model beside each other, and the profile that comes of it."""
+"""Two variants of a model compared, and the resulting profile."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def test_what_cannot_be_profiled_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="longer than a block"):
         run()
-    with pytest.raises(ConfigError, match="no variants of one model"):
+    with pytest.raises(ConfigError, match="not variants of one model"):
         run(sender=str(other), block_tokens=2)
     prompts.write_text("not JSON")
-    with pytest.raises(ConfigError, match="has lines like"):
+    with pytest.raises(ConfigError, match="must have lines like"):
         run()
     prompts.write_text('{"prompt": "the quick brown fox jumps over the lazy dog"}')
     with pytest.raises(ConfigError, match="no group of up to 1"):

@@ -1,4 +1,4 @@
-"""The benchmark of blending runs and tells what it should. Its numbers on a tiny random model mean nothing."""
+"""The benchmark of blending runs and reports what it should. Its numbers on a tiny random model mean nothing."""
 
 from __future__ import annotations
 

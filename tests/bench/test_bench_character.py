@@ -1,4 +1,4 @@
-"""The benchmark of windows and shared KV trains, serves and tells. What two steps of training teach means nothing."""
+"""The benchmark of windows and shared KV trains, serves and reports. Results after two training steps mean nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_it_trains_once_and_tells_losses_needles_and_bytes(tmp_path: Path) -> No
     assert ratios["prefill_speedup_half"] > 0 and ratios["loss_local_vs_full"] > 0
     assert len([row for row in report["results"] if row["name"] == "needles found"]) == 5
     assert str(tmp_path) not in json.dumps(report), "a path of this machine is in the line"
-    with pytest.raises(ConfigError, match="was trained otherwise"):
+    with pytest.raises(ConfigError, match="was trained with other options"):
         bench_character.main([*arguments, "--steps", "3"])
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of context parallelism runs and tells what it should. Its times on a tiny random model mean nothing."""
+"""The benchmark of context parallelism runs and reports what it should. Its times on a tiny model mean nothing."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_quality_is_measured_and_training_kept(tmp_path: Path, capsys: pytest.Ca
     assert reports[0]["results"] == reports[1]["results"]  # of the same weights
     assert {"kept_all_read", "kept_together", "kept_apart"} <= set(reports[0]["ratios"])
     assert "right answers" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="tuned otherwise"):
+    with pytest.raises(ConfigError, match="tuned with other options"):
         main([*QUALITY, *kept, "--steps", "2"])
 
 

@@ -96,7 +96,7 @@ def test_a_typed_figure_is_found() -> None:
 
 
 def first_tokens_under_load() -> list[str]:
-    """What is said of them, of the Zen 4."""
+    """The sentences about them on the Zen 4."""
     zen4 = Result(RESULTS / "serve-2core-zen4-fp32.json")
 
     def of(subject: str, figure: str, clients: int) -> float:

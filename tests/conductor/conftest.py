@@ -1,7 +1,7 @@
 """Small nodes that speak the real protocols over real sockets and can be told to fail.
 
-Their "model" is one line: the next token is a function of all tokens before it, so a continued answer that is right is
-right to the last token, and one that is wrong is visibly wrong.
+Their "model" is one line: the next token is a function of all tokens before it, so an answer continued from wrong
+tokens differs visibly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.service import ClusterServicer
 from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory
@@ -68,7 +68,7 @@ class Script:
     error: MooncakeError | None = None  # raised instead of working (prefill), or after ``tokens_first`` (decode)
     tokens_first: int = 0
     times: int = -1  # how often the error comes; -1: always
-    hang: bool = False  # never say anything
+    hang: bool = False  # never answer
     token_s: float = 0.0  # between tokens
     gate: asyncio.Event | None = None  # waits for it before working
     cut_finish: bool = False  # end the stream without a finish reason
@@ -119,7 +119,7 @@ class FakeNode:
         await self.membership.wait_registered()
 
     async def die(self) -> None:
-        """As kill -9 looks from outside: every connection is reset, nobody listens, no heartbeat comes."""
+        """Look like a process after kill -9: connections are reset, nothing listens, no heartbeats."""
         assert self.relay is not None and self.membership is not None
         task = self.membership._task
         assert task is not None
@@ -127,7 +127,7 @@ class FakeNode:
         await self.relay.kill()
 
     async def leave(self) -> None:
-        """Say so, cut what runs, and be gone."""
+        """Announce the departure, cut running calls, and stop."""
         assert self.relay is not None and self.membership is not None
         await self.membership.stop()
         await self.server.stop(0.05)
@@ -354,7 +354,7 @@ class FakeCluster:
         await node.start(self.address, self.config.conductor.heartbeat_interval_s)
 
     async def restart_decode(self, number: int) -> None:
-        """A new process takes the old one's id; the old one lingers."""
+        """A new process takes the old one's id; the old one keeps running."""
         self._old.append(self.decode[number])
         self.decode[number] = FakeDecode(self.decode[number].node_id)
         await self.join(self.decode[number])

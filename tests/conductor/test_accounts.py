@@ -1,4 +1,4 @@
-"""What is booked on a node, what it says beyond that, and that nothing stays behind."""
+"""Bookings on a node, load that it reports beyond them, and that nothing is left over."""
 
 from __future__ import annotations
 

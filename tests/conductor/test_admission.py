@@ -1,4 +1,4 @@
-"""Admission: what each rule lets in, how long it says to wait, and what it learns of answers' lengths."""
+"""Admission: what each rule admits, the retry times it gives, and what it learns about answer lengths."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ CHAT = Kind(b"chat", 640)
 
 
 class Door:
-    """A cluster with one prefill and one decode node (10 ms a step and 1 ms a sequence), and a rule at its door."""
+    """A cluster with one prefill and one decode node (10 ms per step plus 1 ms per sequence), and an admission rule."""
 
     def __init__(self, rule: str, tbt_ms: float = 20.0, ttft_ms: float = 1e6, mode: Mode = Mode.HARD) -> None:
         self.cluster = Cluster(prefill=1, decode=1, measured=False)
@@ -91,7 +91,7 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_that_the_que
 
 
 def test_early_rejection_does_not_see_who_is_on_the_way_and_prediction_does() -> None:
-    """The paper's oscillation: while prefills run, the decode node looks empty."""
+    """The oscillation in the paper: while prefills run, the decode node looks empty."""
     entered = {}
     for rule in ("early", "predicted"):
         door = Door(rule)
@@ -121,7 +121,7 @@ def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
 
 
 def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
-    """Short answers are there; who needs a second of prefill joins when they are gone."""
+    """Short answers are running; a request with a second of prefill joins after they have ended."""
     door = Door("lookahead", tbt_ms=18.0 / TBT_ROOM)
     for _ in range(200):
         door.admission.lengths.observe(CHAT, 20)

@@ -1,4 +1,4 @@
-"""Appointments: what is told, for whom room is kept, and what happens when nobody comes."""
+"""Appointments: retry times, reserved room, and clients that do not return."""
 
 import pytest
 
@@ -7,7 +7,8 @@ from conductor.waits import MAX_RETRY_S
 
 
 def reliable(pace: float = 1.0) -> tuple[Appointments, float]:
-    """A minute in which everybody came as told and so many a second were let in; and the time at its end."""
+    """Appointments after a minute in which all clients came on time and ``pace`` per second were admitted; and the time
+    at its end."""
     book = Appointments()
     now = 0.0
     for number in range(int(60 * pace)):

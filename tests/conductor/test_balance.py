@@ -23,7 +23,7 @@ class Town:
     def run(
         self, seconds: int, prefill_nodes: float, decode_nodes: float, noise: float = 0.0, arrivals: int = 1
     ) -> None:
-        """So many nodes' worth of work each second; a switch takes ten seconds to drain."""
+        """Run with the work of so many nodes per second; draining for a switch takes ten seconds."""
         cluster, balancer = self.cluster, self.balancer
         for _ in range(seconds):
             cluster.now += 1.0

@@ -1,4 +1,4 @@
-"""What a calibration says is what the conductor starts from, and a file that is none is one sentence."""
+"""The conductor starts from a calibration file; an invalid file is an error of one sentence."""
 
 from pathlib import Path
 

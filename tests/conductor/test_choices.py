@@ -1,4 +1,4 @@
-"""Several answers to one prompt are one request, until a failure makes different prompts of them."""
+"""Several answers to one prompt are one request, until a failure makes them continue as different prompts."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_an_answer_that_nobody_needs_ends_on_its_node_and_the_others_go_on
 
 
 async def test_an_answer_that_was_ended_from_outside_is_a_finished_one(start_cluster: Any) -> None:
-    """Whoever knows text ends it, at a stop string; its length is as good to learn from as any other."""
+    """Ingress ends it at a stop string; its length is used for predictions like any other."""
     cluster = await start_cluster(1, 1, tbt_limit_ms=1e6)
     dispatcher = cluster.core.dispatcher
     deltas = dispatcher.generate(cluster.request(PROMPT, 50))
@@ -165,7 +165,7 @@ async def test_the_scores_of_a_prompt_are_told_once_though_its_search_begins_ane
 
 
 async def test_the_scores_of_a_long_prompt_come_before_its_answer(start_cluster: Any) -> None:
-    """They are megabytes, and the decode node's first words are not: these overtake them."""
+    """Scores are megabytes, and the decode node's first messages are small and overtake them."""
     cluster = await start_cluster(1, 1)
     prompt = [5 + at % 900 for at in range(200_000)]
     deltas = [delta async for delta in cluster.core.dispatcher.generate(cluster.request(prompt, 4, prompt_logprobs=0))]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo
 from conductor.view import RequestFacts, Shape
 from kvstore.checksum import range_checksums
@@ -48,8 +48,8 @@ class Pool:
         for number in range(requests):
             facts = RequestFacts(40, KEYS, needs_decode=False, number=number)
             now = self.core.clock()
-            question = self.core.dispatcher._scheduler.ask(facts, now)
-            placement = self.core.dispatcher._scheduler.answer(question)
+            question = self.core.dispatcher.placer.scheduler.ask(facts, now)
+            placement = self.core.dispatcher.placer.scheduler.answer(question)
             self.core.copier.arrived(question, placement, now)
         self.core.tick()
 

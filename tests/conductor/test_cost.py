@@ -40,7 +40,7 @@ def test_prefill_coefficients_are_recovered() -> None:
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
 def test_short_prompts_say_little_of_long_ones_and_their_noise_nothing(noise: float) -> None:
-    """Their squares are too small to be measured: taken at its word, noise predicted an hour."""
+    """The quadratic term of short prompts is too small to measure: fitted to noise, it once predicted an hour."""
     found = []
     for seed in range(50):
         costs, rng = CostModel(), random.Random(seed)

@@ -1,4 +1,4 @@
-"""How much of a store's run is fetched when only part of it is worth that: held against trying every length."""
+"""How much of a store's run is fetched if only part of it is worth it: compared with trying every length."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_of_two_stores_the_one_with_less_may_serve_more() -> None:
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("chunk_tokens", [0, 256])
 def test_no_other_length_is_faster(native: bool, chunk_tokens: int) -> None:
-    """Every block of every store as the end of what is fetched; with chunks, up to one step's fixed time."""
+    """Compared with every block of every store as the last one fetched; with chunks, within one step's fixed time."""
     rng = np.random.default_rng(3)
     cuts = 0
     for _ in range(60):
@@ -151,8 +151,8 @@ def predicted_ms(placement: Placement) -> float:
 
 
 def least_ms(cluster: Cluster, runs: dict[str, int], in_dram: dict[str, int], waiting_ms: float) -> float:
-    """By trying every number of blocks from every store, with the formulas of the cost model and nothing else. The SSD
-    of s0 has other things to read first, for ``waiting_ms`` longer than the prompt waits itself."""
+    """The minimum over every number of blocks from every store, by the formulas of the cost model. The SSD of s0 is
+    busy for ``waiting_ms`` longer than the prompt waits itself."""
     costs, local, chunk = cluster.fleet.costs, runs["p0"], cluster.chunk_tokens
     prefill = costs.prefill("p0")
 

@@ -294,7 +294,7 @@ async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_clu
 async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0, ttft_limit_ms=60_000)
     dispatcher, arrivals = cluster.core.dispatcher, []
-    dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
+    dispatcher.placer.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
     cluster.prefill[0].script.gate = gate = asyncio.Event()  # it would notice, too
     await cluster.decode[0].relay.kill()  # its heartbeats take another way
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
@@ -493,7 +493,7 @@ async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere
 async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, max_requests=2)
     arrivals: list[float] = []
-    cluster.core.dispatcher.on_arrival.append(
+    cluster.core.dispatcher.placer.on_arrival.append(
         lambda question, placement, now: arrivals.append(question.facts.num_tokens)
     )
     cluster.prefill[0].script.gate = gate = asyncio.Event()
@@ -512,7 +512,9 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
 async def test_who_is_refused_for_its_deadline_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     arrivals: list[float] = []
-    cluster.core.dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(placement.new_tokens))
+    cluster.core.dispatcher.placer.on_arrival.append(
+        lambda question, placement, now: arrivals.append(placement.new_tokens)
+    )
     for size in (10, 100, 1000):
         cluster.core.costs.observe_prefill("p0", size, 0, 60_000.0)
     with pytest.raises(Overloaded, match="after the request's deadline"):
@@ -538,7 +540,7 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
 
 
 async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_them(start_cluster: Any) -> None:
-    """It was computed twice, and whoever had asked was told to come again."""
+    """Such a prompt was once computed twice, and the client was told to retry."""
     cluster = await start_cluster(1, 1)
     with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
         await cluster.generate(cluster.request([5] * 46_000, 8, prompt_logprobs=20))
@@ -582,21 +584,21 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
 
 
 async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_cluster: Any) -> None:
-    """All of it is computed. A decode node that held it was given it for a short tail, and kept its answers waiting."""
+    """All of it is computed. Once, a decode node that held it got it as a short tail, and delayed its answers."""
     cluster = await start_cluster(1, 1)
     prompt = list(range(10, 30))
     keys = Chain.of("kv").keys(np.array(prompt, dtype=np.uint32), 4)
     cluster.prefill[0].events.append([BlockEvent(True, key) for key in keys[:3]])
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p0") == 3)
     new_tokens: list[int] = []
-    cluster.core.dispatcher.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
+    cluster.core.dispatcher.placer.on_arrival.append(lambda _, placement, now: new_tokens.append(placement.new_tokens))
     await cluster.generate(cluster.request(prompt, 3))
     await cluster.generate(cluster.request(prompt, 3, prompt_logprobs=0))
     assert new_tokens == [20 - 3 * 4, 20]
 
 
 async def test_an_adapter_that_begins_within_a_prompt_is_placed_by_the_models_own_blocks(start_cluster: Any) -> None:
-    """And a retry, which goes on from what was told, lets it begin at the same token."""
+    """And in a retry, which continues from the tokens already sent, the adapter starts at the same token."""
     cluster = await start_cluster(2, 2)
     prompt = list(range(10, 30))
     cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)

@@ -1,4 +1,4 @@
-"""The way in, live: limits refuse or hold back, who waits gets in when room is made, and nobody is forgotten there."""
+"""Admission, live: limits refuse or delay requests, waiting ones are admitted when there is room, and none is lost."""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +44,7 @@ async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster:
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: Any, mode: str) -> None:
-    """What was spent on it by then is no reason to refuse where requests are only held back."""
+    """In soft mode the request is not refused, although it is counted."""
     cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
     stats = cluster.core.dispatcher.door.admission.stats
     assert stats.refused_after_prefill == 0
@@ -123,7 +123,9 @@ async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(st
 async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     door, arrivals = cluster.core.dispatcher.door, []
-    cluster.core.dispatcher.on_arrival.append(lambda question, placement, now: arrivals.append(question.facts.session))
+    cluster.core.dispatcher.placer.on_arrival.append(
+        lambda question, placement, now: arrivals.append(question.facts.session)
+    )
 
     def asked(name: str, timeout_s: float) -> asyncio.Task[Any]:
         request = replace(cluster.request(PROMPT, 4, timeout_s=timeout_s), session=name)

@@ -1,4 +1,4 @@
-"""What a request goes on from, what it has told, and when it has nothing left to tell."""
+"""A request's state: where it continues, what it has sent, and when it has ended."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_one_of_several_answers_goes_on_alone_with_its_own_seed_and_tries() -> N
 
 
 def test_a_report_is_told_of_the_prompt_as_it_was_asked() -> None:
-    """A retry's prompt has the answer so far in it, and finds what the request itself has stored."""
+    """A retry's prompt includes the answer so far, and hits blocks that the request itself has stored."""
     going = journey(prompt=tuple(range(2, 12)))
     told = going.take_report(PrefillReport(prompt_tokens=14, local_cached_tokens=8, pool_cached_tokens=5))
     assert (told.prompt_tokens, told.local_cached_tokens, told.pool_cached_tokens) == (10, 8, 2)

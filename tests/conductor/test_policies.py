@@ -101,7 +101,7 @@ class TestAlgorithm1:
 
 
 def test_the_fastest_holder_serves_not_the_first() -> None:
-    """Equal copies: the store that sends nothing is read from; so replicas take load off the first."""
+    """Of equal copies, the idle store is read from, so replicas relieve the first one."""
     cluster = Cluster(prefill=6, decode=4, stores=6, hosts=True)
     sources: Counter[str] = Counter()
     for _ in range(6):

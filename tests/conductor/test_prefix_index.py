@@ -1,5 +1,5 @@
-"""The prefix index against the plainest possible one, a set of keys a node; what bisection rests on; and the table in
-C++ against the one in Python."""
+"""The prefix index compared with the simplest one, a set of keys per node; the assumption of bisection; and the C++
+table compared with the Python one."""
 
 import itertools
 
@@ -13,7 +13,7 @@ from conductor.prefix_native import new_table
 from conductor.prefix_table import NUM_SHARDS, PrefixTable
 from mooncake.types import BlockEvent, BlockKey, Tier
 
-PrefixIndex()  # what is built at first use is built now: hypothesis looks at the time
+PrefixIndex()  # builds the library now: hypothesis has a time limit
 
 NODES = tuple(f"n{i}" for i in range(70))  # more than one machine word of bits
 KEYS = tuple(BlockKey(bytes([i]) * 32) for i in range(6))

@@ -1,4 +1,4 @@
-"""What waits for a node counts as what it will hold: until it is computed, and on no other node."""
+"""Prompts waiting for a node count as blocks that it will hold, until they are computed, and only on this node."""
 
 import numpy as np
 import pytest

@@ -144,7 +144,7 @@ def test_a_beginning_that_others_still_ask_for_is_kept() -> None:
 
 
 def test_however_many_crowds_come_few_are_remembered() -> None:
-    """Bursts with pauses: each finds a longer beginning in common, under one that is always asked for."""
+    """Bursts with pauses: each has a longer common prefix than the one before, and all share one."""
     crowd = Crowd()
     for burst in range(MAX_CROWDS + 20):
         crowd.cluster.now += 30.0
@@ -161,7 +161,7 @@ def test_however_many_crowds_come_few_are_remembered() -> None:
 
 
 def test_the_last_who_has_a_prefix_keeps_it() -> None:
-    """Whoever had it before the crowd came has lost it meanwhile."""
+    """The node that had it before the crowd has lost it meanwhile."""
     crowd = Crowd()
     crowd.run(6, a_second=30)
     crowd.tell("s0", tuple(HOT), stored=False)

@@ -1,4 +1,4 @@
-"""What failed attempts teach a request: which of them cost a try, and whom the next one spares."""
+"""Failed attempts of a request: which of them count, and which nodes the next one avoids."""
 
 from __future__ import annotations
 

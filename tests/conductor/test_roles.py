@@ -1,9 +1,9 @@
-"""What a node is asked to become, by hand or by the balancer, and when that is no longer asked of it."""
+"""Requests to change a node's role, by an operator or the balancer, and when they are withdrawn."""
 
 from __future__ import annotations
 
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo
 from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory

@@ -1,4 +1,4 @@
-"""What a refused request is told to wait, from what room others found lately."""
+"""Retry times of refused requests, from the room that others found recently."""
 
 from conductor.waits import MAX_RETRY_S, WINDOW_S, RecentRoom
 
@@ -7,7 +7,7 @@ FULL, FREE = LIMIT_MS + 500.0, 0.0
 
 
 def seen(*spans: tuple[float, float], repeats: int = 1, every_s: float = 0.1, decode_load: float = 0.5) -> RecentRoom:
-    """Requests found a queue of so many ms for so many seconds, one span after the other."""
+    """Requests observed queues: each span is (ms of queue, seconds for which it lasted)."""
     room, now = RecentRoom(), 50.0
     for wait_ms, lasts_s in spans * repeats:
         for _ in range(round(lasts_s / every_s)):
@@ -22,14 +22,14 @@ def test_nothing_is_told_before_anything_is_known() -> None:
 
 
 def test_a_wait_is_as_long_as_it_was_lately() -> None:
-    """Room for two seconds in every ten: who is refused waits up to eight."""
+    """There is room for two seconds in every ten: a refused request waits up to eight."""
     room = seen((FULL, 8.0), (FREE, 2.0), repeats=12)
     assert 4 <= room.typical_wait_s(LIMIT_MS) <= 8
     assert seen((FULL, 0.8), (FREE, 2.2), repeats=30).typical_wait_s(LIMIT_MS) == 1
 
 
 def test_who_needs_less_waits_less() -> None:
-    """Half of the time the queue is too long for both; short prompts find room in a second, long ones in twenty."""
+    """Half of the time the queue is too long for both; short prompts find room within 1 s, long ones within 20 s."""
     room = seen((FULL, 0.5), (LIMIT_MS, 0.5), (FULL, 0.5), (LIMIT_MS, 18.5), (FREE, 2.0), (FULL, 0.5), repeats=6)
     assert room.typical_wait_s(LIMIT_MS) == 1
     assert room.typical_wait_s(LIMIT_MS / 2) >= 8

@@ -51,7 +51,7 @@ async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster,
     status = {node.info.node_id: node for node in cluster.servicer.status().nodes}
     assert status[bad.node_id].health in ("isolated", "probation")
 
-    bad.script.error = None  # its memory was changed; probes find it well
+    bad.script.error = None  # it was repaired; probes find it well
     await cluster.eventually(lambda: health() is Health.HEALTHY, within_s=20)
     assert cluster.core.registry.get(bad.node_id).standing is NodeState.LIVE
     assert cluster.core.registry.get(bad.node_id).why == ""

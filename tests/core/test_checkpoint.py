@@ -1,4 +1,4 @@
-"""Models on disk: what they are, and one sentence about what is wrong with the others."""
+"""Models on disk: valid ones are read, and invalid ones give an error of one sentence."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_every_end_of_sequence_id_counts(folder: Path) -> None:
 
 
 def test_the_tokenizer_s_own_end_counts_too(folder: Path) -> None:
-    """A fine-tuned model may end its turns with another token than its base, and say so in its tokenizer alone."""
+    """A fine-tuned model may end turns with another token than its base model, given only in its tokenizer."""
     edit(folder / "generation_config.json", eos_token_id=5)
     added = {"2": {"content": "<|im_end|>"}, "1": {"content": "<|im_start|>"}}
     settings = folder / "tokenizer_config.json"
@@ -258,7 +258,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "more layers": (lambda f: edit(f / "config.json", num_hidden_layers=3), "lacks the weight model.layers.2."),
     "fewer layers": (
         lambda f: edit(f / "config.json", num_hidden_layers=1),
-        "has the weight model.layers.1.input_layernorm.weight, which nothing in its configuration asks for",
+        "has the weight model.layers.1.input_layernorm.weight, which its configuration does not need",
     ),
     "biases": (lambda f: edit(f / "config.json", attention_bias=True), "asks for attention_bias"),
     "activation": (lambda f: edit(f / "config.json", hidden_act="gelu"), "only silu"),
@@ -288,7 +288,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
             f / "model.safetensors.index.json",
             weight_map={"a": sorted(f.glob("*.safetensors"))[0].name},
         ),
-        "promises the tensor a",
+        "names the tensor a",
     ),
 }
 
@@ -451,7 +451,7 @@ def test_other_versions_of_the_format_are_refused(tmp_path: Path) -> None:
 
 
 class Sample:
-    """A file to be damaged, as it was."""
+    """A file to be damaged, with its original content."""
 
     def __init__(self, path: Path) -> None:
         write_gguf(path, pre="smollm")

@@ -1,4 +1,4 @@
-"""One configuration: a file, overrides, and a sentence for each thing that can be wrong with either."""
+"""The configuration: a file, overrides, and an error of one sentence for every mistake in them."""
 
 from __future__ import annotations
 
@@ -206,8 +206,28 @@ def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.T
         (["prefill.variant=p", "prefill.blend_share=0.1"], "prefill.variant excludes prefill.blend_share"),
         (["model.keep_hidden=[3]", "prefill.blend_share=0.1"], "model.keep_hidden excludes"),
         (["model.keep_hidden=[3]", "pool_layout.tensor_parallel=2"], "model.keep_hidden excludes"),
+        *(
+            ([f"{name}=2", other], rf"{name} does not go together with {other.partition('=')[0]}")
+            for name in ("prefill.tensor_parallel", "decode.tensor_parallel")
+            for other in ("model.adapters=['a=/nowhere']", "model.key_scales=/nowhere", "cluster.switchable=true")
+        ),
+        (["prefill.tensor_parallel=2", "prefill.pipeline_stages=2"], "together with prefill.pipeline_stages"),
+        (["prefill.tensor_parallel=2", "prefill.context_parallel=2"], "together with prefill.context_parallel"),
+        (["prefill.tensor_parallel=2", "prefill.blend_share=0.1"], "together with prefill.blend_share"),
+        (["decode.tensor_parallel=2", "decode.device=cuda"], "together with a GPU as decode.device"),
+        (["decode.tensor_parallel=0"], "decode.tensor_parallel must be at least 1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides: list[str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
+        load_config(None, overrides)
+
+
+def test_the_two_roles_may_have_any_processes_each() -> None:
+    for overrides in (
+        ["decode.tensor_parallel=2", "prefill.pipeline_stages=2"],
+        ["decode.tensor_parallel=2", "prefill.context_parallel=2"],
+        ["decode.tensor_parallel=2", "prefill.blend_share=0.1"],
+        ["decode.tensor_parallel=4", "prefill.tensor_parallel=2"],
+    ):
         load_config(None, overrides)

@@ -1,4 +1,4 @@
-"""A cache tells what it holds: whoever replays its events, from wherever, knows exactly what the cache knows."""
+"""Events of a cache: a subscriber that replays them, from any number, knows exactly which blocks the cache has."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def removed(number: int) -> BlockEvent:
 
 
 def replay(held: dict[bytes, bytes], events: list[BlockEvent]) -> dict[bytes, bytes]:
-    """What somebody knows who knew ``held`` and then saw ``events``."""
+    """The blocks known to a subscriber that had ``held`` and received ``events``."""
     held = dict(held)
     for event in events:
         if event.stored:
@@ -175,7 +175,7 @@ async def test_a_large_cache_comes_in_parts_while_it_changes() -> None:
 
 
 async def test_a_node_that_stops_ends_the_streams_of_its_subscribers() -> None:
-    """The server would wait for them, and cut them off at last: gRPC tells some of those as errors of ours."""
+    """Otherwise the server would wait for them and finally cut them off, which gRPC reports as errors of ours."""
     node, channels = StoreNode(load_config(None, ["store.dram_gb=0.001"]), 4096, join_cluster=False), Channels()
     await node.start()
     call = common_pb2_grpc.CacheEventsStub(channels.get(node.control_address)).Subscribe(pb.SubscribeRequest())

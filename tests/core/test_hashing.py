@@ -21,7 +21,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: np.arr
 
 @pytest.fixture(scope="module", autouse=True)
 def _built() -> None:
-    """The first long chain builds the native one, and no example is to wait for that."""
+    """Build the native library first, so that no example waits for it."""
     prepare()
 
 
@@ -35,7 +35,7 @@ def test_the_chain_is_what_its_definition_says() -> None:
 
 
 def test_keys_are_the_same_in_every_process_and_for_ever() -> None:
-    """A pool may outlive a release: a change of these values is a change of the scheme, and needs a new name."""
+    """A pool may outlive a release: if these values change, the scheme needs a new version."""
     code = """
 import numpy as np
 from mooncake.hashing import chain_seed, extend_chain
@@ -98,7 +98,7 @@ def test_one_tenants_salt_reaches_no_other() -> None:
 
 @given(st.binary(min_size=32, max_size=32), st.integers(1, 60), st.integers(1, 70), st.integers(0, 2**32 - 1))
 def test_a_long_chain_is_hashed_as_its_blocks_one_by_one(parent: bytes, blocks: int, size: int, seed: int) -> None:
-    """Sixteen contents are hashed side by side; those that are left over, and blocks of odd sizes, are no exception."""
+    """Sixteen contents are hashed in parallel; also the remaining ones, and blocks of odd sizes."""
     tokens = np.random.default_rng(seed).integers(0, 2**32, blocks * size, dtype=np.uint32)
     data = tokens.astype("<u4").tobytes()
     assert extend_chain(parent, tokens, size) == extend_chain_plainly(parent, data, 4 * size)
@@ -119,7 +119,7 @@ def test_blocks_before_an_adapter_begins_to_act_have_the_models_own_names(
 
 
 def test_where_an_adapter_begins_is_part_of_all_names_behind() -> None:
-    """The tokens of one block may be followed by the end of an invocation, or not: they do not say where it begins."""
+    """An invocation may end in the next block, so a block's tokens alone do not determine where the adapter starts."""
     ids = np.arange(12, dtype=np.uint32)
     chains = [Chain.of("f", "", adapter, start).keys(ids, 4) for adapter in ("a", "b") for start in (0, 4, 5, 7)]
     names = [key for start, keys in zip((0, 1, 1, 1) * 2, chains, strict=True) for key in keys[start:]]

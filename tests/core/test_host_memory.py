@@ -1,4 +1,4 @@
-"""What a machine and its containers have left, files that the kernel can drop not counted as used."""
+"""Available memory of a machine and its containers; file cache that the kernel can drop does not count as used."""
 
 from __future__ import annotations
 

@@ -131,12 +131,15 @@ def model(windows: list[int]) -> ModelConfig:
         (("model.keep_hidden=[1]",), (0,), (0,)),
         (("prefill.pipeline_stages=2",), (0,), (0,)),
         (("prefill.context_parallel=2",), (0,), (0,)),
+        (("prefill.tensor_parallel=2",), (0,), (0,)),
+        (("decode.tensor_parallel=2",), (0,), (0,)),
+        (("decode.tensor_parallel=2", "cluster.coupled=1"), (0, 64, 64), (64,)),
     ],
 )
 def test_all_nodes_of_a_cluster_part_layers_alike(
     settings: tuple[str, ...], of_hybrid: tuple[int, ...], of_local: tuple[int, ...]
 ) -> None:
-    """In a cluster with hand-offs somebody must have every block, for a prefix is known by its first ones."""
+    """In a cluster with hand-offs one group must keep every block, because a prefix is found by its first blocks."""
     config = load_config(None, list(settings))
     assert config.page_groups(model(every(3, 6, 64))).windows == of_hybrid
     assert config.page_groups(model([64] * 6)).windows == of_local

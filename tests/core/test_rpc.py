@@ -1,4 +1,4 @@
-"""gRPC as everybody here uses it: errors keep their class, health and reflection work, and calls that end, end."""
+"""gRPC as all roles use it: errors keep their class, health and reflection work, and calls end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_a_port_for_http_is_told_as_such() -> None:
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):
-    """Does what the test says, and remembers what became of it."""
+    """A scripted service that records its calls."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None

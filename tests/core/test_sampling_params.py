@@ -1,4 +1,4 @@
-"""What a person can get wrong about a request is one typed error that names the field, before anything is sent."""
+"""Every mistake in a request is a typed error that names the field, before anything is sent."""
 
 from __future__ import annotations
 

@@ -108,8 +108,8 @@ def test_which_stop_string_wins_does_not_depend_on_tokens(
 
 
 def first_stop(text: str, stop: tuple[str, ...], known: int = 0) -> str | None:
-    """The definition, a character at a time: the text before the stop string that is complete first, behind those that
-    are ``known``."""
+    """The reference, one character at a time: the text before the stop string that is complete first, after the first
+    ``known`` characters."""
     for end in range(known + 1, len(text) + 1):
         ending = [word for word in stop if text[:end].endswith(word)]
         if ending:

@@ -1,4 +1,4 @@
-"""Folders with a tiktoken.model: ids are those that joining neighbours by the lowest rank gives."""
+"""Folders with a tiktoken.model: ids are those of merging neighbours by the lowest rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ BYTES = b"".join(b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte i
 
 @pytest.fixture(scope="module")
 def ranks() -> dict[bytes, int]:
-    """Of a small vocabulary: bytes, and what is frequent in the corpus."""
+    """Ranks of a small vocabulary: bytes, and frequent sequences of the corpus."""
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     alphabet = pre_tokenizers.ByteLevel.alphabet()

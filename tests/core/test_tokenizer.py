@@ -1,4 +1,4 @@
-"""Text to tokens and back, held against transformers' tokenizer of the same files; and chats that nobody can forge."""
+"""Text to tokens and back, compared with transformers' tokenizer of the same files; and chats that cannot be forged."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def theirs_digit_by_digit(theirs: Any) -> Any:
-    """The same, cut as the file says. transformers does not read tokenizer.ggml.pre: it leaves "smollm"'s first cut,
-    every digit by itself, out, which the model was trained with and its published tokenizer.json has."""
+    """The same with the file's pre-tokenizer. transformers ignores tokenizer.ggml.pre, and so the first rule of
+    "smollm", single digits, with which the model was trained, and which its published tokenizer.json has."""
     backend = Backend.from_str(theirs.backend_tokenizer.to_str())
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
@@ -407,7 +407,7 @@ def test_a_broken_template_is_a_sentence_about_the_model(source: str) -> None:
 
 
 def words_as_transformers_cuts_them(pre: str, text: str) -> list[str]:
-    """Of the tokenizers that transformers builds for the models that ``pre`` is named after."""
+    """Words according to transformers' tokenizer of the model that ``pre`` is named after."""
     from transformers import Qwen2Tokenizer
     from transformers.convert_slow_tokenizer import TikTokenConverter
 

@@ -1,4 +1,4 @@
-"""Weights as torch tensors: bit for bit what transformers makes of the same files, and mapped from the cache after."""
+"""Weights as torch tensors: bit for bit those that transformers reads, and later mapped from the cache."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_half_precision_files_are_read_too(tmp_path: Path) -> None:
 
 
 def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
-    """By the memory of a process of its own, without what is mapped, whenever a weight is asked for."""
+    """Measured by the anonymous memory of a separate process whenever a weight is read."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}
     write_tiny_model(tmp_path / "wide", num_hidden_layers=8, **wide)
     code = f"""

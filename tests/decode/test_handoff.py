@@ -1,4 +1,4 @@
-"""A hand-off's table: whatever is heard has an answer, every way ends in one outcome, and no block is forgotten."""
+"""The state table of hand-offs: every event is handled, every path ends in one outcome, and no block is lost."""
 
 import itertools
 
@@ -76,7 +76,7 @@ def test_what_was_begun_before_it_was_given_up_may_end_after() -> None:
 
 
 def test_every_way_ends_with_one_outcome() -> None:
-    """All ways that there are: an outcome comes once and stays, and nothing but the two ends goes nowhere."""
+    """Over all paths: an outcome is set once and stays, and only the two final states have no successor."""
     seen: set[tuple[HandoffState, Outcome | None]] = set()
     to_see: list[tuple[HandoffState, Outcome | None]] = [(HandoffState.ANNOUNCED, None)]
     while to_see:

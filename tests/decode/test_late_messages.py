@@ -1,4 +1,4 @@
-"""The receiver between a real engine, a real segment and a real writer: what comes late, twice or across each other."""
+"""The receiver with a real engine, segment and writer: messages that come late, twice or out of order."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAIT_S = 20.0
 
 
 class SlowMirror:
-    """The cache, whose blocks take as long to get to their places as they are made to."""
+    """A mirror whose copies take as long as the test wants."""
 
     def __init__(self, cache: KVCache) -> None:
         self.memory = cache.memory
@@ -99,7 +99,7 @@ class Node:
 
 
 class Inbox:
-    """What the request's call was told."""
+    """The outputs that the request's call received."""
 
     def __init__(self) -> None:
         self.told: list[StepOutput | MooncakeError] = []
@@ -169,7 +169,7 @@ async def test_the_good_way() -> None:
 
 
 async def test_what_the_engine_does_not_start_is_told_and_gives_its_blocks_back() -> None:
-    """The first token of another place than the next one: two nodes that do not agree on the request."""
+    """The first token has the wrong index: the two nodes do not agree on the request."""
     async with a_node() as node:
         handoff, inbox = node.announce("h")
         whole = await node.write(await node.open("h"))
@@ -209,7 +209,7 @@ async def test_a_writer_that_found_no_room_may_ask_again() -> None:
 
 
 async def test_a_writer_that_no_longer_waits_gets_no_blocks() -> None:
-    """The engine has reserved them, and nobody has heard of it yet."""
+    """The engine has reserved them, but the reservation has not been reported yet."""
     async with a_node() as node:
         _, inbox = node.announce("h")
         may_reserve = threading.Event()
@@ -242,8 +242,8 @@ async def test_an_announcement_finds_each_writer_that_waits_for_it() -> None:
 
 
 async def test_blocks_are_not_granted_to_the_next_one_before_the_right_to_write_them_is_back() -> None:
-    """The first one is given up, its writer closes, and the thread that is to take its right back is late: what it then
-    takes must not be the right of whoever has the blocks by now."""
+    """The first hand-off is given up, its writer closes, and the thread that revokes its grant is late: it must not
+    revoke the grant of the blocks' next owner."""
     async with a_node("tcp") as node:
         threads = ThreadPoolExecutor(1)
         asyncio.get_running_loop().set_default_executor(threads)

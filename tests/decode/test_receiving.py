@@ -1,4 +1,4 @@
-"""A decode node that receives hand-offs, from a real prefill node or from nobody yet, without a conductor."""
+"""A decode node that receives hand-offs, from a real prefill node or with none yet, without a conductor."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[A
 
 @pytest.mark.timeout(120)
 async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_block_behind(tmp_path: Path) -> None:
-    """The engine is in the middle of a step, and has not been told yet that the sequence may run."""
+    """The engine is in the middle of a step, and does not know yet that the sequence may run."""
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
     channels, begun, may_go_on, step_ends = Channels(), asyncio.Event(), threading.Event(), threading.Event()
     loop = asyncio.get_running_loop()
@@ -197,7 +197,7 @@ async def test_when_room_is_short_a_long_prompt_is_not_overtaken_by_short_ones(t
 
 
 def break_it(engine: Engine) -> None:
-    """Its next step fails, and so does ending those who are part of it."""
+    """Make the next step fail, and also the ending of its sequences."""
     engine._model = None  # type: ignore[assignment]
     engine._scheduler.finish = None  # type: ignore[assignment, method-assign]
 

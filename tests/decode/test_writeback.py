@@ -1,4 +1,4 @@
-"""Generated blocks on their way to a real store: what goes wrong costs a few of them, and never the rest."""
+"""Write-back of generated blocks to a real store: a failure costs a few of them, never the rest."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_a_bug_on_the_way_to_one_pool_does_not_end_writing_back() -> None:
 
 
 class Stores:
-    """Two pools: "slow" answers as a process does that stands still, not at all; "quick" takes everything."""
+    """Two pools: "slow" never answers, like a stopped process; "quick" takes everything."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Where nodes listen and where they are reached: IPv6, and all addresses of a machine under the name of one."""
+"""Addresses on which nodes listen and are reached: IPv6, and all addresses of a machine under one name."""
 
 from __future__ import annotations
 

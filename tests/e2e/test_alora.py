@@ -1,5 +1,5 @@
-"""Activated LoRA through a whole cluster: conductor, both nodes and the pool agree on what is the model's own KV and on
-what is an adapter's. Real processes, fp32, greedy."""
+"""Activated LoRA through a whole cluster: conductor, both nodes and the pool agree on which KV is the model's own and
+which is an adapter's. Real processes, fp32, greedy."""
 
 from __future__ import annotations
 

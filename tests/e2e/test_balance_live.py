@@ -1,4 +1,4 @@
-"""What nodes that can do both are good for: roles that follow the load, and short tails that stay where they decode."""
+"""Nodes that can do both: roles follow the load, and short tails are computed where they decode."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Prompts that show known text in another order, through a live cluster: chunks are found under names of their own,
-blended, handed on, and never taken for what they are not. Real processes, the real model, fp32, greedy."""
+"""Prompts with known chunks in another order, through a live cluster: chunks are found under their own names, blended,
+handed over, and never mistaken for exact KV. Real processes, the real model, fp32, greedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that others wrote, unchanged, against a live cluster."""
+"""Unmodified third-party clients against a live cluster."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ async def test_a_response_streams_in_the_form_that_was_asked_for(cluster: LocalC
 
 @pytest.mark.timeout(240)
 async def test_an_answer_whose_guide_fails_on_the_way_is_an_error_to_its_client(cluster: LocalCluster) -> None:
-    """Half an object that is said to be complete would be taken for a whole one."""
+    """A truncated object reported as complete would be taken for a whole one."""
     properties = {f"p{number}": {"type": "string"} for number in range(1000)}
     wide = {"type": "object", "properties": properties, "required": ["p999"]}  # more than the grammar engine looks at
     async with client_of(cluster) as client:

@@ -1,4 +1,4 @@
-"""A real cluster that wants an API key and speaks TLS alone: who knows the key gets in, nodes do by themselves."""
+"""A real cluster that requires an API key and TLS: clients with the key are admitted, and nodes join by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The coupled baseline as a cluster: every node does prefill and decode, and nothing is handed on."""
+"""The coupled baseline as a cluster: every node does prefill and decode, and nothing is handed over."""
 
 from __future__ import annotations
 

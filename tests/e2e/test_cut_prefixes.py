@@ -1,5 +1,5 @@
-"""A prompt whose stored prefix is partly in a store's memory and partly on its SSD: what pays is read, the rest is
-computed, and the answer is the same. Real processes, the real model, fp32, greedy."""
+"""A prompt whose stored prefix is partly in a store's memory and partly on its SSD: what is worth reading is read, the
+rest is computed, and the answer is the same. Real processes, the real model, fp32, greedy."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def settings(ssd: Path, ssd_mb_per_s: float) -> Config:
 
 
 class Pool:
-    """Asks the cluster, and looks into the store beside it and at what the conductor knows of that."""
+    """Sends requests, and inspects the store and the conductor's view of it."""
 
     def __init__(self, config: Config, channel: grpc.aio.Channel, client: StoreClient) -> None:
         self._seed = chain_seed(model_facts(config, open_checkpoint("smollm2")).kv_fingerprint, "", "")
@@ -78,8 +78,8 @@ class Pool:
         return len(lease.blocks)
 
     async def settle(self, prompt: list[int]) -> int:
-        """As ``num_in_memory``, once the conductor knows it: it hears of changes in their order, so when it has heard
-        of a new block it has heard of all before."""
+        """Like ``num_in_memory``, once the conductor knows it: events arrive in order, so when a new block is known, so
+        is everything before."""
         while True:
             before = await self.num_in_memory(prompt)
             news = some_tokens(1)
@@ -94,7 +94,7 @@ class Pool:
         return all(await self._client.exists(self.keys(prompt)))
 
     async def _is_heard(self) -> bool:
-        """Whether the index has as many blocks as there are of all prompts, in either tier: nothing is lost here."""
+        """Whether the index has the blocks of all prompts, in either tier; none are lost here."""
         nodes = (await status(self._channel)).nodes
         known = sum(node.indexed_blocks for node in nodes if node.info.node_id.startswith("store"))
         return known >= sum(await self._client.exists(self._asked))

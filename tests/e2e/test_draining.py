@@ -1,4 +1,4 @@
-"""A node that is asked to stop finishes what it has, and what does not end in time goes on elsewhere at no cost."""
+"""A node that is stopped finishes its requests; those that do not end in time continue elsewhere without an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcessCluster]:
 
 @contextlib.contextmanager
 def held(node: PrefillNode | DecodeNode | ComputeNode) -> Iterator[None]:
-    """Its engine, to the end of the block."""
+    """Block the node's engine until the end of the context."""
     go_on = threading.Event()
     node.host.thread.call(lambda engine: go_on.wait(60))
     try:

@@ -1,7 +1,7 @@
 """Token for token: what the live cluster answers, in every mode that moves KV differently, against the reference.
 
-Real processes, the real model, fp32, greedy. The reference judges one run in full; every other mode must give the very
-same tokens, and where it does not, the reference judges that answer too (a tie may go either way).
+Real processes, the real model, fp32, greedy. One run is compared in full with the reference; every other mode must give
+the same tokens, and where it does not, that answer is compared too (a tie may go either way).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prefill and decode nodes on a GPU: the same tokens as on a CPU, through hand-offs, the pool and the swap space.
 
-Without a GPU the nodes' kernels run in Triton's interpreter, which is slow, and all the rest as it is: the cache of a
-node is not the memory that other nodes write and read, and blocks are copied between the two.
+Without a GPU the kernels run in Triton's interpreter, which is slow; everything else is the same: a node's cache is
+separate from the memory that other nodes write and read, and blocks are copied between the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 
-# Not imported here: Triton chooses between interpreter and compiler when it is, and that is for tests/kernels to say.
+# Triton is not imported here: on import it chooses interpreter or compiler, which tests/kernels decides.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 BLOCK = 8

@@ -1,4 +1,4 @@
-"""A step that never ends: the node notices, ends, and is started again; what was asked of it is answered."""
+"""A step that never ends: the node notices, exits, and is restarted; its requests are answered."""
 
 from __future__ import annotations
 

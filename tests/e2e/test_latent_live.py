@@ -1,4 +1,4 @@
-"""A model with latent attention through a whole cluster: one row a token is handed over, stored and read back."""
+"""A model with latent attention through a whole cluster: one row per token is handed over, stored and read back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: P
 async def test_a_prefill_node_of_several_processes_hands_over_to_one_of_one(
     processes: str, module: str, tmp_path: Path
 ) -> None:
-    """What stages leave in the one cache, or ranks send to it, is what a decode node and the pool are given."""
+    """KV that stages write into the one cache, or ranks send to it, reaches the decode node and the pool."""
     theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     prompts = [np.random.default_rng(seed).integers(3, 320, 105).tolist() for seed in range(3)]
     wanted = [greedy(theirs, prompt) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""LongRoPE in a cluster: all roles take the factors of the context that is asked for, or they would not share KV."""
+"""LongRoPE in a cluster: all roles use the factors of the configured context, as sharing KV requires."""
 
 from __future__ import annotations
 

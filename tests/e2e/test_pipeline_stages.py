@@ -63,7 +63,7 @@ async def test_a_prefill_node_in_stages_answers_exactly_until_one_of_them_dies()
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_requests_whose_step_loses_a_stage_go_on_elsewhere() -> None:
-    """The system kills what takes too much memory, and a stage is as likely to be it as a node."""
+    """The system may kill a stage that uses too much memory, just like a node."""
     config = small_config(*STAGES, "cluster.prefill=2", "prefill.kv_gb=0.2")
     async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         prompts = [some_tokens(700) for _ in range(3)]

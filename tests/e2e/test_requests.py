@@ -1,4 +1,4 @@
-"""Requests in trouble, and requests that must not care: other pairs, preemption, clients that leave, nodes that die."""
+"""Requests in difficult situations: other pairs, preemption, clients that leave, nodes that die."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def test_a_cluster_answers_as_one_engine_does(kv_dtype: str, tmp_path: Pat
 
 
 async def test_bytes_on_the_wire_and_in_the_pool_fall_by_what_is_shared(tmp_path: Path) -> None:
-    """Nodes of their own, so that what one request moved can be counted to the byte."""
+    """Separate nodes, so that the bytes of one request can be counted exactly."""
     write_sharing_model(tmp_path, GRAPHS["character"])  # 12 layers, 6 of which are kept
     block_bytes = open_checkpoint(str(tmp_path)).kv_layout(BLOCK_TOKENS, "float32").block_bytes
     assert block_bytes == 6 * 2 * BLOCK_TOKENS * 16 * 4

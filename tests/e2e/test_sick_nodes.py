@@ -62,7 +62,7 @@ async def cluster(model: Path, *overrides: str) -> AsyncIterator[tuple[LocalClus
 
 
 async def wait_health(channel: grpc.aio.Channel, node_id: str, *wanted: str) -> str:
-    """Until the node is found to be so; why."""
+    """Wait until the node has one of these states. Returns the reason."""
     async with asyncio.timeout(90):
         while True:
             nodes = {node.info.node_id: node for node in (await status(channel)).nodes}
@@ -73,7 +73,7 @@ async def wait_health(channel: grpc.aio.Channel, node_id: str, *wanted: str) -> 
 
 @contextlib.asynccontextmanager
 async def slowed(pid: int) -> AsyncIterator[None]:
-    """The process runs for a small part of the time only, and no step gets through in one go."""
+    """Let the process run only a small part of the time, so that every step is interrupted."""
 
     async def stop_and_go() -> None:
         while True:
@@ -94,7 +94,7 @@ async def slowed(pid: int) -> AsyncIterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Path) -> None:
-    # In turns: a scheduler that has seen one node do better may leave the other idle, and then nothing is known of it.
+    # Alternately: a scheduler that has seen one node do better may leave the other idle, which then has no samples.
     async with cluster(model, "cluster.prefill=2", "conductor.policy=round_robin") as (running, channel):
         # Long enough for each node to show what is usual of it, and one at a time on each: only a chunk that is
         # computed alone is a measurement.

@@ -1,4 +1,4 @@
-"""Numbers in a node's cache that are none, as from a flipped bit: no client is told, and no other answer suffers."""
+"""NaN in a node's cache, as after a bit flip: clients get right answers, and no other answer is affected."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ async def run_prefill(channels: Channels, address: str, request: prefill_pb2.Pre
 
 
 async def first_two_tokens(channels: Channels, address: str, request: decode_pb2.DecodeRequest) -> float:
-    """When the first token that the decode node computed itself was there (monotonic s)."""
+    """When the first token computed by the decode node arrived (monotonic s)."""
     stub = decode_pb2_grpc.DecodeStub(channels.get(address))
     async for response in stub.Generate(request, timeout=60):
         if any(token.index >= 1 for token in response.tokens):

@@ -1,4 +1,4 @@
-"""A model that thinks, and calls tools behind a control token, through a whole cluster."""
+"""A model with thoughts, and tool calls after a control token, through a whole cluster."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOL = {"type": "function", "function": {"name": "jump", "parameters": {"type": 
 
 
 def write_thinking_model(folder: Path) -> dict[str, int]:
-    """Random weights. Returns the ids of what stands around thoughts and calls."""
+    """Write random weights. Returns the ids of the tags around thoughts and calls."""
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     tokenizer.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
@@ -107,7 +107,7 @@ async def test_a_call_behind_a_control_token_is_read(thinking: tuple[LocalCluste
 
 
 async def decoding_node(channel: grpc.aio.Channel) -> str:
-    """That has a sequence, as its next heartbeat tells."""
+    """The decode node with a running sequence, by its next heartbeat."""
     async with asyncio.timeout(10):
         while True:
             for node in (await status(channel)).nodes:
@@ -125,7 +125,7 @@ def num_retries(cluster: LocalCluster) -> float:
 async def test_a_guided_answer_goes_on_elsewhere_from_where_it_was(
     thinking: tuple[LocalCluster, dict[str, int]], place: str
 ) -> None:
-    """Its node dies while it thinks, or within the guide: the next one reads both in what was told already."""
+    """Its node dies during the thought, or within the guide: the next one derives the state from the tokens sent."""
     cluster, ids = thinking
     wishes = {
         "messages": ASK,

@@ -1,4 +1,4 @@
-"""``mooncake validate`` as a whole, with a model so small that only the way through it is tested, not its numbers."""
+"""``mooncake validate`` as a whole, with a tiny model: it tests that it works, not its numbers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two live clusters, of which one reads the other's KV out of its pool. Real processes, the real model, fp32, greedy.
+"""Two live clusters; one reads the other's KV from its pool. Real processes, the real model, fp32, greedy.
 
-Both have the same weights, so nothing may be lost; what tells their KV apart is that the sender keeps hidden states.
+Both have the same weights, so answers must be equal. Names of KV differ because the sender keeps hidden states.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A model with sliding windows through a whole cluster: of layers that see a window, only its pages are handed over,
-stored and read back, and the answers are those of transformers."""
+"""A model with sliding windows through a whole cluster: of layers with a window, only the window's pages are handed
+over, stored and read back, and the answers are those of transformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dra
 
 
 def write_model(folder: Path) -> Any:
-    """13 layers, of which every sixth sees everything: 7 groups of 2 rows, one of them empty."""
+    """13 layers, every sixth with full attention: 7 groups of 2 rows, one of them empty."""
     shape = {"sliding_window": WINDOW, "num_hidden_layers": 13, "hidden_size": 64, "head_dim": 16}
     return write_tiny_model(folder, "gemma3_text", **shape, query_pre_attn_scalar=16)
 

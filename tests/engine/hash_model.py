@@ -1,4 +1,4 @@
-"""A language model made of hashes, for tests: small, instant, and unforgiving about paging.
+"""A language model made of hashes, for tests: small, fast, and sensitive to every paging error.
 
 Layer 0 stores each token and its position; layer 1 stores a running checksum over everything that layer 0 holds up to
 there, read through the block table. The next token depends on the whole of layer 1. So one wrong block, slot, position

@@ -1,7 +1,7 @@
-"""The hash model on a pretended device: started steps are computed as late as a device may compute them, or at once.
+"""The hash model on a simulated device: started steps are computed as late as a device may compute them, or at once.
 
-A step that is computed late reads and writes its blocks when nobody expects it any more, so a block that was given to
-somebody else meanwhile is noticed. Tokens that the host cannot know yet are taken from the step before alone.
+A step computed late reads and writes its blocks at the last moment, so a block given to another sequence meanwhile is
+detected. Tokens that the host cannot know yet are taken only from the step before.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Activated LoRA: an adapter that acts from its invocation on gives the tokens of the definition, over KV of the model
-itself, which everybody shares."""
+"""Activated LoRA: an adapter that acts from its invocation on gives the tokens of the reference, over shared KV of the
+base model."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_an_adapter_acts_from_its_invocation_on(models: Models, llm: LLM, start:
 
 @pytest.mark.filterwarnings("ignore")  # what the two libraries have to say to each other
 def test_the_definition_is_what_peft_computes(models: Models) -> None:
-    """Of prompts that invoke once, twice and not at all, and of whole answers."""
+    """For prompts that invoke once, twice and not at all, and for whole answers."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     for prompt, start in (
         (invoking(CHECK, 21), 21),
@@ -178,7 +178,7 @@ def test_a_prompt_without_an_invocation_is_the_models_own(models: Models, llm: L
 
 
 def test_whoever_takes_an_answer_over_lets_the_adapter_begin_where_it_began(models: Models, llm: LLM) -> None:
-    """Also when what was told already happens to spell the invocation: it is looked for in prompts."""
+    """Also if the answer so far happens to contain the invocation, which only counts in prompts."""
     prompt, told = invoking(CHECK, 21), [*CHECK, 60]
     expected = models.expected("check", [*prompt, *told], 21, NEW - len(told))
     sequence = engine_sequence.Sequence(

@@ -1,4 +1,4 @@
-"""Blended prompts inside an engine: where their chunks lie, what of them others may find, and beside whom they run."""
+"""Blended prompts in an engine: where their chunks are, which blocks others may find, and running beside others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def with_chunks(engine: Engine, share: float) -> Blend:
 
 def blended(blend: Blend, name: str = "blended", sampling: SamplingParams = GREEDY) -> Sequence:
     made = sequence(name, TOKENS, sampling)
-    made.blend, made.num_exact = blend, blend.first
+    made.borrowed.blend, made.borrowed.num_exact = blend, blend.first
     return made
 
 

@@ -1,4 +1,4 @@
-"""The block pool against a model of itself that is too simple to be wrong, and stories about what is evicted first."""
+"""The block pool compared with a simple model of it, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_shared_prefix_outlives_each_of_its_tails() -> None:
 
 
 def test_a_prefix_whose_tail_belongs_to_a_twin_is_still_evicted_last() -> None:
-    """Two requests computed "p" at the same time; one copy is known, the tail was computed on the other."""
+    """Two requests computed "p" at the same time; one copy has the key, the tail follows the other."""
     pool = BlockPool(4, 64)
     mine, twin = pool.allocate(1), pool.allocate(2)
     seal_path(pool, "p", mine)
@@ -145,7 +145,7 @@ def test_mistakes_of_the_caller_change_nothing() -> None:
 
 
 class Books:
-    """A pool, the tables that refer to it, and what its events add up to."""
+    """A pool, the tables that refer to it, and the sum of its events."""
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks, 64)
@@ -263,7 +263,7 @@ def test_a_hundred_thousand_random_operations_leak_nothing() -> None:
 
 
 def churn(num_operations: int, seed: int) -> None:
-    """Tables are made, grown, shared, written and given back at random, against a plain count of who holds what."""
+    """Tables are created, grown, shared, written and released at random, compared with plain reference counts."""
     draw = np.random.default_rng(seed)
     pool = BlockPool(64, 4, keep_events=False)
     tables: list[list[int]] = []
@@ -321,9 +321,9 @@ def test_a_million_operations_leak_nothing() -> None:
 
 
 def test_the_waste_is_below_four_percent_on_real_lengths() -> None:
-    """Of requests about as long as those of the conversation trace (FAST'25), in blocks of 16 tokens.
+    """For requests about as long as those of the conversation trace (FAST'25), in blocks of 16 tokens.
 
-    A table wastes what is free in its last block: (-n) mod 16 tokens, seven and a half on average, whatever n is.
+    A table wastes the free part of its last block: (-n) mod 16 tokens, 7.5 on average.
     """
     draw = np.random.default_rng(0)
     block_tokens = 16

@@ -1,4 +1,4 @@
-"""A small model guesses for a large one: the large one's answers, whatever the small one thinks."""
+"""A small model drafts for a large one: the answers are the large one's, whatever the drafts are."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model, its twin, one of another mind and shape, and one that has learned 64 positions, with its twin."""
+    """A model and its twin, one with other weights and shape, and one with 64 positions and its twin."""
     names = ("target", "twin", "stranger", "foreign", "short", "short-twin")
     made = {name: tmp_path_factory.mktemp(name) for name in names}
     write_tiny_model(made["target"], seed=1, initializer_range=0.5)

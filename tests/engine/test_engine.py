@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
     Cancelled,
@@ -106,7 +107,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_only_the_last_token_is_computed_a
     outputs = engine.step()
     assert again.num_cached_tokens == 15
     assert engine.load().copied_blocks == 1
-    assert again.block_table[:3] == shared[:3] and again.block_table[3] != shared[3]
+    assert again.holding.block_table[:3] == shared[:3] and again.holding.block_table[3] != shared[3]
     engine.cache.memory[shared[3]] ^= 0xFF  # who still reads there is seen
     assert answers(outputs + run_all(engine)) == {"again": true_answer(prompt, 12)}
 
@@ -265,7 +266,7 @@ def test_eos_and_stop_ids_end_an_answer_but_not_before_min_tokens() -> None:
 
 
 def answers_alone(prompt: list[int], sampling: SamplingParams) -> dict[str, list[int]]:
-    """What each answer is when it is asked for by itself, with its own seed."""
+    """Each answer when requested alone with its own seed."""
     alone = {}
     for i in range(sampling.num_answers):
         engine = hash_engine()
@@ -341,13 +342,13 @@ def test_one_answer_of_several_ends_alone_and_all_end_together() -> None:
 
 
 def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: SamplingParams, name: str = "r") -> None:
-    """What prefill and decode nodes do between them, with the network left out."""
+    """A hand-off between prefill and decode, without the network."""
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
     source.add(there)
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = target.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        target.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     source.release(name)
     target.start_reserved(name, [output.token for output in outputs])
 
@@ -432,7 +433,7 @@ def test_a_stalled_engine_says_so_and_goes_on_once_there_is_room() -> None:
 
 
 class Pool:
-    """A hook that loads blocks out of another engine's cache, layer by layer, and can be told to fail."""
+    """A hook that loads blocks from another engine's cache, layer by layer, and can be made to fail."""
 
     def __init__(self, source: Engine, target: Engine, fail_at: tuple[str, int] | None = None) -> None:
         self.source, self.target, self.fail_at = source, target, fail_at
@@ -479,13 +480,13 @@ def test_a_prefix_is_loaded_and_only_the_rest_is_computed() -> None:
     prompt = random_prompt(23, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    sequence = hash_sequence("r", prompt, external_blocks=4)
+    sequence = hash_sequence("r", prompt, borrowed=Borrowed(4))
     target.add(sequence)
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
     assert [index for index, _, _ in hook.loads["r"]] == [0, 1, 2, 3]
     assert hook.steps[0] == [("r", 16, 7)]
     assert sequence.num_cached_tokens == 0
-    target.add(hash_sequence("again", prompt, external_blocks=5))
+    target.add(hash_sequence("again", prompt, borrowed=Borrowed(5)))
     run_all(target, hook)
     assert hook.loads["again"] == []  # its own cache is nearer
 
@@ -494,7 +495,7 @@ def test_the_last_token_is_computed_even_when_everything_could_be_loaded() -> No
     prompt = random_prompt(16, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    target.add(hash_sequence("r", prompt, external_blocks=4))
+    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
     assert hook.steps[0] == [("r", 15, 1)]
 
@@ -507,7 +508,7 @@ def test_a_load_that_fails_costs_time_only(layer: int, recover: Callable[[Engine
     hook = Pool(source, target, fail_at=("r", layer))
     target.add(hash_sequence("other", other))
     outputs = target.step(hook)
-    target.add(hash_sequence("r", prompt, external_blocks=4))
+    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     recover(target, raised.value)
@@ -526,7 +527,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
     target = hash_engine(chunk_tokens=64)
     hook = Pool(source, target, fail_at=("a", 1))
     for name, prompt in prompts.items():
-        target.add(hash_sequence(name, prompt, external_blocks=4))
+        target.add(hash_sequence(name, prompt, borrowed=Borrowed(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     assert target.rewind_failed(raised.value) == ["a"]
@@ -536,7 +537,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
 
 def test_without_a_hook_nothing_can_be_loaded() -> None:
     engine = hash_engine()
-    engine.add(hash_sequence("r", random_prompt(9, 0), external_blocks=2))
+    engine.add(hash_sequence("r", random_prompt(9, 0), borrowed=Borrowed(2)))
     with pytest.raises(KVLoadFailed):
         engine.step()
     engine.rewind("r")
@@ -592,7 +593,7 @@ def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing
                     del prompts[name]
             else:
                 known = len(shared) // BLOCK if prompt[: len(shared)] == shared else 0
-                engine.add(hash_sequence(name, prompt, sampling, external_blocks=known))
+                engine.add(hash_sequence(name, prompt, sampling, borrowed=Borrowed(known)))
                 if known and random.random() < 0.5:
                     hook.fail_at = (name, int(random.integers(0, 2)))
         if prompts and random.random() < 0.05:
@@ -730,7 +731,7 @@ POISON = -7  # for a token's value
 
 
 class Sick(HashModel):
-    """Has no opinion about a context in which it finds poison."""
+    """A model whose logits are not finite for a context that contains poison."""
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = super().forward(batch, cache, hook)
@@ -789,7 +790,7 @@ def test_poison_in_a_cached_block_costs_its_readers_alone(sampling: SamplingPara
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])
 def test_poison_in_the_middle_of_a_prompt_ends_it(prompt_logprobs: int | None) -> None:
-    """At once where each token's logits are wanted, else with its last chunk."""
+    """At once if every token's logits are requested, else with its last chunk."""
     engine = hash_engine(model=Sick(), chunk_tokens=4)
     sampling = SamplingParams(max_tokens=12, temperature=0.0, prompt_logprobs=prompt_logprobs, n=2)
     engine.add(hash_sequence("ill", random_prompt(17, 0), sampling))

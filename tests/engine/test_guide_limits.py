@@ -1,4 +1,4 @@
-"""Guides that would hold the grammar engine up for ever are refused before it sees them, and no others."""
+"""Guides that would block the grammar engine forever are refused in advance, and no others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pattern(number: int, inner: str = "[a-z]{3,}") -> dict[str, object]:
 
 
 def named(count: int, start: int = 0) -> dict[str, object]:
-    """An object with so many properties, each with a pattern of its own."""
+    """An object with ``count`` properties, each with its own pattern."""
     return {"type": "object", "properties": {f"p{number}": pattern(number) for number in range(start, start + count)}}
 
 

@@ -1,4 +1,4 @@
-"""Guided answers: they keep to their guide, whoever continues them, and only the guide's tokens can be drawn."""
+"""Guided answers: only tokens that the guide allows are sampled, also when another engine continues the answer."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_every_kind_of_guide_guides(llm: LLM, kind: GuideKind, text: str, patter
 
 @pytest.mark.slow
 def test_whoever_takes_an_answer_over_goes_on_in_its_guide(llm: LLM) -> None:
-    """The state is made of the guide and the tokens: at every token, another engine would do the same."""
+    """The state depends only on the guide and the tokens, so any engine can continue at any token."""
     sampling = guided(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA), temperature=1.0, seed=9)
     [whole] = llm.generate(PROMPT, sampling)
     prompt = llm.tokenizer.encode(PROMPT)
@@ -119,7 +119,7 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
     ):
         with pytest.raises(InvalidRequest, match="guide is not valid"):
             llm.generate(PROMPT, SamplingParams(guide=guide))
-    with pytest.raises(InvalidRequest, match="says when the answer ends"):
+    with pytest.raises(InvalidRequest, match="decides when the answer ends"):
         guided(GuideKind.JSON_OBJECT, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="cannot guide"):
         hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))

@@ -1,4 +1,4 @@
-"""The thread around the engine: it tells everyone how their request ended, and no error ends it."""
+"""The engine's thread: it reports how every request ended, and no error ends it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.holding import Borrowed
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
@@ -31,7 +32,7 @@ WAIT_S = 20.0
 
 
 class Inbox:
-    """What a listener was told."""
+    """The outputs that a listener received."""
 
     def __init__(self) -> None:
         self._told: queue.Queue[StepOutput | MooncakeError] = queue.Queue()
@@ -72,7 +73,7 @@ class BrokenLink:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
-        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.is_loading)
+        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.holding.is_loading)
 
     def before_layer(self, layer: int) -> None:
         if layer == 1 and self.loading:
@@ -137,7 +138,7 @@ def test_an_aborted_request_is_told_so(thread: EngineThread) -> None:
 
 def test_a_failed_load_is_computed_instead(thread: EngineThread) -> None:
     inbox = Inbox()
-    thread.add(hash_sequence("r", random_prompt(21, 0), external_blocks=4), inbox)
+    thread.add(hash_sequence("r", random_prompt(21, 0), borrowed=Borrowed(4)), inbox)
     assert inbox.answer() == true_answer(random_prompt(21, 0), 12)
 
 
@@ -159,7 +160,7 @@ def test_a_step_that_fails_ends_its_requests_and_nothing_else(
 def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
     model: FragileModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would hang: nobody else ends what it has begun."""
+    """Otherwise requests would hang, because nothing else ends them."""
 
     def lose_the_books(output: StepOutput | MooncakeError) -> None:
         broken.engine._roster._sequences.clear()  # whoever shall end now is not there
@@ -219,7 +220,7 @@ def test_a_reserved_sequence_is_listened_to_from_its_first_token(thread: EngineT
 
 
 def test_nobody_is_kept_who_no_longer_listens(thread: EngineThread) -> None:
-    """While other requests keep the engine busy, and although no answer of this one has ended with a last token."""
+    """While other requests keep the engine busy, and although no answer of this request has ended."""
     thread.add(hash_sequence("other", random_prompt(3, 0), SamplingParams(max_tokens=190, temperature=0.0)), Inbox())
     inbox = Inbox()
     listener = weakref.ref(inbox)

@@ -1,4 +1,4 @@
-"""Real attention, and whatever may meet in one engine: answers are those of each request alone, and nothing leaks."""
+"""Real attention and all features together in one engine: the answers are those of each request alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SmolLM2 through the engine: what a request gets does not depend on how, where or beside whom it was computed."""
+"""SmolLM2 through the engine: answers do not depend on how, where or with which other requests they are computed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sequence(name: str, prompt: list[int], sampling: SamplingParams, **settings:
 
 @pytest.fixture(scope="module")
 def alone(model: CausalLM, checkpoint: Checkpoint, prompts: dict[str, list[int]]) -> dict[str, list[int]]:
-    """What each request gets with the engine to itself, greedy and sampled ("~")."""
+    """The answer to each request alone in the engine, greedy and sampled ("~")."""
     got: dict[str, list[int]] = {}
     for name, prompt in prompts.items():
         for label, sampling in ((name, GREEDY), (f"~{name}", SAMPLED)):
@@ -129,7 +129,7 @@ def test_decode_goes_on_from_blocks_that_another_engine_computed(
         [output] = run_all(prefill)
         reservation = decode.reserve(sequence(label + name, prompt, sampling))
         for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-            decode.cache.memory[block_id] = prefill.cache.memory[source.block_table[index]]
+            decode.cache.memory[block_id] = prefill.cache.memory[source.holding.block_table[index]]
         prefill.release(label + name)
         decode.start_reserved(label + name, [output.token])
     got = answers(run_all(decode))

@@ -1,4 +1,4 @@
-"""Steps started before the one before them is collected: the same tokens, and no block in two hands."""
+"""Steps started before the previous one is collected: the same tokens, and no block has two owners."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def assert_empty(engine: Engine, model: LazyModel) -> None:
 
 
 class Watch:
-    """A hook that holds the engine to its contract: every step begins and ends before the next one begins."""
+    """A hook that checks the engine's contract: every step begins and ends before the next one begins."""
 
     wants_layers = False
 
@@ -60,7 +60,7 @@ class Watch:
     def end_step(self, plan: StepPlan) -> None:
         assert self.begun is not None and {entry.sequence.request_id for entry in plan.entries} <= set(self.begun)
         assert all(entry.sequence.num_computed == entry.first + entry.num_tokens for entry in plan.entries)
-        assert all(entry.sequence.block_table for entry in plan.entries)
+        assert all(entry.sequence.holding.block_table for entry in plan.entries)
         self.begun = None
         if self.raises_at_end:
             raise self.raises_at_end.pop()
@@ -143,14 +143,14 @@ def test_who_waits_in_vain_does_not_hold_the_others_up() -> None:
 
 
 def hand_over(engine: Engine, name: str, prompt: list[int], sampling: SamplingParams, seen: list[int]) -> None:
-    """A prompt that another engine has computed, with its bytes in place at once."""
+    """Hand over a prompt that another engine has computed; its bytes are in place at once."""
     source = hash_engine()
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
     source.add(there)
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = engine.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     seen += reservation.block_ids
     engine.start_reserved(name, [output.token for output in outputs])
 
@@ -172,7 +172,7 @@ def test_a_sequence_that_is_handed_over_joins_without_a_pause() -> None:
 
 
 def test_blocks_of_a_step_under_way_are_given_to_nobody() -> None:
-    """Whoever leaves, and however: another node writes into free blocks while the step is not computed yet."""
+    """However a sequence leaves: another node writes into free blocks before the step is computed."""
     for how in ("stop", "abort", "end_choice", "release"):
         prompt = random_prompt(9, 0)
         free = true_answer(prompt, 12)
@@ -296,7 +296,7 @@ SAMPLINGS = (
 
 @pytest.mark.parametrize("round_", range(6))
 def test_a_random_life_gives_the_tokens_of_an_engine_that_never_runs_ahead(round_: int) -> None:
-    """Prompts that are computed and that are handed over, several answers, stops, aborts, and too few blocks."""
+    """Computed and handed-over prompts, several answers, stops, aborts, and too few blocks."""
     seed = np.random.SeedSequence().entropy
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
@@ -365,14 +365,14 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_runs_ahead(round
 def hand_over_with(
     engine: Engine, name: str, prompt: list[int], sampling: SamplingParams, eos: tuple[int, ...]
 ) -> None:
-    """As ``hand_over``; its bytes arrive some steps later."""
+    """Like ``hand_over``, but its bytes arrive some steps later."""
     source = hash_engine()
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True, eos_ids=eos)
     source.add(there)
     tokens: list[SampledToken] = [o.token for o in sorted(run_all(source), key=lambda output: output.choice)]
     reservation = engine.reserve(hash_sequence(name, prompt, sampling, eos_ids=eos))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
     engine.start_reserved(name, tokens)
 
 

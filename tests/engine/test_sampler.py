@@ -1,4 +1,4 @@
-"""Every sampling parameter does what it says, and a token depends on nothing but its own row, seed and position."""
+"""Every sampling parameter works as documented, and a token depends only on its own row, seed and position."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_draws_are_uniform_along_positions_and_along_seeds() -> None:
 
 
 def brute_force(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
-    """Which tokens are kept, by full sorts."""
+    """The tokens that are kept, by fully sorting them."""
     probabilities = softmax(logits / sampling.temperature)
     kept = {i for i, p in enumerate(probabilities) if p >= sampling.min_p * probabilities.max() * (1 - 1e-9)}
     order = sorted(kept, key=lambda i: -logits[i])
@@ -136,7 +136,7 @@ def test_ties_are_all_kept() -> None:
     ],
 )
 def test_tokens_come_as_often_as_the_distribution_says(sampling: SamplingParams) -> None:
-    """Chi-square over as many seeds as it takes; the draw is by (seed, position), so seeds are the experiment."""
+    """A chi-square test over seeds: draws are a function of (seed, position)."""
     start = secrets.randbits(48)
     print(f"first seed {start}")
     logits = random_logits(0, 40) / 2

@@ -1,4 +1,4 @@
-"""Speculation: the same answers, drawn or greedy, in fewer steps; and it stops by itself where it does not pay."""
+"""Speculation: the same answers, sampled or greedy, in fewer steps; and it stops by itself when it does not pay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.engine.hash_model import (
 
 
 class Oracle(PromptLookup):
-    """Guesses right ``reliability`` times of the tokens of each draft, then wrong."""
+    """Guesses the first tokens of each draft right, then wrong."""
 
     def __init__(self, whole: dict[str, list[int]], right: int, wrong: int) -> None:
         super().__init__(right + wrong)
@@ -89,7 +89,7 @@ def test_blocks_of_wrong_guesses_are_given_back() -> None:
         outputs += engine.step()
         engine.block_pool.check()
         for sequence in engine._scheduler.running:
-            assert len(sequence.block_table) == -(-sequence.num_computed // BLOCK)
+            assert len(sequence.holding.block_table) == -(-sequence.num_computed // BLOCK)
     assert answers(outputs) == {"r": true_answer(random_prompt(5, 0), 12)}
 
 
@@ -135,7 +135,7 @@ def chi_square(drawn: list[int], probabilities: np.ndarray) -> tuple[float, int]
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
-    """Of the token that is guessed, and of the one after a guess that came true."""
+    """For the guessed token, and for the one after a right guess."""
     prompt, temperature = random_prompt(6, 0), 0.25
     first = int(share(prompt, temperature).argmax())
     guess = int(share([*prompt, first], temperature).argmax())

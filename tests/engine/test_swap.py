@@ -1,4 +1,4 @@
-"""Preempted sequences whose blocks are kept: the same tokens as ever, less to compute, and no place lost."""
+"""Preempted sequences whose blocks are kept: the same tokens, less to compute, and no place lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers with a window give up what no token to come sees: the same answers, from as many pages as the formula has."""
+"""Layers with a window release pages that no later token sees: the same answers, with the expected number of pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 import pytest
 
 from mooncake.engine.engine import Engine
-from mooncake.engine.sequence import Sequence, SequenceState
+from mooncake.engine.sequence import SequenceState
 from mooncake.page_groups import PageGroups, page_key, plan_groups
 from mooncake.types import BeamSearch, SamplingParams
 from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_prompt, run_all
@@ -16,10 +16,6 @@ from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_eng
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 WINDOW = 6
-
-
-def num_held(engine: Engine, sequence: Sequence) -> int:
-    return len(engine._scheduler.blocks.held(sequence))
 
 
 @pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
@@ -43,9 +39,9 @@ def test_a_sequence_holds_the_pages_that_the_formula_has(windows: Rows[int], num
         n = sequence.num_computed
         if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
             blocks, first = -(-n // BLOCK), max(n - WINDOW, 0) // BLOCK
-            assert num_held(engine, sequence) == num_kept * blocks + num_windowed * (blocks - first)
-            assert num_held(engine, sequence) == engine.config.groups.num_pages(n, BLOCK)
-            assert engine.block_pool.num_in_use == num_held(engine, sequence)
+            assert len(sequence.holding.pages) == num_kept * blocks + num_windowed * (blocks - first)
+            assert len(sequence.holding.pages) == engine.config.groups.num_pages(n, BLOCK)
+            assert engine.block_pool.num_in_use == len(sequence.holding.pages)
 
 
 def test_a_prompt_holds_no_more_than_a_window_and_a_chunk() -> None:
@@ -60,7 +56,7 @@ def test_a_prompt_holds_no_more_than_a_window_and_a_chunk() -> None:
 
 
 def test_many_more_sequences_fit() -> None:
-    """As many tokens of context each, in as many bytes, at the same time."""
+    """With the same context and the same memory."""
     running = {}
     for windows in (LOCAL, (0,) * len(LOCAL)):
         engine, _ = windowed_engine(windows, num_pages=100, max_sequences=40, chunk_tokens=80)
@@ -78,7 +74,7 @@ def test_many_more_sequences_fit() -> None:
 
 
 def answer_again(engine: Engine, name: str, prompt: list[int], windows: Rows[int]) -> int:
-    """Its answer must be right; how many tokens of the prompt were found."""
+    """Check its answer; returns how many tokens of the prompt were cached."""
     sequence = hash_sequence(name, prompt)
     engine.add(sequence)
     assert answers(run_all(engine)) == {name: true_answer(prompt, 12, windows)}
@@ -107,7 +103,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_only_the_end_is_computed(length: 
 @pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
 @pytest.mark.parametrize("hole", [3, 7, 9, 10, 11])
 def test_a_prefix_is_as_long_as_all_groups_can_go_on_behind_it(windows: Rows[int], hole: int) -> None:
-    """One page of a window is evicted; the prefix ends before it, or behind the window in which it is needed."""
+    """One page of a window is evicted; the prefix ends before it, or after the window that needs it."""
     engine, _ = windowed_engine(windows)
     prompt = random_prompt(12 * BLOCK, 0)
     answer_again(engine, "first", prompt, windows)
@@ -115,13 +111,13 @@ def test_a_prefix_is_as_long_as_all_groups_can_go_on_behind_it(windows: Rows[int
     probe.extend_keys(BLOCK)
     group = engine.config.groups.num_groups - 1
     assert engine.block_pool.discard(page_key(probe.block_keys[hole], group))
-    # Behind block 12 the next token, or the last one, computed anew, sees from token 42 on: block 10.
+    # After block 12 the next token, or the recomputed last one, sees from token 42 on: block 10.
     expected = 12 if hole < 10 else hole
     assert answer_again(engine, "second", probe.tokens.tolist(), windows) == expected * BLOCK
 
 
 def test_the_hit_rule_is_that_of_a_search_over_all_borders() -> None:
-    """Against the rule as a sentence, with random pages missing."""
+    """Compared with a direct search, with random pages missing."""
     rng = random.Random(5)
     engine, _ = windowed_engine(HYBRID)
     prompt = random_prompt(20 * BLOCK, 0)
@@ -140,7 +136,7 @@ def test_the_hit_rule_is_that_of_a_search_over_all_borders() -> None:
 
 
 def seen_behind(num_blocks: int, groups: PageGroups) -> set[tuple[int, int]]:
-    """(group, block) of all pages of which the last of so many blocks, or the token behind it, sees something."""
+    """(group, block) of all pages visible to the last of ``num_blocks`` blocks or the token after it."""
     last = num_blocks * BLOCK - 1
     return {
         (group, index)
@@ -202,7 +198,7 @@ def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> N
 
 @pytest.mark.parametrize("windows", [(0, 24, 24), (24, 24)], ids=["hybrid", "local"])
 def test_prompts_that_share_a_window_get_on_though_pages_are_lacking(windows: Rows[int]) -> None:
-    """A page that one prompt gives up is still held by another, so that it cannot have a new one in its place."""
+    """A page that one prompt releases is still held by another, so it gets no new one in exchange."""
     num_lacks = 0
     for seed in range(6):
         rng = random.Random(seed)
@@ -218,7 +214,7 @@ def test_prompts_that_share_a_window_get_on_though_pages_are_lacking(windows: Ro
             outputs += engine.step()
             assert not (engine.is_stalled and engine.has_work)
             num_lacks += any(
-                len(sequence.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
+                len(sequence.holding.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
                 for sequence in engine._scheduler.running
             )
         assert answers(outputs) == {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}

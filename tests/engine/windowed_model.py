@@ -1,7 +1,7 @@
-"""The hash model with windows, for tests: each layer sees a window of what the layer before it made, or all of it.
+"""The hash model with windows, for tests: each layer sees a window of the previous layer's output, or all of it.
 
-Every layer stores what it was given for a token, and the token's position; what it gives on is a checksum of all that
-it sees. So one page that was given up too early, or is another token's, changes the answer.
+Every layer stores its input for a token, and the token's position; its output is a checksum of everything it sees. So a
+page that was released too early, or belongs to other tokens, changes the answer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WindowedModel:
 def windowed_engine(
     windows: Rows[int] = HYBRID, num_pages: int = 400, num_places: int = 0, **settings: int
 ) -> tuple[Engine, WindowedModel]:
-    """Pages are counted, of which a block has one a group of layers."""
+    """``num_pages`` counts pages; a block has one per group of layers."""
     numbers = {"block_tokens": BLOCK, "chunk_tokens": 8, "max_sequences": 8, "max_model_len": 200} | settings
     groups = plan_groups(windows, numbers["max_model_len"])
     layout = groups.page_layout(KVLayout(len(windows), 1, BLOCK, 1, "float32"))

@@ -1,4 +1,4 @@
-"""A cluster of a few lines behind the real front doors: real sockets, a scripted generator, bytes as tokens."""
+"""A minimal cluster behind the real ingress: real sockets, a scripted generator, bytes as tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class ByteStream:
 
 @dataclass
 class Script:
-    """A generator that says ``text`` to everybody, byte by byte, and remembers what it was asked."""
+    """A generator that answers every request with ``text``, byte by byte, and records the requests."""
 
     text: str = "Hello, wörld!"
     ends: bool = True  # with an end token; else it goes on until max_tokens
@@ -163,7 +163,7 @@ class Script:
         self.ended_choices.append((request_id, choice))
 
     def forget(self):
-        """Begin anew, for the next test."""
+        """Reset for the next test."""
         for name, value in vars(Script()).items():
             setattr(self, name, value)
 
@@ -220,7 +220,7 @@ def cluster_status():
 
 @dataclass
 class Front:
-    """What a test talks to, and the script behind it."""
+    """The ingress under test, and the script behind it."""
 
     script: Script
     tokenizer: ByteTokenizer

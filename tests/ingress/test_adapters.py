@@ -1,4 +1,4 @@
-"""Adapters at the front door: their names end here, and here it is found from which token of a prompt on they act."""
+"""Adapters at ingress: names are resolved, and the token of a prompt from which an adapter acts is found."""
 
 from __future__ import annotations
 

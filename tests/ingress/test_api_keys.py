@@ -1,4 +1,4 @@
-"""API keys at both front doors: what stays open, what needs one, and that nobody gets to read one."""
+"""API keys over HTTP and gRPC: what is open, what needs a key, and that keys are never revealed."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ async def test_ids_of_requests_are_echoed_or_made(front):
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completion"])
 async def test_a_path_that_is_nearly_one_is_told_which(front, path):
-    """Clients add the end of a path to the address that they are given, with /v1 or without."""
+    """Clients append paths to a configured address, with or without /v1."""
     refused = await front.http.post(path, json={"messages": []})
     assert refused.status_code == 404
     assert refused.json()["error"]["message"] == f"no such path: POST {path}; is /v1/chat/completions meant?"
@@ -349,7 +349,7 @@ async def test_a_huge_text_is_refused_without_tokenizing_it_all(front):
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/chat/completions"])
 async def test_what_a_template_reads_beside_the_messages_counts_as_text(open_front, path):
-    """The event loop must not stall while it is rendered and tokenized, and a huge one is refused before that."""
+    """The event loop must not block while it is rendered and tokenized, and a huge one is refused first."""
     async with open_front(template="tools <tool_call>") as front:
         answers = [
             await front.http.post(path, json=CHAT | {"chat_template_kwargs": {"document": "x" * size, "id": 1 << 70}})

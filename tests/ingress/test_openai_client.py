@@ -92,7 +92,7 @@ async def test_three_choices_are_one_request(front, client):
 
 
 async def test_a_choice_that_meets_a_stop_string_ends_alone(front, client):
-    """All say the same here, so the last one to meet it ends the request as a whole; the core is told of it, too."""
+    """All answers are the same here, so the last one to meet it ends the whole request; the core is notified, too."""
     front.script.ends = False
     answer = await client.completions.create(model="bytes", prompt="x", n=3, stop="w", max_tokens=999)
 
@@ -597,7 +597,7 @@ async def test_echo_with_logprobs_tells_those_of_the_prompt(front, client, n):
     [(True, "é\ufffd", [0, 0, 0, 1, 2, 3, 3, 4]), (False, "<end>é\ufffd", [0, 5, 5, 6, 7, 8, 8, 9])],
 )
 async def test_the_offsets_of_tokens_fit_the_text(front, client, stream, skips, echoed, offsets):
-    """A control token may be no text, a part of a character is none yet, and half of one ends the prompt."""
+    """A control token may have no text, part of a character has none yet, and half of one ends the prompt."""
     front.script.text = "bäc"
     wishes = {"echo": True, "logprobs": 0, "max_tokens": 4, "extra_body": {"skip_special_tokens": skips}}
 

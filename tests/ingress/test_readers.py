@@ -23,7 +23,7 @@ TEXT = "<think>\nHm, a <b> or\n\n</thin… \n</think>\n\nBecause <think> is a ta
 
 
 def heard(reader, pieces):
-    """What a reader tells, in its order: texts, thoughts, and calls with whether they ended."""
+    """The parts that a reader returns, in order: texts, thoughts, and calls with whether they ended."""
     parts = [part for at, piece in enumerate(pieces) for part in reader.push(piece, is_last=at == len(pieces) - 1)]
     told = []
     for part in merged(parts):
@@ -417,7 +417,7 @@ def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(reader, text):
 
 
 def test_arguments_are_told_as_written_but_for_halves_of_surrogate_pairs():
-    """Wherever they are cut: an escape is known when it is whole, and the first half of a pair when the second is."""
+    """Wherever the text is cut: an escape is decided when it is complete, the first half of a pair with the second."""
     written = r'{"x": "\ud83d \\ud800 \ud83d\ude00 \ud83d\n \ude00 \u00e9 \\\ud800\ud83d\ude00 \ud800"}'
     sayable = r'{"x": "? \\ud800 \ud83d\ude00 ?\n ? \u00e9 \\?\ud83d\ude00 ?"}'
     for pieces in in_three(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'):
@@ -481,7 +481,7 @@ def test_whatever_is_written_says_the_same_wherever_it_is_cut(name, data):
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("more", ["a", " ", "{", "<", "(", '"', "\n"])
 def test_no_answer_takes_more_time_with_each_piece(name, more):
-    """Whoever asks may make a model say anything, and one event loop reads for all."""
+    """Clients can make a model generate anything, and one event loop parses for all."""
     make, words = READERS[name]
     starts = (f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "', "<|channel|>")
     for start in (words[0], "", *starts):

@@ -1,5 +1,5 @@
-"""What a model's generation_config.json says of sampling, at every front door: below what a request names, above what
-the API says."""
+"""Sampling defaults of a model's generation_config.json in every API: they override the API's defaults, and requests
+override them."""
 
 from __future__ import annotations
 

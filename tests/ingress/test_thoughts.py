@@ -1,4 +1,4 @@
-"""Thoughts: told apart from answers, whole and streamed, counted, handed back, and what guides do behind them."""
+"""Thoughts: separated from answers, whole and streamed, counted, sent back, and followed by guided answers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_who_does_not_want_thoughts_of_a_response_is_told_none(front, clie
 @pytest.mark.parametrize("per_delta", [1, 5, 1000])
 @pytest.mark.parametrize("include_reasoning", [True, False])
 async def test_log_probabilities_of_a_response_are_those_of_its_text(front, client, per_delta, include_reasoning):
-    """Also where its first words come together with the end of the thought."""
+    """Also if its first words come together with the end of the thought."""
     front.script.text, front.script.per_delta = TEXT, per_delta
     response = await client.responses.create(
         model="bytes",

@@ -178,7 +178,7 @@ def test_a_node_trusts_its_conductor_s_certificate_under_any_name(files, monkeyp
         ("server.pem", "none.key", "", r"conductor.ssl_keyfile: cannot read .*none.key: No such file"),
         ("server.pem", "server.key", "none.pem", r"conductor.ssl_ca_certs: cannot read .*none.pem"),
         ("server.pem", "other.key", "", r"the key .*other.key does not belong to the certificate .*server.pem"),
-        ("server.pem", "locked.key", "", r"the key .*locked.key is locked with a password"),
+        ("server.pem", "locked.key", "", r"the key .*locked.key has a password"),
         ("text.pem", "server.key", "", r"no certificate and key \(PEM\) in .*text.pem"),
         ("server.pem", "text.pem", "", r"no certificate and key \(PEM\) in .*text.pem"),
         ("server.pem", "", "", r"no certificate and key \(PEM\) in .*server.pem"),

@@ -1,4 +1,4 @@
-"""Tools: told to the model, called by it, and read back by the official client, whole and streamed."""
+"""Tools: described to the model, called by it, and parsed by the official client, whole and streamed."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def test_a_call_in_tags_that_is_cut_shows_what_there_is_of_it(front, clien
 
 
 async def test_half_a_surrogate_pair_in_a_call_does_not_lock_its_conversation(front, client):
-    """A text that spells one cannot be tokenized: the call was told as written, and refused as the past."""
+    """Such a text cannot be tokenized: the call was once sent as generated, and refused when it came back."""
     front.script.text = CALL.replace("Zürich", r"Zürich \ud83d")
     stream = await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], stream=True)
     told = [call async for chunk in stream for call in chunk.choices[0].delta.tool_calls or []]
@@ -193,7 +193,7 @@ async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named
     ("template", "parser", "sentence"),
     [
         ("tools", "hermes2", "must be one of auto, hermes, granite, llama3_json.*got 'hermes2'"),
-        ("", "mistral", "needs a chat template that tells tools"),
+        ("", "mistral", "needs a chat template that lists tools"),
     ],
 )
 async def test_a_parser_that_cannot_be_is_refused_at_the_start(open_front, template, parser, sentence):
@@ -446,7 +446,7 @@ async def test_where_the_text_is_cut_does_not_matter(text, said, called):
     ['{"name": "aa', '{"name": "f", "arguments": {"x": "aa', "  ", f"{F}  ", f"{F}aa", '{"arguments": {"a": "aa'],
 )
 async def test_a_call_without_an_end_takes_no_more_time_with_each_token(text):
-    """Whoever asks may make a model say anything, and one event loop reads for all."""
+    """Clients can make a model generate anything, and one event loop parses for all."""
     reader = CallReader()
     reader.push(OPEN + text[:-2], is_last=False)
     started = time.process_time()

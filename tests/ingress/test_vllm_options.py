@@ -1,4 +1,4 @@
-"""Options of vLLM's that shape a prompt or an answer: what each does, and what is said about a wrong value."""
+"""vLLM's options for prompts and answers: what each does, and the error for a wrong value."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Compile every Triton kernel, in every configuration that is launched, for sm_80 and sm_90; needs no GPU.
 
-Run as a script (Triton's interpreter must be off in its process): prints one JSON line a kernel, configuration and
-target with what ``cuobjdump`` says of it: registers, spilled bytes, shared memory. Used by ``test_gpu_compile.py`` and
-worth running by hand.
+Run as a script (Triton's interpreter must be off in its process): prints one JSON line per kernel, configuration and
+target with registers, spilled bytes and shared memory from ``cuobjdump``. Used by ``test_gpu_compile.py``, and useful
+by hand.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _attention(
 
 
 def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, row_unit: int) -> Case:
-    """Of int8 pages that are read two codes at a time; where ``row_unit`` is 4 each row carries its scale."""
+    """Attention over int8 pages that are read two codes at a time; with ``row_unit`` 4 each row has its scale."""
     group_pad = triton.next_power_of_2(group)
     launch = attention_launch(DECODE_ROWS, head_dim, block_tokens, False, True)
     carries = row_unit % 16 != 0
@@ -446,9 +446,9 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def _loop_instructions(cubin: bytes) -> int:
-    """Of the first loop that has no other in it and multiplies matrices: in attention that over unmasked keys. 0: none.
+    """Instructions of the first innermost loop with matrix products: in attention, that over unmasked keys. 0: none.
 
-    What a warp issues for a trip; a processor issues four a cycle, for all its warps.
+    A warp issues them once per iteration; a multiprocessor issues four per cycle for all its warps.
     """
     code = [
         (int(at, 16), text)

@@ -132,7 +132,7 @@ def test_shared_keys_take_tiles_that_fit_the_group_and_own_keys_the_smallest(seq
 def test_a_shared_prefix_is_cut_into_one_piece_a_program(
     sequences: int, prefix: int, longest: int, programs: int
 ) -> None:
-    """8 heads of 1 or 2 tiles; equal shares of a quarter, as own keys are cut, would be merged four times as often."""
+    """8 heads of 1 or 2 tiles; cut into quarters, as own keys are, it would be merged four times as often."""
     blocks = prefix // BLOCK_TOKENS
     tables = np.arange(sequences * (blocks + 8), dtype=np.int32).reshape(sequences, -1)
     tables[:, :blocks] = tables[0, :blocks]

@@ -44,7 +44,7 @@ def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None:
-    """What failed and what other code measured is run again where it is asked for, and kept in the file until then."""
+    """Parts that failed or were measured with other code are kept in the file until they are run again."""
     file = tmp_path / "gpu.json"
 
     def run(*flags: str) -> dict[str, dict[str, object]]:

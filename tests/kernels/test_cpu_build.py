@@ -1,4 +1,4 @@
-"""Building the kernels: once for a machine, by several processes at once, and without a compiler not at all."""
+"""Building the kernels: once per machine, by several processes at once, and without a compiler."""
 
 from __future__ import annotations
 

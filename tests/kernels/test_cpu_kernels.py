@@ -82,7 +82,7 @@ class Ragged:
         return LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else TOLERANCE
 
     def without_what_is_before(self, window: int) -> Ragged:
-        """Tables with a block that nobody wrote in place of those before the windows of all queries."""
+        """Tables with an unwritten block instead of those before the windows of all queries."""
         page, tables = self.cache_layer[:1], self.block_tables.clone()
         for b, context in enumerate(self.context_lens.tolist()):
             first = context - int(self.query_starts[b + 1] - self.query_starts[b])
@@ -105,7 +105,7 @@ class Ragged:
 
 
 def unwritten(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """What nobody wrote, so that reading it shows: NaN, or codes with a scale of 3e38."""
+    """Unwritten memory, of which reads are detected: NaN, or codes with a scale of 3e38."""
     return torch.full(shape, 0x7F if dtype is torch.int8 else float("nan"), dtype=dtype)
 
 
@@ -236,7 +236,7 @@ def test_scores_are_bent_to_within_a_cap(cpu: CpuKernels, dtype: torch.dtype, wi
 def test_a_sink_takes_its_part_of_each_heads_attention(
     cpu: CpuKernels, lengths: list[tuple[int, int]], window: int, dtype: torch.dtype
 ) -> None:
-    """Once, in whatever parts the context is attended to; a large one leaves nothing, and a small one all."""
+    """Once, however the context is split; a large sink takes all of the attention, a small one nothing."""
     plain = ragged(lengths, dtype=dtype)
     batch = replace(plain, sinks=torch.tensor([-3.0, 0.0, 2.5, 6.0, 300.0, -300.0]))
     tolerance = batch.tolerance(cpu)
@@ -252,7 +252,7 @@ def test_a_sink_takes_its_part_of_each_heads_attention(
 def test_parts_of_a_context_merge_to_the_whole(
     cpu: CpuKernels, lengths: list[tuple[int, int]], softcap: float, dtype: torch.dtype
 ) -> None:
-    """Cut at a block border of what all queries of a sequence see, or where there is none behind its end."""
+    """Cut at a block border that all queries of a sequence see, or after its end if there is none."""
     batch = replace(ragged(lengths, dtype=dtype), softcap=softcap)
     block_tokens, tolerance = batch.cache_layer.shape[3], 2 * batch.tolerance(cpu)
     histories = torch.tensor([history for history, _ in lengths])
@@ -346,7 +346,7 @@ def test_a_chunk_cut_elsewhere_changes_no_bit(cpu: CpuKernels, dtype: torch.dtyp
 def test_neighbours_with_the_same_first_blocks_change_no_bit(
     cpu: CpuKernels, dtype: torch.dtype, block_tokens: int
 ) -> None:
-    """A tree of beginnings: what is shared is computed once for all, and each row as if it were alone."""
+    """A tree of prefixes: shared ones are computed once for all, and each row as if it were alone."""
     batch = ragged(
         [(1500, 1), (1400, 1), (1499, 1), (900, 2), (530, 1), (20, 1)], block_tokens=block_tokens, dtype=dtype
     )
@@ -366,7 +366,7 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
 def test_many_neighbours_with_the_same_first_blocks_change_no_bit(
     cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float, has_sinks: bool
 ) -> None:
-    """So many rows that lanes run over them: full, with some to spare, and what is left over for the few."""
+    """So many rows that vector lanes run over them: full, partly full, and the remaining few."""
     batch = ragged([(520 + 9 * b, 1) for b in range(37)], block_tokens=64, group=group, dtype=dtype)
     batch.block_tables[1:, :8] = batch.block_tables[0, :8]
     sinks = torch.linspace(-2, 6, 2 * group) if has_sinks else None
@@ -439,7 +439,7 @@ LINEAR_SHAPES = [(576, 960), (1536, 576), (33, 7), (130, 100), (64, 96), (32, 48
 
 
 def in_16_bits(rows: torch.Tensor) -> torch.Tensor:
-    """Each row's largest magnitude is as many steps as two signed codes say: 127 * 256 + 127."""
+    """Round to 16 bits: each row's largest magnitude is 127 * 256 + 127 steps, the range of two signed codes."""
     steps = rows.abs().amax(1, keepdim=True) / 32639
     return (rows / steps.clamp(min=1e-30)).round() * steps
 
@@ -473,7 +473,7 @@ def test_linear_is_the_reference(
 def test_what_is_not_finite_shows(
     cpu: CpuKernels, dtype: torch.dtype, coding: Coding, place: int, value: float
 ) -> None:
-    """In its row alone: codes could hide it, and whoever samples has to know."""
+    """Only in its own row: codes could hide it, and the sampler must know."""
     layer = cpu.panel_linear(torch.ones(64, 575).to(dtype), None, coding)
     hidden = torch.randn(20, 575)
     hidden[7, place] = value
@@ -543,7 +543,7 @@ def test_codes_of_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
 
 
 def test_w8a8_bears_channels_that_are_much_larger_than_the_rest(cpu: CpuKernels) -> None:
-    """A scale for the whole row would leave the other channels a few codes; mixed with each other, all keep most."""
+    """One scale for the row would leave few codes for the other channels; after the transform, all keep most."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 576), torch.randn(192, 576) * 576**-0.5
     hidden[:, 100] *= 50
@@ -567,7 +567,7 @@ def test_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Random experts, and tokens of which nobody chooses the second one."""
+    """Random experts, and tokens that never choose the second one."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -595,7 +595,7 @@ class Mixture:
         rows: slice = slice(None),
         here: slice = slice(None),
     ) -> torch.Tensor:
-        """Only by the experts ``here``."""
+        """Compute only the experts ``here``."""
         biases = [None if each is None else each[here] for each in self.biases]
         experts = kernels.experts(self.gate_up[here], self.down[here], *biases, bounds, here.start or 0)
         return experts(self.hidden[rows], self.chosen[rows], self.shares[rows])
@@ -609,7 +609,7 @@ class Mixture:
 def test_a_mixture_of_experts_is_the_reference(
     cpu: CpuKernels, dtype: torch.dtype, tokens: int, hidden: int, inner: int, bounds: reference.Bounds | None
 ) -> None:
-    """Of the most tokens more pairs than are held at once."""
+    """The largest number of tokens has more pairs than are held at once."""
     mixture = Mixture.random(dtype, tokens, hidden, inner, biased=bounds is not None)
     expected, actual = mixture.by(reference, bounds), mixture.by(cpu, bounds)
     tolerance = LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else 1e-5

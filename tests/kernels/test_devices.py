@@ -67,5 +67,6 @@ def test_an_engine_over_two_processes_gives_the_tokens_of_transformers(models: t
     with LLM(str(folder), kv_gb=0.005, block_tokens=16, tensor_parallel=2) as llm:
         answers = llm.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in answers] == [greedy(by_name[""], prompt, 3) for prompt in PROMPTS]
-    with pytest.raises(InvalidRequest, match="tensor_parallel"):
-        LLM(str(folder), tensor_parallel=2, device="cuda")
+    for way in ("pipeline_parallel_size", "context_parallel_size"):
+        with pytest.raises(InvalidRequest, match=f"{way} is for CPUs"):
+            LLM(str(folder), device="cuda", **{way: 2})  # type: ignore[arg-type]

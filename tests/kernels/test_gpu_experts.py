@@ -48,7 +48,7 @@ def made_by(
 
 
 def tokens(dtype: torch.dtype, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of which nobody chooses the second expert and nearly all choose the last one."""
+    """Tokens that never choose the second expert, and nearly all choose the last one."""
     generator = torch.Generator().manual_seed(4)
     scores = torch.randn(count, NUM_EXPERTS, generator=generator)
     scores[:, 1] = -100

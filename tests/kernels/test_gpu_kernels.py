@@ -225,7 +225,7 @@ def test_an_int8_cache_may_carry_its_scales_in_its_rows(kernels: GpuKernels) -> 
 def test_codes_are_read_in_pairs_whatever_their_scales_are(
     kernels: GpuKernels, head_dim: int, block_tokens: int, window: int, softcap: float
 ) -> None:
-    """Keys whose values are nothing, or a million times those of others, in pieces that are merged."""
+    """Rows of zeros, or a million times as large as others, in pieces that are merged."""
     generator = torch.Generator().manual_seed(5)
     contexts, num_heads, num_kv_heads = [1, 90, 200], 6, 2
     per_sequence = -(-max(contexts) // block_tokens)

@@ -130,7 +130,7 @@ def test_the_row_of_a_token_is_turned_and_written_once(kernels: GpuKernels, num_
     caches = [torch.zeros((4, 1, 1, 8, head_dim), device=DEVICE) for _ in range(2)]
     rest = (angles.cos(), angles.sin(), positions)
     last = slots.clone()
-    last[-1] = 30  # what has no slot is no call of the definition's: its row is cleared again
+    last[-1] = 30  # the reference has no call for tokens without a slot: their row is cleared again
     expected = reference.rope_write_kv(rows.clone(), *rest, caches[0], last)
     caches[0][30 // 8, 0, 0, 30 % 8] = 0
     actual = kernels.rope_write_kv(rows.clone(), *rest, caches[1], slots)

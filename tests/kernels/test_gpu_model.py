@@ -237,7 +237,7 @@ DENSE = LATENT | {"routing": Routing(num_dense_layers=2, expert_size=0, scoring=
 def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(
     family: str, changes: dict[str, Any], sampling: SamplingParams
 ) -> None:
-    """The interpreter has no graphs, but all that is around them."""
+    """The interpreter has no graphs, but the code around them runs."""
     config = ModelConfig(architecture=family, **(SHAPE | changes))
     made = OTHER_FAMILIES.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)

@@ -1,4 +1,4 @@
-"""Reading a store's DRAM through the board: without a word to the store, and never a wrong byte."""
+"""Reading a store's DRAM through the board: without a message to the store, and never a wrong byte."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Desk:
-    """A board over a segment, without a store, and somebody who reads it."""
+    """A board over a segment, without a store, and a reader."""
 
     def __init__(self, segment: Segment, board: Board, door: BoardDoor, reader: BoardReader) -> None:
         self.segment, self.board, self.door, self.reader = segment, board, door, reader
@@ -187,7 +187,7 @@ async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_w
 
 
 async def test_a_reader_maps_the_segment_ahead_of_its_use():
-    """Then no page is touched for the first time in the middle of a copy."""
+    """So no page is touched for the first time during a copy."""
     async with open_desk(num_slots=64) as desk, asyncio.timeout(60):
         while any(thread.name == "prefault" for thread in threading.enumerate()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -199,7 +199,7 @@ async def test_a_reader_maps_the_segment_ahead_of_its_use():
 
 
 async def test_memory_is_unmapped_when_the_last_one_who_reads_has_done(desk):
-    """Closed in the middle of reading by threads: each read is whole, or finds nothing there."""
+    """Closed while threads read: each read is complete, or finds nothing."""
     desk.put(0, 1, b"key", data := os.urandom(SLOT_BYTES))
     segment = desk.reader._mapped.segment()
     assert bytes(segment[:SLOT_BYTES]) == data
@@ -320,7 +320,7 @@ ROOMY = f"store.dram_gb={32 * SLOT_BYTES / 1e9 + 1e-6}"
 
 
 async def test_blocks_written_in_place_are_like_any_others(keep):
-    """One of 32 slots is had in advance; nothing of that shows but in the accounts, and it goes back."""
+    """One of 32 slots is granted in advance; this is visible only in the counters, and it is returned."""
     actor, data = keep(ROOMY), np.random.default_rng(0).bytes(SLOT_BYTES)
     address = actor.greeting["control"]
     async with await kvstore.Client.connect(address, transports=("tcp",)) as far:
@@ -356,7 +356,7 @@ async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_sa
 
 
 async def test_slots_that_come_after_their_writer_has_given_up_go_back(keep):
-    """As when a store's event loop stands still for longer than the writer waits, and than it would keep such slots."""
+    """The store's event loop hangs for longer than the writer waits and would keep such slots."""
     actor = keep(ROOMY)
     async with await kvstore.Client.connect(actor.greeting["control"], transports=("shm",)) as pool:
         actor.ask("hang")

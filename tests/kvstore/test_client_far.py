@@ -142,7 +142,7 @@ async def test_bytes_that_rot_in_the_store_are_dropped(keep):
 
 
 async def test_blocks_that_leave_while_they_are_read_never_come_back_wrong(keep):
-    """Three readers of what a writer pushes out: with a few slots, most blocks are gone or going."""
+    """Three readers of blocks that a writer evicts: with few slots, most blocks are leaving or gone."""
     actor = keep(18)
     blocks = [data(seed) for seed in range(40)]
     async with await connect(actor) as writing, await connect(actor) as reading:
@@ -348,7 +348,7 @@ def test_a_block_that_finds_no_slot_tells_the_store(owner):
 
 @pytest.fixture
 async def alone(tmp_path: Path) -> AsyncIterator[tuple[StoreNode, KeyedWire]]:
-    """A store with an SSD, which hears of nothing by itself, and a connection to it."""
+    """A store with an SSD that only takes in puts when asked to, and a connection to it."""
     size = f"store.dram_gb={64 * SLOT_BYTES / 1e9 + 1e-6}"
     ssd = [f"store.ssd_path={tmp_path}", "store.ssd_gb=0.5"]
     node = StoreNode(load_config(None, [size, "store.eviction=lru", *ssd]), SLOT_BYTES, join_cluster=False)
@@ -418,7 +418,7 @@ async def test_one_block_that_is_listed_wrongly_costs_the_others_nothing(alone, 
 
 
 async def test_a_block_that_is_put_while_it_is_being_made_anew_is_there_once(alone):
-    """The SSD gives it up meanwhile, so that whoever puts it does not have to ask."""
+    """The SSD evicts it meanwhile, so the writer need not ask."""
     node, wire = alone
     store, block, key = node.store, data(1), BlockKey(b"key")
     sums = range_checksums(block, 1)
@@ -443,7 +443,7 @@ async def test_a_block_that_is_put_while_it_is_being_made_anew_is_there_once(alo
 
 
 async def test_nearly_all_is_heard_of_that_is_read_in_a_store_that_is_asked_nothing_else():
-    """Three times as much as readers can note between two sweeps."""
+    """Three times as many reads as readers can note between two sweeps."""
     num_keys, size = 128, 512
     config = load_config(None, [f"store.dram_gb={4 * num_keys * size / 1e9}", "store.eviction=lru"])
     node = StoreNode(config, size, join_cluster=False)

@@ -1,4 +1,4 @@
-"""Every policy keeps the rule of leaves and its accounts on random traffic, and each drops what its paper says."""
+"""Every policy evicts only leaves and keeps its bookkeeping under random traffic, and evicts what its paper says."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_the_gittins_index_waits_through_a_dead_time_if_what_follows_is_worth_it
 
 
 class Chat:
-    """Some keys come back after half a minute, most never do; both look the same at first."""
+    """Some keys are read again after half a minute, most never; both look the same at first."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -306,7 +306,7 @@ def test_what_it_remembers_is_bounded() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_call_does_not_look_at_all_of_a_million_blocks(name: str) -> None:
-    """Looking at each would take tens of milliseconds. Speed itself is no business of a test."""
+    """Visiting each would take tens of milliseconds. The number of visits is tested, not the speed."""
     policy = make_policy(name, 1_000_000)
     for number in range(1_000_000):
         policy.insert(Block(number, number - 1 if number % 16 else None, number % 16, 1, 16), number * 1e-3)

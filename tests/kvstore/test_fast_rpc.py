@@ -1,4 +1,4 @@
-"""The short way to a store: errors cross it as they are, garbage ends it, and without it gRPC carries on."""
+"""Fast RPC to a store: errors keep their class, garbage ends the connection, and without it gRPC is used."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_it_carries_calls_on_the_event_loop_that_nodes_run_on() -> None:
 
 
 class Shop(store_pb2_grpc.StoreServicer):
-    """A store that says where its fast RPC is, and counts how often it is asked."""
+    """A store that reports its fast RPC port, and counts its calls."""
 
     def __init__(self) -> None:
         self.fast_rpc_port = self.num_asked = 0
@@ -210,7 +210,7 @@ ACQUIRE, EXISTS = 3, 5
 
 
 class CountingShelf(Shelf):
-    """Counts what it is asked, and lets nobody acquire until its door is open."""
+    """Counts its calls, and blocks ``acquire`` until its door is open."""
 
     def __init__(self) -> None:
         self.asked = self.running = self.most = 0
@@ -229,7 +229,7 @@ class CountingShelf(Shelf):
 
 
 async def count_answers(sock: socket.socket, wanted: int) -> None:
-    """Reads so many, and fails when they do not come."""
+    """Read ``wanted`` answers; fails if they do not come."""
     loop, answered, heads = asyncio.get_running_loop(), 0, b""
     async with asyncio.timeout(60):
         while answered < wanted:

@@ -1,4 +1,4 @@
-"""The store's table of blocks: one story for each rule, then a random life against a plain model."""
+"""The store's index: one test for each rule, then random operations compared with a simple model."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ WRITERS = ("w1", "w2")
 
 
 class Life(RuleBasedStateMachine):
-    """A store beside a dict: whatever happens, nothing leaks and nobody reads what was not sealed for them."""
+    """An index compared with a dict: nothing leaks, and only sealed blocks are read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -55,7 +55,7 @@ def transfer() -> Iterator[TransferEngine]:
 
 
 class Deployment:
-    """Every rank's blocks in a segment of its own, served to whoever reads."""
+    """The blocks of each rank in its own segment, served to readers."""
 
     def __init__(self, layout: ShardedLayout, num_blocks: int, transport: str = "shm") -> None:
         self.layout = layout
@@ -80,7 +80,7 @@ class Deployment:
         return segment.array.reshape(segment.num_blocks, segment.block_bytes)
 
     def shards(self, verified: bool = True) -> dict[int, Shard]:
-        """Slots run backwards, so that a block's number is never its place."""
+        """Slots in reverse order, so that a block's number is never its slot."""
         found = {}
         for rank, segment in enumerate(self.segments):
             slots = range(segment.num_blocks - 1, -1, -1)
@@ -170,7 +170,7 @@ def test_every_byte_of_a_target_comes_from_somewhere_once(pair: tuple[ShardedLay
 
 @pytest.mark.parametrize(("degree", "tokens", "dtype"), [(3, 64, "float32"), (1, 16, "float32"), (2, 2, "bfloat16")])
 def test_over_tcp_it_is_the_same(degree: int, tokens: int, dtype: str):
-    """Heads and tokens in runs of their own there and back, straight to their places or through scratch memory."""
+    """Heads and tokens in separate runs on both sides, directly or through scratch memory."""
     engine = TransferEngine("layout", ("tcp",))
     other = model(degree, 2, tokens, dtype)
     with (

@@ -65,7 +65,8 @@ def test_tensor_parallel_three_to_one_decodes_the_same_tokens(model: CausalLM, c
     whole = prefill.cache.layout
     sharded = ShardedLayout.of(whole, tensor_parallel=DEGREE)
     target = ShardedLayout.of(decode.cache.layout)
-    computed = [prefill.cache.tensor[block].numpy() for block in source.block_table]  # [layers, 2, heads, tokens, dim]
+    # [layers, 2, heads, tokens, dim] each
+    computed = [prefill.cache.tensor[block].numpy() for block in source.holding.block_table]
     transfer = TransferEngine("decode", (transport,))
     shards: dict[int, Shard] = {}
     segments: list[tuple[Segment, SegmentServer]] = []

@@ -26,8 +26,8 @@ def test_more_than_can_be_saved_up_is_paid_afterwards() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 3)), max_size=50))
 def test_the_rate_is_never_exceeded(takes: list[tuple[int, float]]) -> None:
-    """Whoever waits as told has, at any moment, moved at most the burst, the rate's share of the time, and one
-    amount larger than the burst that is still being paid."""
+    """A caller that waits as told has moved, at any time, at most the burst, rate times time, and one amount larger
+    than the burst that is still being paid for."""
     bucket, now, moved = TokenBucket(rate=200.0, burst=100.0, now=0.0), 0.0, 0
     for amount, pause in takes:
         now += pause

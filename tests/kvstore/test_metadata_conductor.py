@@ -1,4 +1,4 @@
-"""A conductor that starts anew with Redis beside it knows its nodes and their blocks before it has heard from any."""
+"""A conductor restarted with Redis knows its nodes and their blocks before any of them has reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from redis_process import RedisProcess
 
 from conductor.core import Core
-from conductor.dispatch import ModelFacts
+from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo, NodeLoad, NodeState
 from conductor.view import Shape
 from kvstore.metadata.redis import RedisDirectory

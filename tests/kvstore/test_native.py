@@ -1,4 +1,4 @@
-"""What Python and C++ say of the same memory: they say the same, or nothing is loaded."""
+"""Python and C++ agree on the layout of shared memory, or the library is not loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvstore.Client`` as somebody outside uses it: over one store, over three, with numpy, with torch, with faults."""
+"""``kvstore.Client`` as external users use it: over one store, over three, with numpy, with torch, with faults."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ async def test_bytes_arrays_and_tensors_go_in_and_come_back(keep):
 
 
 async def test_a_store_that_was_restarted_is_used_as_before(keep):
-    """Every read of a short block raised for ever, and what a client of its host can do without asking stayed away."""
+    """Once, every read of a short block raised an error from then on, and a local client could not use the board."""
     store = keep()
     address = store.greeting["control"]
     async with await kvstore.Client.connect(address) as pool:
@@ -94,7 +94,7 @@ async def _answers(call: Coroutine[Any, Any, int | None]) -> bool:
 
 
 def num_boards() -> int:
-    """Of stores of this host, mapped by this process."""
+    """Number of boards of stores on this host that this process has mapped."""
     return Path("/proc/self/maps").read_text().count("memfd:mooncake-board")
 
 

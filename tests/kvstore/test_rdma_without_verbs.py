@@ -1,4 +1,4 @@
-"""What of RDMA needs no device: the greeting's bytes, how runs are joined, and that its absence is said, not hidden."""
+"""RDMA without a device: the bytes of the greeting, joining runs, and the error that says what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between stores: whoever is asked for a prefix may be anybody, and answer anything."""
+"""Copies between stores: the source may be anything, and answer anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 8
 
 
 class Source(store_pb2_grpc.StoreServicer):
-    """Not a store of ours: it leases whatever it is told to."""
+    """A foreign store that leases whatever the test wants."""
 
     def __init__(self) -> None:
         self.segment = Segment.create("source", BLOCK, 2)

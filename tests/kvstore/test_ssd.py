@@ -1,4 +1,4 @@
-"""The SSD tier: what is durable comes back, what is torn or flipped does not, and the room is never exceeded."""
+"""The SSD tier: durable blocks are recovered, torn or corrupt ones are not, and the size limit is kept."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
 
 
 class MoodyDisk(PlainIO):
-    """Lets the writes of some blocks wait; those of others fail once, before anything is there or after all is."""
+    """Delays the writes of some blocks; those of others fail once, before or after everything is written."""
 
     def __init__(self) -> None:
         self.waits: dict[BlockKey, threading.Event] = {}
@@ -372,7 +372,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_what_was_dropped_stays_away_though_the_disk_fails_at_the_time(tmp_path: Path) -> None:
-    """The drop's record waits for two runs of blocks on their way, and the second of them fails."""
+    """The drop's record waits for two runs of blocks in flight, and the second of them fails."""
     disk, size = MoodyDisk(), GROUP_BYTES // 2 + PAGE  # so that each goes by itself
     disk.waits = {key(n): threading.Event() for n in (1, 2)}
     disk.fails = {key(2)}
@@ -447,7 +447,7 @@ async def test_a_block_that_could_not_be_copied_is_where_it_was_until_it_is_drop
 
 
 class LateReader(SsdLog):
-    """Who reads a certain block for the first time falls asleep on the way to its file."""
+    """Delays the first read of a certain block before it opens the file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, MIB)
@@ -484,7 +484,8 @@ async def test_a_block_that_is_moved_while_somebody_is_about_to_read_it_is_read_
 
 
 class Graveyard(SsdLog):
-    """Keeps what a kill would leave whenever a segment has just been deleted. Those of ``fails`` cannot be at first."""
+    """Keeps the files that a kill would leave each time a segment was deleted. Deleting those in ``fails`` fails at
+    first."""
 
     def __init__(self, path: Path, places: Path, io: SsdIO | None = None) -> None:
         super().__init__(path, MIB, io=io)

@@ -1,4 +1,4 @@
-"""kill -9 at random points: what was said to be durable is there, with the right bytes, and what was dropped is not."""
+"""kill -9 at random points: blocks reported durable are there with the right bytes, and dropped ones are not."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Writer:
         self._heard = b""
 
     def live(self, seed: int, seconds: float) -> list[str]:
-        """What one life said, killed so long after its first word."""
+        """The output of one writer, killed ``seconds`` after its first line."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{seed}\n".encode())
         self.process.stdin.flush()

@@ -1,4 +1,4 @@
-"""A store node in its own process, used through its client, hurt in every way that a process can be hurt."""
+"""A store node in its own process, used through its client, under every kind of process failure."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_a_writer_killed_in_the_middle_gives_its_slots_back(keep, start_ac
 
 @BOTH
 async def test_a_writer_that_is_too_slow_is_fenced(keep, eventually: Eventually, transport):
-    """Its slots come back at once over TCP; over shared memory they wait until it says that it has stopped."""
+    """Its slots are freed at once over TCP; over shared memory only once it reports that it has stopped."""
     store = keep("store.reserve_timeout_s=0.4")
     async with await join(store, transport) as client, await join(store) as other:
         [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
@@ -243,7 +243,7 @@ async def test_a_writer_that_is_too_slow_is_fenced(keep, eventually: Eventually,
 
 @pytest.mark.parametrize("late_s", [0.9, 1.0, 1.1, 2.0])
 async def test_a_seal_that_comes_too_late_is_refused_and_leaves_free_slots_and_no_error(keep, late_s):
-    """Also where the time runs out while the store verifies; the bytes were right all the while."""
+    """Also if the time runs out while the store verifies; the bytes are right."""
     store = keep("store.reserve_timeout_s=1", num_blocks=32)
     async with await join(store) as client:
         slots = await client.reserve([(name(i), b"") for i in range(32)], BLOCK, 2)
@@ -342,7 +342,8 @@ async def all_free(store: Any, num_blocks: int) -> None:
 
 @WAYS
 async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep, way):
-    """He was cancelled, or out of time, before he heard of them. They would be held for as long as the client lives."""
+    """The caller was cancelled, or timed out, before the answer. Otherwise they would be held as long as the client
+    lives."""
     store = keep("store.reserve_timeout_s=0.4")
     async with await join_by(store, way) as client:
         store.ask("hang")
@@ -360,7 +361,7 @@ async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep
 
 
 class Wire:
-    """Between a client and a store: what the store says may be lost, and the connection with it."""
+    """A relay between a client and a store that can lose the store's answers, and the connection."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -399,7 +400,7 @@ class Wire:
 
 @WAYS
 async def test_slots_whose_answer_was_lost_with_its_connection_are_given_back(keep, way):
-    """Nobody knows their epochs: they are named by the number of the call."""
+    """The client does not know their epochs: they are identified by the number of the call."""
     store = keep("store.reserve_timeout_s=0.4")
     host, _, port = store.greeting["control"].rpartition(":")
     wire = Wire(host, int(port))
@@ -425,7 +426,7 @@ async def test_slots_whose_answer_was_lost_with_its_connection_are_given_back(ke
 
 
 async def test_a_lease_for_somebody_who_waits_for_it_no_more_ends_at_once(keep):
-    """He was cancelled, or out of time. What it names could not be evicted until it runs out."""
+    """The caller was cancelled, or timed out. Otherwise its blocks could not be evicted until it expires."""
     store = keep("store.lease_s=600")
     async with await join_by(store, "fast RPC") as client:
         assert await client.put(name(1), data(1))
@@ -459,7 +460,7 @@ async def test_a_caller_may_be_cancelled_at_any_moment_of_a_reservation(keep, wa
 
 
 async def test_a_late_message_to_an_earlier_life_touches_nothing(keep):
-    """Two stores stand for two lives at one address: what was meant for the first means nothing to the second."""
+    """Two stores represent two incarnations at one address: a message for the first has no effect on the second."""
     first, second = keep(), keep()
     async with await join(first) as one, await join(second) as two:
         old = await one.reserve([(name(i), b"") for i in range(4)], BLOCK, 1)

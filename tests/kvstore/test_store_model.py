@@ -1,6 +1,6 @@
-"""A whole store, DRAM over a real SSD log, beside a dict: no sealed block lost, no unsealed one read, no leak.
+"""A whole store, DRAM over a real SSD log, compared with a dict: no sealed block lost, no unsealed one read, no leak.
 
-Every step is a burst of operations drawn from one seed, so that a run makes many of them; a failure names the step.
+Every step is a burst of random operations from one seed, so that a run has many of them; a failure names the step.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def content(number: int, version: int) -> bytes:
 
 
 class StoreLife(RuleBasedStateMachine):
-    """One store and its restarts. The SSD has room for everything, so whatever was sealed and not removed is there."""
+    """One store and its restarts. The SSD has room for everything, so all blocks sealed and not removed are there."""
 
     operations = 0  # of all lives
     renewed = 0
@@ -130,7 +130,7 @@ class StoreLife(RuleBasedStateMachine):
         self.run(act())
 
     def restart(self) -> None:
-        """An orderly one: what is only in DRAM is saved first. Writers and readers have to begin anew."""
+        """A clean restart: blocks only in DRAM are saved first. Writers and readers have to start over."""
         self.run(self.shut())
         self.over += [(grant, data) for grant, data, _ in self.writing.values()]
         self.writing.clear()
@@ -172,7 +172,7 @@ class StoreLife(RuleBasedStateMachine):
             await self._seal(number)
 
     async def renew(self, rng: random.Random) -> None:
-        """Somebody has a stored block anew: it gets a slot when only the SSD has it, and is readable all the while."""
+        """A writer has recomputed a stored block: it gets a slot if only the SSD has it, and stays readable."""
         if not self.stored:
             return
         number, writer = rng.choice(list(self.stored)), rng.choice(WRITERS)
@@ -221,7 +221,7 @@ class StoreLife(RuleBasedStateMachine):
         return number, (key(number), key(number - 4) if number >= 4 else b""), content(number, self.version)
 
     async def _send(self, message: Put | Commit, number: int, data: bytes, is_late: bool = False) -> Status:
-        """What was answered can be seen at once, before the store has heard of it. Then all slots ahead go back."""
+        """Send, and check the result at once, before the store has taken it in. Then all slots ahead are returned."""
         self.puts.heard()  # slots are given
         await asyncio.to_thread(message.send, time.monotonic() + 10)
         status = message.status()
@@ -242,7 +242,7 @@ class StoreLife(RuleBasedStateMachine):
             self.over.append((grant, data))
 
     async def late(self, rng: random.Random) -> None:
-        """A writer that was given up, or wrote for an earlier life, seals after all."""
+        """A writer that was given up, or wrote to an earlier incarnation, seals late."""
         if self.over:
             grant, data = rng.choice(self.over)
             [sealed] = await self.store.seal([Sealing(grant, range_checksums(data, 1))])
@@ -256,7 +256,7 @@ class StoreLife(RuleBasedStateMachine):
             self.over.append((grant, data))
 
     async def _acquire(self, numbers: list[int], scattered: bool) -> tuple[Lease, list[bytes]]:
-        """What comes back is what was sealed; what does not come back is not stored, or has no room now."""
+        """Acquired blocks have the sealed bytes; others are not stored, or have no room now."""
         lease = await self.store.acquire([key(n) for n in numbers], scattered=scattered)
         by_key = {key(n): self.stored.get(n) for n in numbers}
         expected: list[bytes] = []
@@ -277,7 +277,7 @@ class StoreLife(RuleBasedStateMachine):
         self.store.release([lease.lease_id])
 
     async def peek(self, rng: random.Random) -> None:
-        """Read without asking, as clients of this host do."""
+        """Read through the board, as clients on this host do."""
         number = rng.randrange(KEYS)
         length = self.reader.length(key(number))
         if length is None:

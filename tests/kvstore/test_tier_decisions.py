@@ -1,4 +1,4 @@
-"""What goes to the SSD and what comes back, as decisions alone: no disk, no clock."""
+"""Decisions about what is saved to the SSD and what is loaded back: no disk, no clock."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_oldest_blocks_are_saved_ahead_and_leave_as_soon_as_room_is_wanted()
 
 
 def test_a_chain_that_fills_the_store_does_not_give_up_the_block_that_its_next_one_builds_on() -> None:
-    """Whoever waits for room would rescue that block and give it up again, for ever."""
+    """A writer that waits for room would keep and evict that block forever."""
     store = Decisions()
     store.put(*range(7))
     held = [store.index.hold(key(number)) for number in range(7)]

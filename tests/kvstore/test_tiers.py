@@ -353,7 +353,7 @@ async def test_a_disk_that_hangs_holds_up_a_stop_for_a_bounded_time(tmp_path: Pa
 
 
 async def test_a_block_that_left_dram_and_then_the_ssd_is_told_to_be_gone(tmp_path: Path) -> None:
-    """It leaves DRAM for one that is promoted, and is removed before anybody was told that."""
+    """It leaves DRAM for a promoted block, and is removed before that was published."""
     with store_on(PlainIO(), tmp_path) as (store_, segment, ssd):
         for i in range(8):
             await write(store_, segment, i, durable=True)

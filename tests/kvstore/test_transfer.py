@@ -222,7 +222,7 @@ def segment() -> Iterator[Segment]:
 
 
 def test_tcp_takes_over_in_the_middle_of_a_batch(segment, engine_over):
-    """Two servers of one segment: one lends the memory, and leaves while a batch is on its way."""
+    """Two servers of one segment: the one that shares its memory leaves during a batch."""
     lender = SegmentServer(segment, "here", ("shm",))
     sender = SegmentServer(segment, "here", ("tcp",))
     for server in (lender, sender):
@@ -243,7 +243,7 @@ def test_tcp_takes_over_in_the_middle_of_a_batch(segment, engine_over):
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_what_a_dead_owner_left_is_let_go_of(own, engine_over, eventually: Eventually, transport):
-    """A mapping kept the memory of its process for as long as the engine lived."""
+    """Once, a mapping kept the memory of a dead process as long as the engine lived."""
     owner, engine, before = own(), engine_over(transport, forget_after_s=0.2), _open_files()
     engine.write(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon())
     time.sleep(0.6)  # nobody uses it, but it lives
@@ -370,7 +370,7 @@ def test_checksums_are_taken_on_the_way(segment, pair):
 
 
 def test_checksums_of_every_length_agree(segment, pair):
-    """Ends of a block, of a stripe and of a chunk, and what is too short for C++."""
+    """At the ends of a block, a stripe and a chunk, and for lengths too short for C++."""
     server, engine = pair
     data = noise(80_000)
     for unit in (7, 240, 241, 255, 256, 257, 511, 512, 513, 1023, 1025, 1087, 1088, 1089, 2047, 2048, 2049, 4097):
@@ -475,7 +475,7 @@ async def test_a_task_that_is_cancelled_again_and_again_still_waits_until_its_me
 
 
 def test_when_one_peer_of_a_batch_cannot_be_reached_nothing_of_it_moves(own, engine_over):
-    """Whoever gets an error may use the memory for something else."""
+    """After an error the caller may use the memory for something else."""
     owner, engine, into = own(), engine_over("tcp", streams=1), bytearray(64)
     elsewhere = replace(owner.address, node_id="elsewhere", tcp_address="")
     engine.write(owner.address, [WriteRange(0, 0, b"x" * 64, EPOCH)], soon())

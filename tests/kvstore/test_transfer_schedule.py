@@ -1,4 +1,4 @@
-"""What travels next and over which path: the decisions alone, told what time it is."""
+"""Decisions about which slice is sent next and over which path; time is an argument."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ def test_a_path_that_is_overdue_counts_as_slow_before_it_says_so() -> None:
     st.integers(1, 64),
 )
 def test_some_path_always_takes_the_next_slice(paths: list[tuple[float, int]], waiting: int) -> None:
-    """However the speeds are: otherwise slices could wait with nobody to carry them. Those that have too much on
-    their way already come back for more."""
+    """At any speeds: otherwise slices could wait with no path to carry them. Paths with too much in flight will ask
+    again later."""
     paces = [pace(rate, on_way) for rate, on_way in paths]
     best = min(paces, key=lambda each: (each.on_way_bytes + MIB) / each.rate)
     others = [each for each in paces if each is not best]
@@ -130,8 +130,8 @@ def test_some_path_always_takes_the_next_slice(paths: list[tuple[float, int]], w
 
 
 def simulate(rates: list[float], cut_at: float, cut_to: float, seconds: float, shares: bool) -> float:
-    """Bytes a second from 200 ms after path 0 is cut, in virtual time. Without ``shares`` every path gets the same
-    number of slices in turn, as a static stripe would, and a stripe waits for its slowest part."""
+    """Bytes per second from 200 ms after path 0 is cut, in virtual time. Without ``shares`` every path gets the same
+    number of slices, as with static striping, where a stripe waits for its slowest part."""
     paces = [Pace() for _ in rates]
     ends: list[list[float]] = [[] for _ in rates]  # of the slices on their way
     now, moved, step, turn = 0.0, 0, 0.0005, 0

@@ -47,13 +47,13 @@ class Target:
         self.hello = protocol.pack_hello(self.segment.incarnation, "fuzz", 1)
 
     def take(self, put: Put) -> None:
-        """What the board would not list: it has landed where it may, or claims to be anywhere."""
+        """Take a put that the board would not list: it is in a granted slot, or claims any other."""
         if (put.landed.slot, put.landed.epoch) == (AHEAD, EPOCH):
             self.server.give_ahead(AHEAD, EPOCH)
         put.answer(Status.NO_SLOT)
 
     def throw(self, data: bytes) -> None:
-        """Send it all, then hang up and wait until the server has digested it."""
+        """Send all bytes, close, and wait until the server has processed them."""
         with socket.create_connection(split_address(self.server.address.tcp_address), timeout=5.0) as sock:
             try:
                 sock.sendall(data)

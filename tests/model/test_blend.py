@@ -1,4 +1,4 @@
-"""Chunks that were computed alone, blended into a prompt: what is copied, what is computed, and what that brings."""
+"""Chunks computed separately and blended into a prompt: what is copied, what is computed, and the gain in quality."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STORE = 40  # the block that chunks computed alone lie from
 
 
 class Kitchen:
-    """A model over a cache: the prompt in the first blocks, its chunks, each computed alone, behind."""
+    """A model over a cache: the prompt in the first blocks, then its chunks, each computed separately."""
 
     def __init__(self, checkpoint: Checkpoint, model: CausalLM, tokens: np.ndarray, kv_dtype: str = "float32") -> None:
         self.model = model
@@ -45,7 +45,7 @@ class Kitchen:
     def compute(
         self, tokens: torch.Tensor, first: int = 0, first_block: int = 0, reuse: Reuse | None = None, last: int = 1
     ) -> torch.Tensor:
-        """Tokens from ``first`` on, those before being in place; logits of the ``last`` ones."""
+        """Compute tokens from ``first`` on, with those before it in the cache. Returns logits of the ``last`` ones."""
         prompt = ForwardBatch.of_prompt(tokens, BLOCK, torch.arange(len(tokens) - last, len(tokens)) - first)
         batch = replace(
             prompt,
@@ -59,17 +59,17 @@ class Kitchen:
         return self.model.forward(batch, self.cache, NoHook())
 
     def prompt(self) -> torch.Tensor:
-        """In full: logits of the tail."""
+        """Compute the prompt in full. Returns logits of the tail."""
         return self.compute(self.tokens, last=TAIL)
 
     def blended(self, share: float, ranks: torch.Tensor | None = None) -> torch.Tensor:
-        """Behind the prefix, which ``prompt`` or this has left; logits of the tail."""
+        """Compute it blended, after the prefix left in the cache by ``prompt`` or this. Returns logits of the tail."""
         self.compute(self.tokens[:CHUNK])
         reuse = Reuse(self.sources[CHUNK:], self.shifts[CHUNK:], share, ranks)
         return self.compute(self.tokens, CHUNK, reuse=reuse, last=TAIL)
 
     def kv(self) -> torch.Tensor:
-        """Of the prompt as it lies there now: float32 [layers, 2, Hkv, tokens, D]."""
+        """KV of the prompt in the cache: float32 [layers, 2, Hkv, tokens, D]."""
         pages = from_page_rows(self.cache[: -(-LENGTH // BLOCK)])
         return pages.permute(1, 2, 3, 0, 4, 5).flatten(3, 4)[:, :, :, :LENGTH].clone()
 
@@ -123,8 +123,7 @@ def kitchen(checkpoint: Checkpoint, model: CausalLM) -> Kitchen:
 )
 @pytest.mark.parametrize("kernels", [reference, choose_kernels()], ids=["torch", "cpu"])
 def test_turned_keys_are_those_of_the_new_position(kernels: Kernels, scaling: dict[str, Any] | None) -> None:
-    """Float32 angles are as wrong as their positions are large, in the model's own tables as well: to 1e-4 a thousand
-    tokens on."""
+    """The error of float32 angles grows with the position, also in the model's own tables: 1e-4 per thousand tokens."""
     cos, sin = rope_tables(64, 4096, 10_000.0, scaling)
     raw = torch.randn(BLOCK, 3, 64, generator=torch.Generator().manual_seed(0))
     places = torch.arange(BLOCK)
@@ -142,7 +141,7 @@ def test_turned_keys_are_those_of_the_new_position(kernels: Kernels, scaling: di
 
 
 def test_stored_kv_of_the_first_layer_is_right_anywhere_and_of_others_it_is_not(kitchen: Kitchen) -> None:
-    """The first layer knows tokens and positions alone. What the others lack is why blending is needed."""
+    """The first layer depends only on tokens and positions. The others depend on the context, so blending is needed."""
     kitchen.prompt()
     wanted = kitchen.kv()
     reused = kitchen.sources >= 0
@@ -170,8 +169,8 @@ def test_computing_all_of_it_is_a_full_prefill_to_the_bit(kitchen: Kitchen) -> N
 
 
 def test_the_tokens_that_deviate_most_bring_most_of_the_loss_back(checkpoint: Checkpoint, model: CausalLM) -> None:
-    """Without a real loss there would be nothing to bring back; any other tokens bring back far less. A few short
-    prompts; `mooncake bench blend` has more of the size that is meant."""
+    """There must be a real loss to recover, and recomputing random tokens recovers far less. A few short prompts;
+    `mooncake bench blend` uses more, of realistic length."""
     random = torch.rand(LENGTH - CHUNK, generator=torch.Generator().manual_seed(2))
     divergences = []
     for start in (2000, 20_000, 40_000, 60_000):
@@ -186,7 +185,7 @@ def test_the_tokens_that_deviate_most_bring_most_of_the_loss_back(checkpoint: Ch
 
 
 def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitchen) -> None:
-    """Neither their queries nor anything else: rows of each layer's first product, from the first layer to the last."""
+    """Neither their queries nor anything else; counted are the rows of each layer's first product."""
     counts: list[int] = []
 
     class Counting(CausalLM):
@@ -209,7 +208,7 @@ def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitc
 
 
 def test_each_sequence_of_a_batch_keeps_its_own_share() -> None:
-    """Those that deviate most of each, whatever another one's do, and all that have no stored KV."""
+    """The tokens of each that deviate most, independently of the others, and all without stored KV."""
     lengths, num_reused = (10, 30, 4), (4, 20, 0)
     starts = torch.tensor([0, *np.cumsum(lengths)])
     sources = torch.full((int(starts[-1]),), -1)
@@ -259,7 +258,7 @@ def test_shares_shrink_to_what_was_asked_for() -> None:
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype: str) -> None:
-    """Keys with norms of their own included: what is stored is behind them."""
+    """Including keys with norms: stored keys are normalised."""
     write_tiny_model(tmp_path, family, max_position_embeddings=LENGTH + 4, head_dim=16)
     checkpoint = open_checkpoint(str(tmp_path))
     model = load_model(checkpoint, "float32", can_blend=True)

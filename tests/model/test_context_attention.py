@@ -1,4 +1,4 @@
-"""Attention over ranks is attention of one: every way round, on threads that post to each other."""
+"""Attention over ranks equals that of one process: every method, on threads that send to each other."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Step:
         return self.cache[slots // BLOCK_TOKENS, layer, :, :, slots % BLOCK_TOKENS].permute(1, 2, 0, 3).contiguous()
 
     def over(self, plan: ContextPlan, method: Method | None, layer: int) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """Output, the first rank's cache, which did not have the step's tokens, and the bytes that all sent."""
+        """Output, the first rank's cache (initially without the step's tokens), and the bytes sent by all."""
         boxes, output = Boxes(plan.size), torch.full_like(self.query, float("nan"))
         cache, slots = self.cache.clone(), self.batch.slots
         cache[slots // BLOCK_TOKENS, layer, :, :, slots % BLOCK_TOKENS] = 0

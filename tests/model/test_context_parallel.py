@@ -1,5 +1,5 @@
-"""Context parallelism over real processes: the logits and tokens of one rank, hooks that are told the truth, and an
-end for everybody when somebody dies."""
+"""Context parallelism over real processes: the logits and tokens of one rank, hooks called at the right time, and an
+end of all ranks when one dies."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_what_cannot_be_cut_is_refused_before_anything_starts(folder: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_the_real_model_over_ranks(size: int) -> None:
-    """Its logits reach 29, and those of one rank are 7e-5 from what float64 gives (of two ranks, 6e-5). Keys reach 22;
-    one of these 800 random tokens makes a rounding as large as 2e-4."""
+    """Logits reach 29, and differ from float64 by 7e-5 with one rank (6e-5 with two). Keys reach 22; for one of these
+    800 random tokens the rounding error is 2e-4."""
     with pair("smollm2", size, max_model_len=1024) as both:
         tokens = some_tokens(800, 40_000)
         both.check(tokens[:701], 0, Method.PASS_KV, atol=1e-4, kv_atol=5e-4)
@@ -84,7 +84,7 @@ def test_a_family_with_windows_goes_by_heads_where_it_must(family: str, tmp_path
     ("size", "method"), [*((2, each) for each in Method), pytest.param(3, Method.PASS_Q, marks=pytest.mark.slow)]
 )
 def test_latent_rows_go_round_as_keys_that_are_the_values(size: int, method: Method, tmp_path: Path) -> None:
-    """One row a token, with and without tokens before the step; the check counts the bytes."""
+    """One row per token, with and without tokens before the step; the check counts the bytes."""
     published = Published("deepseek-v3", tmp_path)
     with pair(published.folder, size, method) as both:
         tokens = some_tokens(203)
@@ -151,7 +151,7 @@ def generate(folder: Path, prompts: Sequence[Sequence[int]], size: int, formats:
     "formats", [{}, pytest.param({"kv_dtype": "int8", "weights": "int8"}, marks=pytest.mark.slow)], ids=["fp32", "int8"]
 )
 def test_an_engine_over_ranks_gives_the_same_answers(folder: Path, formats: dict[str, str]) -> None:
-    """Prompts in several steps, beside others' decodes, and with prefixes that were cached."""
+    """Prompts in several steps, together with decodes, and with cached prefixes."""
     one, other = some_tokens(210).tolist(), some_tokens(97).tolist()
     prompts = [one, other, one[:170] + other[:30], [5, 6, 7]]
     assert generate(folder, prompts, 2, formats) == generate(folder, prompts, 1, formats)

@@ -1,4 +1,4 @@
-"""Who computes what under context parallelism: every pair once, the same work everywhere, and the fewest bytes."""
+"""The plan of context parallelism: every pair is computed once, work is balanced, and the fewest bytes are sent."""
 
 from __future__ import annotations
 
@@ -81,20 +81,20 @@ def test_adjacent_tokens_would_leave_the_last_rank_nearly_twice_the_work(size: i
 
 
 def imbalance(work: npt.NDArray[np.int64]) -> float:
-    """Of ``[hops, ranks]``: what the slowest rank of each hop has to do, against an even share of all of it."""
+    """From work ``[hops, ranks]``: the sum of each hop's slowest rank, over an even share of all work."""
     return float(work.max(1).sum() / (work.sum() / work.shape[1]))
 
 
 def masked_work(plan: ContextPlan, mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """As ``ContextPlan.work``, of one sequence without a prefix, under any mask."""
+    """Like ``ContextPlan.work``, for one sequence without a prefix, under any mask."""
     rows = [plan.rows(plan.runs(rank)) for rank in range(plan.size)]
     hops = range(plan.size)
     return np.array([[mask[np.ix_(rows[r], rows[(r - hop) % plan.size])].sum() for r in hops] for hop in hops])
 
 
 def test_a_sparse_mask_unbalances_the_ring_and_not_heads() -> None:
-    """Blocks of 64 tokens of which each sees itself, the first one and six others (as MoBA, Lu et al. 2025): which ring
-    neighbours have them is chance. By heads every rank has all pairs of as many heads, whatever the mask is."""
+    """Blocks of 64 tokens, each of which sees itself, the first one and six others (as in MoBA, Lu et al. 2025): which
+    ranks have those is random. Split by heads, every rank has all pairs of as many heads, whatever the mask."""
     size, count, block = 4, 2048, 64
     random, num_blocks = np.random.default_rng(0), count // block
     blocks = np.eye(num_blocks, dtype=bool)
@@ -110,7 +110,7 @@ def test_a_sparse_mask_unbalances_the_ring_and_not_heads() -> None:
 
 
 def test_a_sliding_window_unbalances_the_hops_of_the_ring() -> None:
-    """Neighbours alone have something to do at a hop, and all others wait for them."""
+    """Only neighbouring ranks have work at a hop, and all others wait for them."""
     count, window = 2048, 512
     mask = np.tri(count, dtype=bool) & ~np.tri(count, k=-window, dtype=bool)
     assert imbalance(masked_work(plan_of(4, [(0, count)]), mask)) > 1.3

@@ -17,7 +17,7 @@ from mooncake.model.context_plan import Method
 
 @pytest.fixture(scope="module", params=[Method.PASS_KV, Method.PASS_Q])
 def ring(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Pair]:
-    """One thread a rank: of a model with twelve query heads over four KV heads."""
+    """One thread per rank; the model has twelve query heads over four KV heads."""
     before, folder = torch.get_num_threads(), tmp_path_factory.mktemp("ring") / "tiny"
     write_tiny_model(folder, "qwen3", num_attention_heads=12, num_key_value_heads=4, head_dim=16)
     torch.set_num_threads(1)
@@ -34,7 +34,7 @@ def test_ranks_give_the_logits_of_one(ring: Pair) -> None:
 
 
 class Watching:
-    """Sees what the cache holds of a step when a layer is told to be there; fails where it is asked to."""
+    """A hook that compares the caches when a layer is reported complete, and can be made to fail."""
 
     wants_layers = True
 

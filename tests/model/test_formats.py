@@ -1,4 +1,4 @@
-"""A pass in one call is the pass step by step, in every format; formats are chosen clearly and cost what they say."""
+"""The fused pass equals the pass step by step in every format; the choice of formats, and their sizes."""
 
 from __future__ import annotations
 

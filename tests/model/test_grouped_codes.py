@@ -1,4 +1,4 @@
-"""Codes in groups that stay codes in memory (GGUF's blocks, GPTQ, AWQ): they give the bits that their values give."""
+"""Codes in groups that stay codes in memory (GGUF's blocks, GPTQ, AWQ): results are bitwise those of their values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PROJECTION = "model.layers.1.self_attn.v_proj.weight"
 
 @pytest.mark.parametrize("kind", sorted(GROUPED_KINDS))
 def test_blocks_of_gguf_are_read_as_what_they_stand_for(kind: str) -> None:
-    """Of random bytes: every code and every scale occurs."""
+    """From random bytes: every code and every scale occurs."""
     quantisation = GGMLQuantizationType[kind]
     block, block_bytes = GGML_QUANT_SIZES[quantisation]
     rng = np.random.default_rng(1)
@@ -61,7 +61,7 @@ def test_blocks_of_gguf_are_read_as_what_they_stand_for(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
-    """SmolLM2-135M comes as Q4_1 with a Q8_0 table: codes take a fifth of float32's memory, and change no logit."""
+    """SmolLM2-135M is stored as Q4_1 with a Q8_0 table: codes take a fifth of float32's memory, with equal logits."""
     checkpoint = open_checkpoint("smollm2")
     coded, plain = (load_model(checkpoint, dtype, 64, keeps_groups=keeps) for keeps in (True, False))
     rows = torch.arange(40)

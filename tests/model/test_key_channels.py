@@ -1,4 +1,4 @@
-"""Keys scaled by channel: the same model, with keys that one code a token and head fits better."""
+"""Keys scaled by channel: the same model, with keys that fit one int8 scale per token and head better."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checkpoint_of(family: str, folder: Path) -> Checkpoint:
 
 
 def scales_of(checkpoint: Checkpoint, exponent: int) -> KeyScales:
-    """That one channel of each head is so much larger."""
+    """Scales for one channel of each head that is larger by this power of two."""
     config = checkpoint.config
     exponents = np.zeros((config.num_layers, config.num_kv_heads, config.head_dim // 2), np.int8)
     exponents[..., UNEVEN] = exponent
@@ -96,7 +96,7 @@ def test_an_empty_text_is_not_measured_on_another_one(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", "llama", max_position_embeddings=512)
     text = tmp_path / "empty.txt"
     text.touch()
-    with pytest.raises(ConfigError, match="0 tokens of text tell too little of keys"):
+    with pytest.raises(ConfigError, match="0 tokens of text are too few"):
         measure(ScaleOptions(str(tmp_path / "model"), tmp_path / "keys.json", text, tokens=128))
     assert not (tmp_path / "keys.json").exists()
 

@@ -1,5 +1,5 @@
-"""Layers that attend to an earlier layer's keys and values: the same logits as plain torch over the whole prompt gives,
-in fewer bytes, and nothing computed behind the last KV that nobody asks for."""
+"""Layers that attend to an earlier layer's keys and values: the same logits as plain torch over the whole prompt, in
+fewer bytes, and rows without requested logits are not computed after the last layer with KV."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Told:
 
 
 def batch_of(prompts: list[torch.Tensor], firsts: list[int], logit_rows: list[int]) -> ForwardBatch:
-    """What is left of each prompt behind its first tokens; prompt i has the blocks 6 i and following."""
+    """The rest of each prompt after its first tokens; prompt i has the blocks from 6 i on."""
     positions = [torch.arange(first, len(prompt)) for prompt, first in zip(prompts, firsts, strict=True)]
     counts = torch.tensor([0, *map(len, positions)])
     return ForwardBatch(
@@ -108,7 +108,7 @@ def test_every_logit_is_that_of_a_whole_prompt(model: CausalLM, written: Written
 
 
 def test_rows_that_nobody_asks_for_make_no_difference(model: CausalLM, written: Written) -> None:
-    """Two prompts at once, the second behind a prefix, and rows in any order, some of them twice."""
+    """Two prompts at once, the second after a prefix, and rows in any order, some of them twice."""
     cache = written.cache()
     model.forward(batch_of([PROMPT[:1], PROMPT[:30]], [0, 0], []), cache, NoHook())
     rows = [40, 41, 30, 3, 4, 5, 4, 33]  # 31 tokens of the first prompt, then 15 of the second one
@@ -172,7 +172,7 @@ def test_narrowing_costs_no_token_its_adapter(character: Written, tmp_path: Path
 
 
 def test_bytes_fall_by_exactly_what_is_shared(written: Written) -> None:
-    """2 · layers that are kept · KV heads · head size · bytes of a number, a token (techniques of Character.AI)."""
+    """Bytes per token: 2 · kept layers · KV heads · head size · bytes per number (techniques of Character.AI)."""
     config = written.checkpoint.config
     for dtype, row_bytes in (("float32", 64), ("bfloat16", 32), ("int8", 16 + 4)):
         layout = written.checkpoint.kv_layout(BLOCK_TOKENS, dtype)
@@ -199,7 +199,7 @@ def test_an_engine_answers_as_whole_prompts_do(written: Written) -> None:
 
 
 def test_probabilities_of_a_prompt_are_those_of_all_its_rows(character: Written) -> None:
-    """So that every row goes through the last layers, whose rows are else skipped."""
+    """So that every row goes through the last layers, whose rows are otherwise skipped."""
     prompt = PROMPT.tolist()
     sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, logprobs=0)
     with LLM(str(character.folder), kv_gb=0.001, block_tokens=BLOCK_TOKENS, chunk_tokens=16) as llm:

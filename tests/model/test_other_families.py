@@ -517,7 +517,7 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
-        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only one"),
+        ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only way"),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 0.7}}, "rotates 11 of a head's 16 elements"),
         ("phi4-mini", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "rotates 24 of a head's 16 elements"),
     ],

@@ -1,4 +1,4 @@
-"""How a step is cut for a pipeline, and what that is predicted to take. Pure arithmetic."""
+"""How a step is cut for a pipeline, and its predicted time. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_cuts_cover_a_step_in_order_and_no_piece_costs_more_than_its_share(spans
 
 
 def test_a_cached_prefix_counts_as_context() -> None:
-    """SGLang's rule, runtime(L + x) - runtime(L) = runtime of the first piece, is the same one."""
+    """As in SGLang's rule: runtime(L + x) - runtime(L) = runtime of the first piece."""
     cuts = equal_cost([Span(10_000, 1000)], [COST], 2)
     assert cuts[1] == pytest.approx(500, abs=15) and cuts[1] > 500
     without_attention = PieceCost(5.0, 1.0, 0.0)
@@ -70,7 +70,7 @@ def test_a_cached_prefix_counts_as_context() -> None:
 
 
 def test_a_timetable_is_that_of_a_pipeline() -> None:
-    """Equal pieces on p stages take T (k + p - 1) / (k p); a slow piece holds up those behind it."""
+    """k equal pieces on p stages take T (k + p - 1) / (k p); a slow piece delays those after it."""
     table = timetable(np.full((2, 8), 10.0))
     assert table[-1, -1, 1] == 90
     table = timetable(np.array([[1.0, 5.0, 1.0], [1.0, 1.0, 1.0]]))
@@ -113,7 +113,7 @@ CONFIG = ModelConfig(
 
 
 def test_a_guess_is_the_operations_of_products_and_attention() -> None:
-    """SmolLM2: 212 M for a token's products, 34.6 k for a square."""
+    """SmolLM2: 212 M operations per token for products, 34.6 k per pair of tokens for attention."""
     cost = guessed_cost(CONFIG, 30, threads=1)
     assert cost.square_ms / cost.token_ms == pytest.approx(34.56e3 / 212.3e6, rel=0.01)
 
@@ -133,7 +133,7 @@ def test_costs_are_learnt_from_what_pieces_took() -> None:
 
 
 def test_what_short_prompts_do_not_tell_stays_in_proportion() -> None:
-    """After a machine turned out to be four times as slow by its products, attention is taken to be, too."""
+    """If products turn out to be four times as slow as assumed, attention is assumed to be, too."""
     guess = guessed_cost(CONFIG, 15, threads=1)
     fit = CostFit(guess)
     for length in (40, 64, 100, 80):

@@ -1,6 +1,6 @@
-"""A model as a pipeline of processes gives what one process gives, tells its hook the truth, and says so when one dies.
+"""A pipeline of processes gives the results of one process, calls its hook at the right time, and reports dead stages.
 
-The cut is forced to several pieces where steps are small, so that pieces do run side by side.
+Small steps are forced into several pieces, so that pieces do run in parallel.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def some_prompts(*lengths: int) -> list[list[int]]:
 
 
 def test_stages_give_the_tokens_of_one_process(pipeline: Pipeline, whole: CausalLM) -> None:
-    """Ragged batches, chunks, cached prefixes, several answers over shared blocks, sequences that had to give way."""
+    """Ragged batches, chunks, cached prefixes, several answers over shared blocks, preempted sequences."""
     ours = engine_over(pipeline.model, pipeline.cache)
     theirs = engine_over(whole, KVCache(pipeline.cache.layout, NUM_BLOCKS, num_places=4))
     shared = some_prompts(70)[0]
@@ -144,7 +144,7 @@ def test_stages_give_the_tokens_of_one_process(pipeline: Pipeline, whole: Causal
 
 
 class Watcher:
-    """A hook that looks at the cache when it is told of a layer."""
+    """A hook that checks the cache when a layer is reported."""
 
     wants_layers = True
 
@@ -337,7 +337,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_stages_with_and_without_the_fused_pass(folder: Path, whole: CausalLM, is_fused: bool) -> None:
-    """In one process: what leaves the one enters the other, to the bit."""
+    """In one process: the output of one stage is the input of the other, bit for bit."""
     checkpoint = open_checkpoint(str(folder))
     weights, batch = load_weights(checkpoint, "float32"), prompt_batch(60)
     stages = [

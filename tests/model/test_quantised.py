@@ -1,4 +1,4 @@
-"""Quantised folders: what their codes stand for, token for token; int8 codes taken as they are; and clear refusals."""
+"""Quantised folders: the values of their codes, token for token; int8 codes used directly; and clear errors."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_transformers_reads_the_same_of_fp8_in_blocks(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_experts_may_be_quantised(tmp_path: Path) -> None:
-    """transformers holds experts in one tensor; publishers write them one by one, with a scale each."""
+    """transformers has experts in one tensor; published folders have them one by one, each with its scale."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     published = Published(tmp_path / "tiny", fp8((32, 32)), "qwen3_moe", **experts)
     stored = load_file(published.folder / "model.safetensors")
@@ -219,8 +219,8 @@ def test_mxfp4_that_does_not_fit_is_one_sentence(
 
 
 def test_a_layer_is_packed_before_the_next_one_is_dequantised(tmp_path: Path) -> None:
-    """By the memory of a process of its own, without what is mapped, whenever a weight is asked for; what is given back
-    is given to the system, as the large pieces of real models are."""
+    """Measured by the anonymous memory of a separate process whenever a weight is read; freed memory is returned to the
+    system, as large allocations of real models are."""
     wide = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
     published = Published(tmp_path / "wide", gptq(4, 128, order=True), num_hidden_layers=8, **wide)
     code = f"""
@@ -254,7 +254,7 @@ print(max(most) - most[0])
 
 
 def known(shape: tuple[int, int], layout: Layout, bits: int, codes: int, zeros: int = 0) -> list[list[float]]:
-    """What a weight stands for, with a scale of 1, one zero an output, and the same word for each of its codes."""
+    """The values of a weight whose codes are all the same word, with a scale of 1 and one zero per output."""
     outputs, inputs = shape
 
     def word(bits: int) -> torch.Tensor:
@@ -340,7 +340,7 @@ def test_int8_weights_alone_give_the_tokens_of_their_values(form: Format, tmp_pa
 
 
 def test_w8a8_is_the_arithmetic_of_its_scheme(tmp_path: Path) -> None:
-    """transformers with activations coded a token at a time; a code in a hundred may be rounded another way."""
+    """transformers with activations quantised per token; one code in a hundred may be rounded differently."""
     published = Published(tmp_path / "tiny", int8())
     for name, module in published.theirs.named_modules():
         if name.endswith("_proj"):
@@ -374,7 +374,7 @@ def test_with_codes_one_call_gives_the_bits_of_the_pass_step_by_step(codes: Codi
 
 
 def test_a_product_of_codes_and_of_values_is_one_of_values(tmp_path: Path) -> None:
-    """q, k and v are one product: where the checkpoint left v as it was, all three are values."""
+    """q, k and v are one product: if v is not quantised in the checkpoint, all three are used as values."""
     published = Published(tmp_path / "tiny", int8())
     file = published.folder / "model.safetensors"
     stored, name = load_file(file), "model.layers.0.self_attn.v_proj.weight"
@@ -511,7 +511,7 @@ def problem(published: Published) -> str:
             {"quant_method": "bitsandbytes"},
             "is quantised by 'bitsandbytes', which is not supported; supported: comp",
         ),
-        (fp8, {"quant_method": "mxfp4"}, "scale, which nothing in its configuration asks for"),
+        (fp8, {"quant_method": "mxfp4"}, "scale, which its configuration does not need"),
         (fp8, {"quant_method": None}, "is quantised by None, which is not supported"),
         (fp8, {"weight_block_size": [128]}, "weight_block_size must be two sizes, got [128]"),
         (fp8, {"weight_block_size": [0, 128]}, "weight_block_size must be two sizes"),
@@ -580,7 +580,7 @@ def test_what_is_not_supported_is_one_sentence(
         ),
         (lambda: gptq(4, 32), {"g_idx": torch.full((64,), 2).int()}, "g_idx names a group that"),
         (lambda: gptq(4, 32), {"g_idx": torch.arange(-1, 63).int()}, "g_idx names a group that"),
-        (lambda: gptq(4, 32), {"bias": torch.ones(64)}, "q_proj.bias, which nothing in its configuration asks for"),
+        (lambda: gptq(4, 32), {"bias": torch.ones(64)}, "q_proj.bias, which its configuration does not need"),
         (lambda: awq(32), {"scales": torch.ones(2, 63).half()}, "scales is F16 [2, 63]; its quantisation needs"),
     ],
 )
@@ -626,7 +626,7 @@ def test_groups_of_several_kinds_are_told_apart_by_name(tmp_path: Path) -> None:
 
 
 def test_words_of_a_zero_that_is_zero_borrow_from_the_next(tmp_path: Path) -> None:
-    """GPTQ's first version stores zeros less one: of 0, 5, 0, 3 that is done to whole words."""
+    """GPTQ's first version stores zeros minus one, subtracted from whole words, here from 0, 5, 0, 3."""
     zeros = torch.tensor([[0, 5, 0, 3, 15, 0, 0, 1]])
     weight = CodedWeight((8, 8), "gptq", 4, (1, 8), "codes", "scales", "zeros", zero_shift=1)
     stored = {

@@ -1,18 +1,19 @@
-"""Latent attention and mixtures of experts over tensor parallel ranks: theirs, token for token, and each rank holds its
-part alone."""
+"""Latent attention and mixtures of experts over tensor-parallel ranks: transformers' tokens, and each rank holds only
+its part."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from ranks import ranks_of
 from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers
 from tiny_model import write_tiny_model
 
@@ -22,9 +23,11 @@ from mooncake.errors import ModelError
 from mooncake.kernels.cpu import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
-from mooncake.model.load import OTHER_FAMILIES, load_model
+from mooncake.model.gated import GatedDecoder
+from mooncake.model.llama import CausalLM
+from mooncake.model.load import load_model, load_part
 from mooncake.model.shards import experts_of, shard_config, shard_weights
-from mooncake.model.tensor_parallel import TensorParallelModel
+from mooncake.model.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
 
@@ -45,12 +48,12 @@ def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Pub
     assert len({token for tokens in wanted for token in tokens}) >= 6, "a model that repeats itself proves nothing"
     cache = KVCache(published.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
     assert answers(load_model(published.checkpoint, "float32"), cache) == wanted
-    with TensorParallelModel(published.folder, size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-        assert answers(model, model) == wanted
+    with ranks_of(str(published.folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        assert answers(ranks.model, ranks.cache) == wanted
 
 
 def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> None:
-    """Two ranks as threads of this process, whose sum is theirs: what another node would read is on either."""
+    """Two ranks as threads of this process: their sum is transformers' result, and both have the whole row."""
     checkpoint = Published("deepseek-v3", tmp_path).checkpoint
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     whole = KVCache(layout, NUM_BLOCKS)
@@ -60,38 +63,67 @@ def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> N
     caches = [torch.zeros_like(whole.tensor) for _ in range(2)]
 
     def compute(rank: int) -> torch.Tensor:
-        return part_of(checkpoint, rank, 2, ranks.sum).forward(batch, caches[rank], NoHook())
+        return part_of(checkpoint, rank, 2, ranks).forward(batch, caches[rank], NoHook())
 
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(compute, range(2))
-    assert torch.equal(first, second) and torch.allclose(first, wanted, atol=1e-4)
+    assert torch.allclose(first, wanted, atol=1e-4) and second.shape == (0, checkpoint.config.vocab_size)
     assert torch.equal(*caches) and torch.allclose(caches[0], whole.tensor, atol=1e-4)
 
 
+def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Published) -> None:
+    """Four ranks over two KV heads: both ranks of a head write it into the one cache, so they must write the same."""
+    checkpoint = published.checkpoint
+    layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+    batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69]))
+    ranks = InThreads(4)
+    caches = [
+        torch.zeros((NUM_BLOCKS, layout.num_layers, layout.num_kinds, 1, BLOCK_TOKENS, layout.head_dim)) for _ in "1234"
+    ]
+
+    def compute(rank: int) -> torch.Tensor:
+        return part_of(checkpoint, rank, 4, ranks).forward(batch, caches[rank], NoHook())
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(compute, range(4)))
+    first, second, third, fourth = caches
+    assert first.any() and torch.equal(first, second) and torch.equal(third, fourth)
+    assert torch.equal(first, third) == (layout.num_kinds == 1), "one latent row, or two heads"
+
+
 class InThreads:
-    """``Group.sum`` among threads."""
+    """What ranks do together, among threads."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)
-        self._given: list[torch.Tensor] = []
+        self._given: dict[int, torch.Tensor] = {}
+
+    def exchanged(self, rank: int, values: torch.Tensor) -> list[torch.Tensor]:
+        self._given[rank] = values
+        self._barrier.wait()
+        given = [self._given[rank] for rank in range(len(self._given))]
+        self._barrier.wait()
+        return given
+
+
+@dataclass(frozen=True)
+class InThread:
+    """``Ranks``, from the view of one of them."""
+
+    ranks: InThreads
+    rank: int
+    size: int
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        self._given.append(values)
-        self._barrier.wait()
-        total = torch.stack(sorted(self._given, key=torch.Tensor.data_ptr)).sum(0)
-        self._barrier.wait()
-        self._given.clear()
-        self._barrier.wait()
-        return total
+        return torch.stack(self.ranks.exchanged(self.rank, values)).sum(0)
+
+    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
+        everyones = torch.cat(self.ranks.exchanged(self.rank, columns), 1)
+        return everyones if self.rank == 0 else everyones[:0]
 
 
-def part_of(
-    checkpoint: Checkpoint, rank: int, size: int, reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> Decoder:
-    whole = checkpoint.config
-    weights = shard_weights(load_weights(checkpoint, "float32"), whole, rank, size)
-    family, experts = OTHER_FAMILIES[whole.architecture], experts_of(whole, rank, size)
-    return family(shard_config(whole, size), weights, reduce=reduce, experts=experts)
+def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> CausalLM | Decoder:
+    return load_part(checkpoint, "float32", InThread(ranks or InThreads(size), rank, size))
 
 
 def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
@@ -102,7 +134,7 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
         pieces = [part[name] for part in parts if name in part]
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             assert len(pieces) == 1 and torch.equal(pieces[0], tensor), "an expert lives on one rank"
-        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks", name):
+        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks|embed_tokens|lm_head", name):
             assert torch.equal(torch.cat(pieces), tensor)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(torch.cat(pieces, dim=1), tensor)
@@ -115,26 +147,33 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
 
 
 def test_what_a_rank_holds_falls_with_the_number_of_ranks(published: Published) -> None:
-    """Counted in what is packed for products, experts apart."""
-    whole = packed_bytes(load_model(published.checkpoint, "float32"))
+    """Counted in weights packed for products, experts and vocabulary separately."""
+    model, vocab_size = load_model(published.checkpoint, "float32"), published.checkpoint.config.vocab_size
+    whole, width = packed_bytes(model), dict(linears_of(model, ""))[".head"]._width
     assert whole.experts > whole.rest / 4, "this model's experts weigh nothing"
+    assert whole.vocabulary > whole.rest / 4, "this model's vocabulary weighs nothing"
+    assert vocab_size % width == 0
     num_experts = published.checkpoint.config.num_experts
     for size in (2, 4):
         parts = [packed_bytes(part_of(published.checkpoint, rank, size)) for rank in range(size)]
         assert sum(part.experts for part in parts) == whole.experts
         assert max(part.experts for part in parts) == whole.experts * -(-num_experts // size) // num_experts
         assert all(part.rest < whole.rest for part in parts)
+        panels = -(-vocab_size // size // width)
+        assert {part.vocabulary for part in parts} == {whole.vocabulary * panels // (vocab_size // width)}
 
 
 class Packed(NamedTuple):
     experts: int
+    vocabulary: int
     rest: int
 
 
 def packed_bytes(model: object) -> Packed:
     linears = list(linears_of(model, ""))
     experts = sum(linear.num_bytes for path, linear in linears if re.search(r"\.(experts|gate_up|down)\.\d+", path))
-    return Packed(experts, sum(linear.num_bytes for _, linear in linears) - experts)
+    vocabulary = sum(linear.num_bytes for path, linear in linears if path in (".embedding", ".head"))
+    return Packed(experts, vocabulary, sum(linear.num_bytes for _, linear in linears) - experts - vocabulary)
 
 
 def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
@@ -143,8 +182,11 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
         yield path, thing
     elif isinstance(thing, PanelExperts):
         yield from linears_of(dict(zip(("gate_up", "down"), thing._layers, strict=True)), path)
-    elif isinstance(thing, Decoder):
-        yield from linears_of({"layers": thing._layers}, path)  # type: ignore[attr-defined]
+    elif isinstance(thing, VocabularyPart):
+        yield from linears_of(thing.part, path)
+    elif isinstance(thing, GatedDecoder):
+        parts = {"layers": thing._layers, "embedding": thing._embedding, "head": thing._head}
+        yield from linears_of(parts, path)
     elif is_dataclass(thing):
         yield from linears_of({field.name: getattr(thing, field.name) for field in fields(thing)}, path)
     elif isinstance(thing, dict | list):
@@ -154,20 +196,20 @@ def linears_of(thing: object, path: str) -> Iterator[tuple[str, PanelLinear]]:
 
 @pytest.mark.slow
 def test_a_processs_memory_falls_with_the_number_of_ranks(tmp_path: Path) -> None:
-    """As the system counts it: 151 MB of experts, a half and then a quarter of them with each rank."""
+    """Measured by the system: 151 MB of experts, half and then a quarter of them per rank."""
     wide = {"hidden_size": 512, "moe_intermediate_size": 512, "num_experts": 16, "num_hidden_layers": 3}
     write_tiny_model(tmp_path, "qwen3_moe", **(WIDE | wide))
     experts = 3 * 16 * 3 * 512 * 512 * 4
     held = []
     for size in (2, 4):
-        with TensorParallelModel(str(tmp_path), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-            answers(model, model)
-            held.append(anonymous_bytes(model._workers.processes[0].pid))
+        with ranks_of(str(tmp_path), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+            answers(ranks.model, ranks.cache)
+            held.append(anonymous_bytes(ranks.model.pids[0]))
     assert held[0] - held[1] == pytest.approx(experts / 4, rel=0.25)
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Of the process alone: mapped files are everybody's."""
+    """Anonymous memory of the process: mapped files are shared."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 

@@ -1,4 +1,4 @@
-"""Layers computed anew from hidden states that the cache keeps, which may be those of another model of the shape."""
+"""Layers recomputed from hidden states in the cache, which may be those of another model of the same shape."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_kept_inputs_are_those_of_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("is_fused", [True, False])
 def test_another_models_layers_go_on_from_ours(tmp_path: Path, is_fused: bool, family: str) -> None:
-    """By hand, in the reference's own terms: transformers' layers of the receiver over the sender's hidden states."""
+    """Compared with transformers: the receiver's layers over the sender's hidden states."""
     ours, theirs = folder(tmp_path / "ours", 0, family), folder(tmp_path / "theirs", 1, family)
     sender, receiver = Kitchen(ours, is_fused), Kitchen(theirs, is_fused)
     by_torch = load_model(theirs, "float32", kernels=reference)

@@ -1,4 +1,4 @@
-"""Positions beyond those a model was trained with: tables to the bit, and answers token by token, as transformers'."""
+"""Positions beyond the trained context: tables bit for bit, and answers token for token, as in transformers."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def test_a_context_within_the_trained_length_has_the_short_factors(long: tuple[P
 
 
 def test_a_longer_context_has_the_long_factors_for_every_sequence(long: tuple[Path, Any]) -> None:
-    """transformers has them too once a sequence is longer, and computes its keys anew then. Ours are in a cache that
-    others read: a short sequence has the same factors, as if its model knew no others."""
+    """transformers switches to them once a sequence is longer, and recomputes its keys. Our keys are in a shared cache:
+    a short sequence uses the long factors, too."""
     folder, theirs = long
     asked = prompts(300, TRAINED + 1, 5)
     found = answers(folder, asked, 512, chunk_tokens=32)
@@ -188,7 +188,7 @@ def edit(folder: Path, **changes: object) -> None:
 
 
 def test_kv_of_other_rotations_has_another_name(tmp_path: Path) -> None:
-    """Everything that rotates keys is in the digest, from which blocks have their names."""
+    """Everything that affects the rotation of keys is in the digest, from which block names are derived."""
     write_tiny_model(tmp_path, rope_parameters={"rope_theta": 10_000.0, "rope_type": "default"})
     ways: list[dict[str, Any]] = [
         {"rope_type": "default", "rope_theta": 10_000.0},
@@ -217,7 +217,7 @@ def test_kv_of_other_rotations_has_another_name(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "keys in the cache would have to be rotated anew"),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "cached keys would have to be rotated again"),
     "no factor": ({"rope_type": "yarn"}, "'yarn' needs a positive factor"),
     "factor nan": (YARN | {"factor": float("nan")}, "needs a positive factor"),
     "factor too large": (YARN | {"factor": 1e300}, "needs a positive factor"),

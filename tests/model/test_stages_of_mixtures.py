@@ -1,4 +1,4 @@
-"""Latent attention, mixtures of experts and what is built like Llama otherwise, in pipeline stages."""
+"""Latent attention, mixtures of experts and other families, in pipeline stages."""
 
 from __future__ import annotations
 

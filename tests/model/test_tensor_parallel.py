@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ranks import ranks_of
 from tiny_model import write_tiny_model
 
 from mooncake import LLM
@@ -29,6 +30,7 @@ from mooncake.model.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
 from mooncake.types import SamplingParams
 
+VOCABULARY = ("embed_tokens", "lm_head")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 60
 
@@ -76,19 +78,38 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
     """With four ranks each KV head is on two of them."""
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 300, length).tolist() for length in (70, 5, 33)]
-    with TensorParallelModel(str(folder), size, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-        assert model.tensor.shape[3] == max(2 // size, 1)
-        found = answers(Engine(model, model, config_of(256)), prompts, 16)
+    with ranks_of(str(folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        found = answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16)
     assert found == whole(str(folder), prompts, 16)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_vocabulary_that_does_not_divide_gives_the_tokens_of_one_process(is_tied: bool, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3", vocab_size=321, tie_word_embeddings=is_tied, initializer_range=0.1)
+    prompts = [[320, 0, 160, 161, 159, 7], [5, 6, 300]]  # tokens at the borders of the parts
+    wanted = whole(str(tmp_path), prompts, 16)
+    assert {token < 160 for tokens in wanted for token in tokens} == {True, False}, "one part gives all tokens"
+    with ranks_of(str(tmp_path), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        assert answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16) == wanted
 
 
 @pytest.mark.slow
 def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [np.random.default_rng(1).integers(100, 40_000, length).tolist() for length in (150, 20)]
-    with TensorParallelModel("smollm2", 3, "float32", NUM_BLOCKS, BLOCK_TOKENS, 512) as model:
-        found = answers(Engine(model, model, config_of(512)), prompts, 24)
+    with ranks_of("smollm2", 3, NUM_BLOCKS, BLOCK_TOKENS, 512) as ranks:
+        found = answers(Engine(ranks.model, ranks.cache, config_of(512)), prompts, 24)
     assert found == whole("smollm2", prompts, 24, 512)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_ranks_share_pages_of_int8(folder: Path) -> None:
+    prompts = [np.random.default_rng(seed).integers(3, 300, 40).tolist() for seed in range(3)]
+    found = []
+    for size in (1, 2):
+        with LLM(str(folder), kv_gb=0.01, block_tokens=16, kv_dtype="int8", tensor_parallel=size) as llm:
+            given = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+            found.append([answer.token_ids for answer in given])
+    assert found[0] == found[1]
 
 
 def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
@@ -97,7 +118,7 @@ def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
     parts = [shard_weights(weights, config, rank, 2) for rank in range(2)]
     for name, tensor in weights.items():
         pieces = [part[name] for part in parts]
-        if any(kind in name for kind in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+        if any(kind in name for kind in (*("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), *VOCABULARY)):
             assert torch.equal(torch.cat(pieces), tensor)
         elif any(kind in name for kind in ("o_proj", "down_proj")):
             assert torch.equal(torch.cat(pieces, dim=1), tensor)
@@ -106,10 +127,10 @@ def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
 
 
 def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
-    with TensorParallelModel(str(folder), 2, "float32", NUM_BLOCKS, BLOCK_TOKENS) as model:
-        engine = Engine(model, model, config_of(256))
+    with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        engine = Engine(ranks.model, ranks.cache, config_of(256))
         assert answers(engine, [[5, 6, 7]], 2)
-        [worker] = model._workers.processes
+        [worker] = ranks.model._workers.processes
         worker.kill()
         worker.wait()
         with pytest.raises(NodeUnavailable, match=r"ranks \[1\] have failed"):
@@ -127,7 +148,7 @@ def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.Monk
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(model._shard.model, "forward", interrupted)
+            patch.setattr(model._shard, "forward", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
         assert worker.poll() is not None
@@ -147,7 +168,7 @@ thread = threading.Thread(target=make)
 thread.start()
 thread.join()
 [answer] = made[0].generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
-print(len(answer.token_ids), made[0].engine.cache._workers.processes[0].pid, flush=True)
+print(len(answer.token_ids), made[0]._backend.model.pids[0], flush=True)
 sys.stdin.read()
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -164,7 +185,7 @@ sys.stdin.read()
 
 
 def is_running(pid: int) -> bool:
-    """Not as one that has ended and nobody has asked how."""
+    """Whether the process is running, and not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -174,8 +195,8 @@ def is_running(pid: int) -> bool:
 def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
         llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
-        assert isinstance(llm.engine.cache, TensorParallelModel)
-        [rank] = llm.engine.cache._workers.processes
+        assert isinstance(llm._backend.model, TensorParallelModel)
+        [rank] = llm._backend.model._workers.processes
         assert rank.poll() is None
         if is_closed:
             llm.close()
@@ -188,7 +209,7 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size"])
 def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None:
-    """Those that left their group to the interpreter's end aborted there, three times out of ten."""
+    """Ranks that left their process group open at exit aborted three times out of ten."""
     for _ in range(6):
         with LLM(str(folder), kv_gb=0.01, block_tokens=16, **{way: 2}) as llm:  # type: ignore[arg-type]
             model = llm._backend.model
@@ -201,5 +222,5 @@ def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_starts(folder: Path, size: int, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         shard_config(open_checkpoint(str(folder)).config, size)
-    with pytest.raises(ModelError, match=sentence):
-        TensorParallelModel(str(folder), size, "float32", NUM_BLOCKS, BLOCK_TOKENS)
+    with pytest.raises(ModelError, match=sentence), ranks_of(str(folder), size, NUM_BLOCKS, BLOCK_TOKENS):
+        pass

@@ -1,4 +1,4 @@
-"""Models with sliding windows, whose layers keep what is in them: the tokens of transformers, from fewer pages."""
+"""Models with sliding windows whose layers keep only their windows: the tokens of transformers, from fewer pages."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def some_tokens(count: int) -> list[int]:
 
 @pytest.mark.timeout(120)
 async def test_what_is_blended_is_told_and_kept_from_others(tmp_path: Path) -> None:
-    """In both nodes only the prefix is found by its tokens, and neither the answer that builds on the rest."""
+    """In both nodes only the prefix is found by its tokens; neither the rest nor the answer after it is."""
     async with pair(tmp_path / "model") as nodes:
         first, second = (separator(nodes) + some_tokens(3 * BLOCK) for _ in range(2))
         question = separator(nodes) + some_tokens(5)
@@ -97,7 +97,7 @@ async def test_other_tenants_and_who_measures_the_prompt_get_none(tmp_path: Path
 
 @pytest.mark.timeout(120)
 async def test_many_prompts_in_a_small_cache_do_not_hold_each_other_up(tmp_path: Path) -> None:
-    """A prompt that waits holds no chunk, and one whose chunks have left computes them."""
+    """A waiting prompt holds no chunk, and a prompt whose chunks were evicted computes them."""
     async with pair(tmp_path / "model", num_blocks=30) as nodes:
         chunks = [separator(nodes) + some_tokens(4 * BLOCK) for _ in range(3)]
         question = separator(nodes) + some_tokens(5)

@@ -1,4 +1,4 @@
-"""A prefix that three tensor-parallel ranks left in the pool serves a node that has the whole model, bit for bit."""
+"""A prefix stored by three tensor-parallel ranks is used by a node with the whole model, bit for bit."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_what_three_ranks_stored_is_read_converted_and_verified() -> None:
 
 
 class RefusingAtLast(StoreClient):
-    """As a store that has too many leases after two."""
+    """A store that refuses leases after two."""
 
     num_left = 2
 

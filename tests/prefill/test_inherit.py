@@ -1,4 +1,4 @@
-"""KV of a variant of the model: left in a pool by its own nodes, read by those of another, and computed anew in part.
+"""KV of a variant of the model: stored in a pool by its own nodes, read by those of another, and recomputed in part.
 
 Real nodes of two tiny models, a real store between them, without a conductor; fp32, greedy.
 """
@@ -43,7 +43,7 @@ def write_pair(folder: Path, *, same: bool = False) -> tuple[Path, Path]:
 
 
 def profile(sender: Path, receiver: Path, layers: range, **changes: Any) -> Path:
-    """Written beside the receiver. In float32 the content of KV is named by the weights alone."""
+    """Write a profile beside the receiver. In float32 the identity of KV depends only on the weights."""
     names = (open_checkpoint(str(path)).digest for path in (sender, receiver))
     path = receiver / "profile.json"
     fields = {"first": layers[0], "last": layers[-1], "sender_keeps": KEPT, **changes}
@@ -95,7 +95,7 @@ def full_prefill(model: Path, tokens: Sequence[int]) -> list[int]:
 
 
 def by_hand(sender: Path, receiver: Path, layers: range, tokens: Sequence[int], num_inherited: int) -> list[int]:
-    """What the receiver answers when ``num_inherited`` tokens have the sender's KV, put together in one place."""
+    """The receiver's answer when ``num_inherited`` tokens have the sender's KV, computed in one process."""
     models, caches = [], []
     for path in (sender, receiver):
         checkpoint = open_checkpoint(str(path))
@@ -167,7 +167,7 @@ async def test_a_group_is_computed_from_what_the_sender_kept(tmp_path: Path, lay
 
 @pytest.mark.timeout(120)
 async def test_of_equal_weights_nothing_is_lost_and_many_prompts_share_steps(tmp_path: Path) -> None:
-    """Answers that the sender's decode node wrote back included: it kept their hidden states too."""
+    """Including answers written back by the sender's decode node, which also keeps hidden states."""
     prompts = [some_tokens(count) for count in (5 * BLOCK + 2, 3 * BLOCK, 7 * BLOCK + 1)]
     async with family(tmp_path, range(1, 4), "prefill.chunk_tokens=32", same=True) as nodes:
         turns = [prompt + (await nodes.sender.ask(prompt))[0] + some_tokens(9) for prompt in prompts]
@@ -224,9 +224,9 @@ async def test_a_node_refuses_a_profile_that_is_not_its_own(tmp_path: Path) -> N
     async def start(path: Path, model: Path = receiver, *settings: str) -> None:
         await PrefillNode(pair_config("prefill-t", model, 100, f"prefill.variant={path}", *settings)).start()
 
-    with pytest.raises(ConfigError, match="profile is about KV"):
+    with pytest.raises(ConfigError, match="profile is for KV"):
         await start(mine, sender)
-    with pytest.raises(ConfigError, match="profile is about KV"):
+    with pytest.raises(ConfigError, match="profile is for KV"):
         await start(mine, receiver, "model.dtype=bfloat16", "model.weights=int8")
     with pytest.raises(ConfigError, match="must keep"):
         await start(profile(sender, receiver, range(2, 3)))

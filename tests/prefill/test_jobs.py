@@ -1,4 +1,4 @@
-"""Requests on one prefill node that answers them as a whole: what one of them does is nothing to another."""
+"""Requests answered entirely on one prefill node: they do not affect each other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(t
 
 
 def break_it(engine: Engine) -> None:
-    """The next step fails, and so does ending those who were part of it."""
+    """Make the next step fail, and also the ending of its sequences."""
     engine._model = None  # type: ignore[assignment]
     engine._roster._sequences.clear()
 

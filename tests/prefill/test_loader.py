@@ -1,4 +1,4 @@
-"""The thread that reads prefixes, between a real segment and a cache that blocks do not get to."""
+"""The thread that reads prefixes, with a real segment and a cache to which copies fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAIT_S = 20.0
 
 
 class BrokenMirror:
-    """A copy to the device is only found to have failed when it is waited for, and the first one fails."""
+    """Copies to the device whose errors show only when they are waited for; the first one fails."""
 
     def __init__(self) -> None:
         self.memory = KVCache(LAYOUT, NUM_BLOCKS).memory
@@ -85,7 +85,7 @@ def test_a_copy_that_fails_keeps_neither_its_request_nor_the_next_one_waiting() 
 
 
 async def test_a_lease_that_comes_too_late_ends_at_once() -> None:
-    """Its blocks could not be evicted before it runs out by itself."""
+    """Otherwise its blocks could not be evicted until it expires."""
     may_come = asyncio.Event()
     ended: asyncio.Queue[int] = asyncio.Queue()
 

@@ -1,4 +1,4 @@
-"""Layers on their way out to several peers, one of which stands still: real processes, real sockets."""
+"""Layers sent to several peers, one of which hangs: real processes, real sockets."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from mooncake.engine.engine import StepPlan
+from mooncake.engine.holding import Holding
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
@@ -44,7 +45,7 @@ def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     made = Sequence(
         name, tokens, num_tokens, SamplingParams(max_tokens=1), Chain(bytes(32)), eos_ids=(), max_model_len=99
     )
-    made.block_table, made.tables, made.first_held = blocks, [blocks], [0]
+    made.holding = Holding([blocks], [0])
     return made
 
 

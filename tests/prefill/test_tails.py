@@ -1,4 +1,4 @@
-"""Whole answers on one node, whose prompts are stored meanwhile: what the pool has not got yet stays as it is."""
+"""Whole answers on one node, whose prompts are stored meanwhile: blocks not stored yet do not change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_of(node_id: str, model: Path, num_blocks: int) -> Config:
 
 
 class Standstill:
-    """In place of a sink: the outbox's thread does nothing until it is told to go on."""
+    """A sink that blocks the outbox's thread until it is released."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._may_go_on = threading.Event()

@@ -83,7 +83,7 @@ def open_path(transport: RdmaTransport, address: SegmentAddress) -> RdmaPath:
 
 
 def break_queue_pair(pair: QueuePair) -> None:
-    """To the error state, as a device does it."""
+    """Move it to the error state, as a device does."""
     verbs = pair.device.verbs
     attributes = verbs.qp.QPAttr()
     attributes.qp_state = verbs.enums.IBV_QPS_ERR
@@ -149,7 +149,7 @@ def test_a_write_whose_grant_is_gone_is_refused_and_lands_nowhere(own: Any, engi
 
 
 def test_no_write_lands_after_revoke_has_returned(own: Any, transport: RdmaTransport):
-    """A writer that goes on with a key that it was given, without asking anybody."""
+    """A writer continues with a key that it was given before."""
     owner = own()
     path = open_path(transport, owner.address)
     data = noise(BLOCK)

@@ -1,7 +1,7 @@
 """A hand-off over verbs: layers stream from the engine that computes them into the cache of the one that decodes.
 
-``RDMA_TEST_MODEL=smollm2`` takes the real model, as ``tests/kvstore/test_rdma_machine.py`` does; without it a tiny one
-is made, because verbs may be had in an emulated machine only, a hundred times slower than this one.
+``RDMA_TEST_MODEL=smollm2`` uses the real model, as ``tests/kvstore/test_rdma_machine.py`` does; the default is a tiny
+one, because verbs may be available only in an emulated machine, a hundred times slower than this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Summed-up decoding against the shipped batching code, step by step: the same tokens at the same times."""
+"""Summarised decoding compared with the real batching code, step by step: the same tokens at the same times."""
 
 from __future__ import annotations
 

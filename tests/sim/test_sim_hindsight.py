@@ -1,4 +1,4 @@
-"""Refusals judged afterwards: an oracle's replay, and when the door would have opened."""
+"""Refusals judged in hindsight: an oracle's replay, and when the request would have been admitted."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ LATER = TraceRequest(90_000.0, 600, 2, (10**6,))
 
 
 def cluster(ttft_s: float = 5.0) -> Cluster:
-    """One machine of each role, of which a prompt of 8,000 tokens takes about a second."""
+    """One machine per role; a prompt of 8,000 tokens takes about a second."""
     found = load_preset("paper-16").with_counts(prefill=1, decode=1).with_slo(ttft_s=ttft_s)
     return found.with_conductor(admission="early")
 
@@ -66,7 +66,7 @@ def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never(
 
 
 def test_a_run_that_is_looked_at_is_the_run_that_would_have_been() -> None:
-    """Looking ahead draws lengths, and draws those anew that answers have outgrown."""
+    """Look-ahead samples answer lengths, and samples again those that answers have exceeded."""
     full = load_preset("paper-16").with_counts(prefill=4, decode=1).with_slo(tbt_ms=60.0)
     full = full.with_conductor(admission="lookahead", max_tokens=2000)
     trace = generate("conversation", 600, 1)

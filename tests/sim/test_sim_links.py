@@ -44,7 +44,7 @@ def test_a_flow_with_a_limit_leaves_the_rest_to_the_others() -> None:
 
 
 def test_shares_are_max_min_fair_over_two_bottlenecks() -> None:
-    """a sends to b and c; d sends to c. c's way in is shared by two, so is a's way out: all get a half."""
+    """a sends to b and c; d sends to c. Two flows share c's ingress and a's egress: all get a half."""
     wire = Wire("a", "b", "c", "d")
     wire.network.join("fat", 1000.0)
     first = wire.send("ab", "a", "b", 1e6)
@@ -87,7 +87,7 @@ paces = st.lists(st.tuples(st.integers(0, 11), st.floats(0.1, 50.0), st.floats(0
 def test_no_port_carries_more_than_it_can_and_nobody_could_have_more(
     asked: list[tuple[int, int, float, float, float]], changes: list[tuple[int, float, float]]
 ) -> None:
-    """Max-min: every flow has its limit, or uses a full port in which nobody has more than it."""
+    """Max-min fair: every flow is at its limit, or uses a full port in which no flow has more."""
     wire = Wire("0", "1", "2", "3")
     alive: list[Flow] = []
 

@@ -1,4 +1,4 @@
-"""The longest gaps of an answer: the sum of runs of steps against every step by itself, in both languages."""
+"""The longest gaps of an answer: from runs of steps, compared with single steps, in both languages."""
 
 import numpy as np
 import pytest

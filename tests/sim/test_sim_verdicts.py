@@ -1,4 +1,4 @@
-"""The rules behind the verdicts: what was saved follows from its own rows, and what moves in them moves the verdict."""
+"""The rules of the verdicts: saved verdicts follow from their rows, and other rows give other verdicts."""
 
 from __future__ import annotations
 

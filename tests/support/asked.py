@@ -1,4 +1,4 @@
-"""Which operations of torch would have the host wait for what a device computes; works without a device."""
+"""Records the torch operations that would make the host wait for a device; works without a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefill node with bad memory: one bit of everything that it sends is wrong. Everything else is the real node.
+"""A prefill node with bad memory: one bit of everything it sends is wrong. The rest is the real node.
 
 python bad_prefill_node.py --config FILE --set node.id=NAME
 """

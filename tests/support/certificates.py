@@ -11,7 +11,7 @@ def openssl(*arguments: object) -> None:
 
 
 def make_certificate(folder: Path, name: str, *more: object, names: str = "IP:127.0.0.1") -> tuple[Path, Path]:
-    """Self-signed, or signed as ``more`` says; its file and its key's."""
+    """Make a certificate, self-signed or signed with the options ``more``. Returns its file and its key's."""
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
     request = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", 1)
     alternatives = ("-addext", f"subjectAltName={names}") if names else ()

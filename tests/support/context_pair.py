@@ -1,4 +1,4 @@
-"""One model alone and over context parallel ranks, side by side."""
+"""One model alone and over context-parallel ranks, to be compared."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Pair:
         self.caches = [KVCache(layout, limit // BLOCK_TOKENS) for _ in range(2)]
 
     def logits(self, tokens: torch.Tensor, first: int, hook: LayerHook | None = None) -> list[torch.Tensor]:
-        """Of the last token and two others; tokens before ``first`` are in the caches."""
+        """Logits of the last token and two others; tokens before ``first`` are in the caches."""
         count = len(tokens) - first
         whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([count - 1, count // 3, count // 3]))
         batch = replace(
@@ -52,7 +52,7 @@ class Pair:
     def check(
         self, tokens: torch.Tensor, first: int, method: Method, atol: float = 1e-5, kv_atol: float = 1e-5
     ) -> None:
-        """Logits, the first rank's cache, and the bytes that were sent."""
+        """Compare logits and the first rank's cache, and check the bytes sent."""
         alone, together = self.logits(tokens, first)
         assert torch.equal(together.argmax(-1), alone.argmax(-1))
         torch.testing.assert_close(together, alone, rtol=0, atol=atol)

@@ -31,7 +31,8 @@ async def ask(
     salt: str = "",
     **sampling: Any,
 ) -> Answer:
-    """Greedy and to full length unless ``sampling`` says otherwise. Raises the MooncakeError that the cluster gives."""
+    """Ask for one answer: greedy and of full length unless ``sampling`` says otherwise. Raises the cluster's
+    MooncakeError."""
     settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **sampling}
     request = inference_pb2.GenerateRequest(
         token_ids=inference_pb2.TokenIds(ids=prompt),
@@ -57,7 +58,7 @@ async def ask(
 async def ask_all(
     channel: grpc.aio.Channel, prompts: list[list[int]], max_tokens: int, *, at_once: int, **kwargs: Any
 ) -> list[Answer]:
-    """All prompts, at most ``at_once`` running."""
+    """Ask all prompts, at most ``at_once`` at the same time."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(prompt: list[int]) -> Answer:
@@ -72,7 +73,7 @@ async def status(channel: grpc.aio.Channel) -> cluster_pb2.StatusResponse:
 
 
 def leaks(status: cluster_pb2.StatusResponse) -> list[str]:
-    """What some node still holds although nothing runs, and any accounting that does not add up."""
+    """Resources that a node still holds although nothing runs, and inconsistent counters."""
     found = []
     for node in status.nodes:
         load, name = node.load, node.info.node_id
@@ -92,7 +93,7 @@ def leaks(status: cluster_pb2.StatusResponse) -> list[str]:
 
 
 async def wait_idle(channel: grpc.aio.Channel, within_s: float = 30.0) -> float:
-    """Wait until nothing is held anywhere, by what the nodes report from now on. Returns after how long (s)."""
+    """Wait until nothing is held anywhere, according to reports sent from now on. Returns the time that took (s)."""
     started_s = time.monotonic()
     while True:
         now = await status(channel)
@@ -106,7 +107,7 @@ async def wait_idle(channel: grpc.aio.Channel, within_s: float = 30.0) -> float:
 
 
 async def wait_running(channel: grpc.aio.Channel, requests: int, within_s: float = 30.0) -> None:
-    """Wait until the conductor has so many requests running."""
+    """Wait until the conductor has this many requests running."""
     started_s = time.monotonic()
     while (running := (await status(channel)).requests_running) < requests:
         assert time.monotonic() - started_s < within_s, f"only {running} of {requests} requests are running"

@@ -1,4 +1,4 @@
-"""A cluster of real nodes in the test's own process, where their engines can be held up. Sockets are real as well."""
+"""A cluster of real nodes in the test's own process, where their engines can be delayed. Sockets are real, too."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N = TypeVar("N", bound=Node)
 
 
 class InProcessCluster:
-    """``start`` the conductor, and ``join`` nodes, which whoever starts them stops; then ``stop``."""
+    """``start`` the conductor, ``join`` nodes (the caller stops them), then ``stop``."""
 
     def __init__(self, model: Path, *settings: str) -> None:
         self._settings = [
@@ -44,7 +44,7 @@ class InProcessCluster:
         self.channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(conductor.control_address))
 
     async def join(self, build: Callable[[Config], N], name: str, *settings: str) -> N:
-        """``name`` is a role, a dash and a number."""
+        """Start a node; ``name`` is a role, a dash and a number."""
         role = name.partition("-")[0]
         node = build(load_config(None, [*self._settings, f"node.id={name}", f"node.role={role}", *settings]))
         await node.start()

@@ -1,4 +1,4 @@
-"""A small live cluster for tests: real processes, little memory, one thread a node."""
+"""A small live cluster for tests: real processes, little memory, one thread per node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def small_config(*overrides: str) -> Config:
 
 @contextlib.contextmanager
 def running_cluster(config: Config) -> Iterator[LocalCluster]:
-    """A cluster that outlives the event loops of tests: its watchers run on a loop in a thread of their own."""
+    """A cluster that outlives the event loops of tests: its watchers run on a loop in a separate thread."""
     started: Future[LocalCluster] = Future()
     loop_and_stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
@@ -52,7 +52,7 @@ def running_cluster(config: Config) -> Iterator[LocalCluster]:
         yield started.result(timeout=180)
     finally:
         loop, stop = loop_and_stop[0]
-        with contextlib.suppress(RuntimeError):  # it ended by itself, with an error
+        with contextlib.suppress(RuntimeError):  # the loop ended with an error
             loop.call_soon_threadsafe(stop.set)
         thread.join()
 
@@ -63,7 +63,7 @@ def stages_of(node: int) -> list[int]:
 
 
 def workers_of(node: int, module: str) -> list[int]:
-    """The processes that run ``module`` for a node, whichever of its threads has started them."""
+    """The processes that run ``module`` for a node, started by any of its threads."""
     tasks = Path(f"/proc/{node}/task").iterdir()
     children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
     return [pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]

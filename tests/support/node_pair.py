@@ -1,4 +1,4 @@
-"""A prefill and a decode node of a model in the test's own process, without a conductor: tests ask both, as it does."""
+"""A prefill and a decode node of a model in the test's own process; tests call both, as a conductor would."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def pair_config(node_id: str, model: Path, num_blocks: int, *settings: str) -> C
 
 @dataclass
 class NodePair:
-    """Asks both nodes, as a conductor does."""
+    """Calls both nodes, as a conductor does."""
 
     prefill: PrefillNode
     decode: DecodeNode
@@ -80,7 +80,7 @@ class NodePair:
         return await asyncio.gather(decoded(), reported())
 
     def num_known(self, node: PrefillNode | DecodeNode, tokens: Sequence[int]) -> int:
-        """Blocks of a prompt that are found in a node by these tokens, at any place of it."""
+        """Number of blocks of a prompt with these tokens that a node has, at any position."""
         keys = node.host.chain().keys(np.array(tokens, np.uint32), BLOCK)
         return sum(node.host.engine.block_pool.match([key]) for key in keys)
 
@@ -89,7 +89,7 @@ class NodePair:
 async def node_pair(
     model: Path, *settings: str, num_blocks: int = 100, name: str = "t", pool: str = ""
 ) -> AsyncIterator[NodePair]:
-    """At the end nothing may be held any more."""
+    """A started pair; at the end it checks that no blocks are held."""
     prefill = PrefillNode(pair_config(f"prefill-{name}", model, num_blocks, *settings))
     decode = DecodeNode(pair_config(f"decode-{name}", model, num_blocks, *settings))
     await decode.start()

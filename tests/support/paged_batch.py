@@ -1,4 +1,4 @@
-"""A ragged batch over a paged cache, for tests of GPU kernels: on a GPU, else where Triton interprets. Needs Triton."""
+"""A ragged batch over a paged cache, for tests of GPU kernels on a GPU or in Triton's interpreter. Needs Triton."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mooncake.kernels.triton_launch import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter takes other tiles, and minutes")
+needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter uses other tiles, and takes minutes")
 
 
 class Batch:
-    """A ragged batch over a cache whose unwritten places hold NaN: whoever reads them is found out."""
+    """A ragged batch over a cache whose unwritten rows are NaN, so that reading them is detected."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Batch:
 
 
 def check_within_rounding(batch: Batch, actual: torch.Tensor, layer: torch.Tensor) -> None:
-    """Against the definition in float32. Of long contexts all means are small: what counts is the error in each row's
-    own deviations, of which bfloat16 weights cost a hundredth or two."""
+    """Compare with the reference in float32. Over long contexts all means are small, so the error is taken relative to
+    each row's deviation; bfloat16 weights cause one or two hundredths."""
     query, _, *rest = batch.arguments
     expected = reference.paged_attention(query.float(), layer.float(), *rest)
     deviation = expected.std(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""A fleet of nodes of known speed, to ask where a request would go. Nothing in it is faked: there is no I/O to fake."""
+"""A fleet of nodes of known speed, to test where a request is placed. Nothing is faked, because there is no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def node(node_id: str, role: Role, host: str = "h", max_sequences: int = 0) -> N
 
 @dataclass
 class Cluster:
-    """A fleet with nodes of known speed: 1 ms a token of prefill, 10 ms a decode step, 1 ms a MB of transfer."""
+    """A fleet with nodes of known speed: 1 ms per token of prefill, 10 ms per decode step, 1 ms per MB of transfer."""
 
     prefill: int = 2
     decode: int = 2
@@ -41,7 +41,7 @@ class Cluster:
     now: float = 100.0
     policy: str = DEFAULT_POLICY
     native: bool = True
-    hosts: bool = False  # each prefill node has a host of its own, with a store; else all are on one
+    hosts: bool = False  # each prefill node has its own host with a store; else all are on one
     chunk_tokens: int = 0
     ssd_mb_per_s: float = 1000.0
     fleet: Fleet = field(init=False)
@@ -71,8 +71,8 @@ class Cluster:
         in_dram: dict[str, int] | None = None,
         **changes: object,
     ) -> Placement:
-        """A prompt that nobody has seen, but for ``runs``: leading blocks that these nodes hold, and of stores how many
-        of them are in DRAM (else all)."""
+        """Place a new prompt. ``runs``: leading blocks that these nodes hold; for stores also how many of them are in
+        DRAM (default: all)."""
         facts = self.facts(num_tokens, runs, in_dram, **changes)
         return self.scheduler.place(facts, self.now)
 
@@ -85,7 +85,7 @@ class Cluster:
     ) -> RequestFacts:
         prompt = next(self.prompts)
         keys = [BlockKey(bytes([block]) + prompt.to_bytes(31, "little")) for block in range(num_tokens // 64)]
-        self.fleet.view(self.now)  # stores have two tiers from when they are first seen
+        self.fleet.view(self.now)  # a store's two tiers are known once it is in a view
         for node_id, run in (runs or {}).items():
             fast = (in_dram or {}).get(node_id, run)
             for tier, part in ((Tier.DRAM, keys[: min(fast, run)]), (Tier.SSD, keys[fast:run])):

@@ -1,4 +1,4 @@
-"""A small quantised folder as somebody could have published it, beside transformers' model of the same values."""
+"""A small quantised model folder as it could be published, and transformers' model with the same values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEW_TOKENS = 12
 
 
 class Published:
-    """A folder of codes, and transformers' own model with the values that they stand for."""
+    """A folder of codes, and transformers' own model with the values that they represent."""
 
     def __init__(self, folder: Path, form: Format, family: str = "llama", **changes: Any) -> None:
         self.folder = folder
@@ -42,7 +42,7 @@ class Published:
         return tuple(tokens[len(prompt) :])
 
     def edit(self, **changes: object) -> None:
-        """Of quantization_config; None removes a key."""
+        """Change quantization_config; None removes a key."""
         file = self.folder / "config.json"
         tree = json.loads(file.read_text())
         settings = tree["quantization_config"] | changes
@@ -50,7 +50,7 @@ class Published:
         file.write_text(json.dumps(tree))
 
     def edit_tensors(self, **changes: torch.Tensor | None) -> None:
-        """Of the first layer's q_proj; None removes one."""
+        """Change tensors of the first layer's q_proj; None removes one."""
         file = self.folder / "model.safetensors"
         module = "model.layers.0.self_attn.q_proj."
         tensors: dict[str, Any] = load_file(file) | {module + part: tensor for part, tensor in changes.items()}

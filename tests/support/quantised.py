@@ -1,6 +1,6 @@
-"""Quantised Hugging Face folders, each format packed code by code as its tools document it, beside what it stands for.
+"""Quantised Hugging Face folders, each format packed as its tools document it, with the values that it represents.
 
-Rounding is to the nearest: how well a quantiser chooses its scales is nothing that a reader needs to know.
+Codes are rounded to the nearest: how well scales are chosen does not matter to a reader.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 Parts = dict[str, torch.Tensor]
 Pack = Callable[[torch.Tensor], tuple[Parts, torch.Tensor]]
-"""From a weight [outputs, inputs] to its parts by name, and to the float32 values that they stand for."""
+"""From a weight [outputs, inputs] to its parts by name, and to the float32 values that they represent."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -28,8 +28,8 @@ class Format:
 
 
 def write_quantised(folder: Path, theirs: Any, form: Format) -> None:
-    """Rewrite the folder of ``theirs``, a model of transformers: the projections of its layers become codes, and in
-    ``theirs`` the values that these stand for."""
+    """Quantise the projections of the layers: in the folder they become codes, and in ``theirs``, transformers' model,
+    the values of these codes."""
     stored = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, weight in theirs.named_parameters():
@@ -44,7 +44,7 @@ def write_quantised(folder: Path, theirs: Any, form: Format) -> None:
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 words of unsigned codes [rows, n], each with 32 / bits of a row, the first in the lowest bits."""
+    """Pack unsigned codes [rows, n] into int32 words of 32 / bits codes of a row, the first in the lowest bits."""
     per_word = 32 // bits
     packed = torch.zeros(codes.shape[0], -(-codes.shape[1] // per_word), dtype=torch.int64)
     for place in range(per_word):
@@ -73,7 +73,7 @@ def grouped(
 
 
 def scattered(inputs: int, size: int) -> torch.Tensor:
-    """Groups as an order of activations scatters them."""
+    """The group of each input, scattered as by activation order."""
     return (torch.arange(inputs) // size)[torch.randperm(inputs, generator=torch.Generator().manual_seed(3))].int()
 
 
@@ -103,14 +103,14 @@ def int8(strategy: str = "channel", activations: dict[str, Any] | None = BY_TOKE
         size = weight.abs().amax(1, keepdim=True) if strategy == "channel" else weight.abs().amax().view(1)
         scale = (size / 127.5).bfloat16()
         codes = (weight / scale.float()).round().clamp(-128, 127)
-        codes.view(-1)[0] = -128.0  # products must take it
+        codes.view(-1)[0] = -128.0  # products must accept it
         return {"weight": codes.to(torch.int8), "weight_scale": scale}, codes * scale.float()
 
     return compressed("int-quantized", INT8 | {"strategy": strategy}, activations, pack)
 
 
 def packed(bits: int, size: int = 0, symmetric: bool = True, order: bool = False, loose_zeros: bool = False) -> Format:
-    """pack-quantized; ``size`` 0: a scale an output. ``loose_zeros``: not packed, as earlier versions wrote them."""
+    """pack-quantized; ``size`` 0: one scale per output. ``loose_zeros``: not packed, as earlier versions wrote them."""
 
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         groups = scattered(weight.shape[1], size) if order else None
@@ -140,7 +140,7 @@ def float8(strategy: str, block: tuple[int, int] = (0, 0)) -> Format:
 
 
 def fp8(block: tuple[int, int] = (0, 0)) -> Format:
-    """Plain fp8, in blocks or with a scale a weight."""
+    """Plain fp8, in blocks or with one scale per weight matrix."""
     settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
     if block != (0, 0):
         return Format(settings | {"weight_block_size": list(block)}, _float8_pack("block", block, "_scale_inv"))
@@ -171,7 +171,7 @@ def _float8_pack(strategy: str, block: tuple[int, int], suffix: str) -> Pack:
 def gptq(
     bits: int, size: int, symmetric: bool = False, order: bool = False, version: int = 1, bias: float | None = 0.0
 ) -> Format:
-    """``version`` 1 stores zeros less one. ``bias``: of this value, as early tools wrote them for nothing."""
+    """``version`` 1 stores zeros minus one. ``bias``: its value; early tools wrote biases although none were needed."""
 
     def pack(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         groups = scattered(weight.shape[1], size) if order else (torch.arange(weight.shape[1]) // size).int()
@@ -192,7 +192,7 @@ def gptq(
 
 
 def less_one(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Every code less one, borrowing from the next: what is done is done to words."""
+    """Every code minus one; it borrows from the next one, because whole words are subtracted."""
     return (packed.long() - sum(1 << place for place in range(0, 32, bits))).to(torch.int32)
 
 
@@ -217,7 +217,7 @@ FLOAT4 = torch.tensor([sign * value for sign in (1, -1) for value in (0, 0.5, 1,
 
 
 def write_mxfp4(folder: Path, theirs: Any) -> None:
-    """As ``write_quantised``, of the experts of a gpt-oss."""
+    """Like ``write_quantised``, for the experts of a gpt-oss model."""
     stored = load_file(folder / "model.safetensors")
     with torch.no_grad():
         for name, weight in theirs.named_parameters():

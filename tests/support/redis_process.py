@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 class RedisProcess:
-    """``start`` it, ``signal`` it, ``stop`` it, in any order and as often as you like."""
+    """``start``, ``signal`` and ``stop`` may be called in any order, repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -1,4 +1,4 @@
-"""The reference that tokens are held against: transformers, fp32, with the same dequantised weights.
+"""The reference for tokens: transformers in fp32 with the same dequantised weights.
 
 Checking is teacher-forced: one forward pass over prompt and answer gives the reference's choice at every position, and
 that equals what its own greedy generation gives as long as all tokens before agree (induction over positions).
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-TIE = 1e-4  # two best logits closer than this are a tie: either choice is right
+TIE = 1e-4  # if the two best logits are closer than this, either choice is right
 
 
 @cache
@@ -72,7 +72,7 @@ def check_greedy(prompt: list[int], answer: list[int]) -> Verdict:
 
 
 def prompts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
-    """Token prompts of 1 to ``longest`` tokens, lengths spread evenly on a log scale, both ends included."""
+    """Prompts of 1 to ``longest`` tokens, with lengths evenly spaced on a log scale, both ends included."""
     random = np.random.default_rng(seed)
     lengths = np.unique(np.geomspace(1, longest, count).round().astype(int))
     extra = random.integers(1, longest + 1, count - len(lengths))

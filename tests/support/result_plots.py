@@ -1,6 +1,6 @@
-"""Plots of tests/bench/RESULTS.md: of a figure a panel, of a machine a bar, beside what was asked.
+"""Plots of tests/bench/RESULTS.md: one panel per figure, one bar per machine, and the required value.
 
-Each file says in its description what it shows, so a test can tell a stale plot without drawing it.
+Each file has its data in its description, so a test can recognise a stale plot without drawing it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rows_of(plot: Mapping[str, Any], tables: list[Table]) -> list[tuple[str, Row
 
 
 def shown(plot: Mapping[str, Any], tables: list[Table]) -> str:
-    """What the plot shows, as it stands in its file."""
+    """The plot's data, as in the file's description."""
     rows = rows_of(plot, tables)
     return json.dumps(
         [[caption, row.asked, {m: row.said(m) for m in row.values}] for caption, row in rows], ensure_ascii=False

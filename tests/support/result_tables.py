@@ -1,9 +1,9 @@
-"""The tables of results in README.md and tests/bench/RESULTS.md, and their plots: words of
-``tests/bench/result_tables.toml``, figures of what was saved.
+"""The tables of results in README.md and tests/bench/RESULTS.md, and their plots: text from
+``tests/bench/result_tables.toml``, figures from saved results.
 
-    python tests/support/result_tables.py    # makes all of them anew; a test says when that is to be done
+    python tests/support/result_tables.py    # regenerates all of them; a test fails when they are stale
 
-A row is a figure, a column a machine. What was asked is ``least`` or ``most``, so whether a cell is met is computed.
+A row is a figure, a column a machine. Requirements are ``least`` or ``most``, so whether a cell meets them is computed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Row:
     values: Mapping[str, float]
     least: float | None
     most: float | None
-    words: str  # in place of limits that can be checked
+    words: str  # instead of a limit that can be checked
     form: str
     unit: str
 
@@ -60,7 +60,7 @@ class Row:
         return [machine for machine in self.values if not self.meets(machine)]
 
     def shortfall(self, machine: str) -> float:
-        """By how much of what was asked the machine misses it."""
+        """The share of the required value by which the machine misses it."""
         value = self.values[machine]
         return max((self.least or value) / value, value / (self.most or value))
 
@@ -83,11 +83,11 @@ class Table:
     section: str
     title: str
     about: str
-    files: Mapping[str, str]  # of machines
-    also: Mapping[str, str]  # other files, for words
+    files: Mapping[str, str]  # by machine
+    also: Mapping[str, str]  # other files, used in the text
     rows: tuple[Row, ...]
-    missed: str  # why what was asked is not there
-    weakness: str  # what nothing asks, or no file holds, and one should know
+    missed: str  # why requirements are not met
+    weakness: str  # other weaknesses, without a requirement or a file
     notes: tuple[str, ...]
 
     @property
@@ -144,7 +144,7 @@ def wrapped(text: str, before: str = "") -> str:
 
 
 def table_text(table: Table, names: Mapping[str, str]) -> str:
-    """The table under its heading, with what is to be known of it and its files."""
+    """The table under its heading, with its notes and files."""
     machines = [machine for machine in names if machine in table.files]
     header = ["", "asked", *(names[machine] for machine in machines)]
     body = lines_of(header, ([row.figure, row.asked, *map(row.cell, machines)] for row in table.rows))
@@ -155,7 +155,7 @@ def table_text(table: Table, names: Mapping[str, str]) -> str:
 
 
 def summary(found: list[Table], names: Mapping[str, str]) -> str:
-    """What was asked, where it is met, and what is farthest from it."""
+    """For each table, how many requirements each machine meets, and which figure is farthest from its requirement."""
 
     def met(table: Table, machine: str) -> str:
         asked = [row for row in table.rows if row.is_asked and machine in row.values]
@@ -206,14 +206,14 @@ def readme_table() -> str:
 
 
 def whole(page: str) -> str:
-    """The page with what is generated made anew."""
+    """The page with its generated parts regenerated."""
     before, rest = PAGES[page].read_text().split(BEGIN)
     made = readme_table() if page == "readme" else results_page()
     return before + BEGIN + made + END + rest.split(END)[1]
 
 
 def typed_figures(table: Mapping[str, Any]) -> list[str]:
-    """Fractions in a table's words that are neither a file's nor listed as typed."""
+    """Fractions in a table's text that neither come from a file nor are listed as typed."""
     words = re.sub(
         r"\{[^{}]*\}", "", " ".join([table.get("missed", ""), table.get("weakness", ""), *table.get("notes", ())])
     )

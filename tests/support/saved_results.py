@@ -1,14 +1,14 @@
-"""What a benchmark has saved under ``tests/bench/results``, and how the words of a table name a figure of it.
+"""Saved results of benchmarks (``tests/bench/results``), and expressions that name a figure in a table's text.
 
-A figure is one of these; between braces in a sentence, a format of Python's may follow a colon:
+A figure is one of these; in braces within a sentence, a Python format may follow after a colon:
 
-    RATIO                              of the file's ratios
-    best[SUBJECT | FIGURE | KEY=VALUE] of its results; or median[…], highest[…]
+    RATIO                              one of the file's ratios
+    best[SUBJECT | FIGURE | KEY=VALUE] one of its results; or median[…], highest[…]
     over[SUBJECT / OTHER | FIGURE | …] best over best; or medians[…]
     per[RATIO / RATIO]                 one ratio over another
-    gain[RATIO]                        in percent more than 1
-    least[PATTERN …], most[PATTERN …]  of all ratios of such names
-    line[0][KEY][…]                    whatever the file's first line has
+    gain[RATIO]                        percent above 1
+    least[PATTERN …], most[PATTERN …]  over all ratios with matching names
+    line[0][KEY][…]                    any value of the file's first line
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parents[1] / "bench/results"
 
 
 class _Found(dict[str, Any]):
-    """Looked up when asked for."""
+    """Figures looked up on access."""
 
     def __init__(self, look_up: Callable[[str], Any]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _Found(dict[str, Any]):
 
 
 class Result:
-    """One saved file. Raises KeyError for what it does not have."""
+    """One saved file. Raises KeyError for a figure that it does not have."""
 
     def __init__(self, file: Path) -> None:
         self.name = file.name
@@ -57,7 +57,7 @@ class Result:
         return self._ways[key] if key in self._ways else self._ratio(key)
 
     def figure(self, name: str) -> float:
-        """The figure of such a name, a number."""
+        """The value of the named figure."""
         return float(_Words().get_field(name, (), self)[0])
 
     def _ratio(self, key: str) -> float:
@@ -99,5 +99,5 @@ class _Words(Formatter):
 
 
 def filled(words: str, results: Mapping[str, Result]) -> str:
-    """The words with their figures: ``{zen5[decode_b1_vs_vllm]:.1f}`` is of the result that is called zen5."""
+    """The text with its figures filled in: ``{zen5[decode_b1_vs_vllm]:.1f}`` is a ratio of the result named zen5."""
     return _Words().vformat(words, (), results)

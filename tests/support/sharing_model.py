@@ -1,4 +1,4 @@
-"""Tiny random models whose layers share keys and values, and what they compute, in plain torch over whole prompts."""
+"""Tiny random models whose layers share keys and values, and their reference in plain torch over whole prompts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 @dataclass(frozen=True)
 class Graph:
-    """``sources``: whose KV each layer attends to. ``settings`` say the same in config.json, ``windows`` too."""
+    """``sources``: the layer whose KV each layer attends to. ``settings``: this and ``windows`` in config.json."""
 
     sources: list[int]
     settings: dict[str, Any]
-    windows: list[int] = field(default_factory=list)  # of each layer; []: all see everything
+    windows: list[int] = field(default_factory=list)  # per layer; []: no windows
     family: str = "llama"
 
     def window_of(self, layer: int) -> int:
@@ -42,7 +42,8 @@ class Graph:
 GLOBALS_AND_LOCALS = [LOCAL] * 5 + [GLOBAL] + [LOCAL] * 5 + [GLOBAL]
 WINDOWS = [8 if kind == LOCAL else 0 for kind in GLOBALS_AND_LOCALS]
 CHARACTER = [0, 0, 2, 2, 4, 5, 4, 7, 7, 9, 9, 5]
-"""One global layer in six; local neighbours share in twos, both global layers the first one's KV (Character.AI)."""
+"""One global layer in six; pairs of adjacent local layers share KV, and both global layers use the first one's
+(Character.AI)."""
 
 GRAPHS = {
     "pairs": Graph([0, 0, 2, 2], {"use_cla": True, "cla_share_factor": 2}),
@@ -69,7 +70,7 @@ GRAPHS = {
 
 
 def write_sharing_model(folder: Path, graph: Graph, **changes: Any) -> dict[str, torch.Tensor]:
-    """The folder as who trained it would publish it: without keys and values that nothing uses. Returns its weights."""
+    """Write the folder as its publisher would, without unused key and value weights. Returns its weights."""
     shape = SHAPE | {"num_hidden_layers": len(graph.sources)} | changes
     write_tiny_model(folder, graph.family, **shape)
     config = json.loads((folder / "config.json").read_text())
@@ -84,7 +85,7 @@ def write_sharing_model(folder: Path, graph: Graph, **changes: Any) -> dict[str,
 
 
 def whole_prompt_logits(weights: dict[str, torch.Tensor], graph: Graph, tokens: torch.Tensor) -> torch.Tensor:
-    """``[T, V]`` in float32: full attention, layer by layer, over keys and values that layers share."""
+    """Logits ``[T, V]`` in float32: full attention, layer by layer, over shared keys and values."""
     length, head_dim = len(tokens), SHAPE["head_dim"]
     at = torch.arange(length)
     angles = at[:, None] / 10_000.0 ** (torch.arange(0, head_dim, 2) / head_dim)

@@ -1,7 +1,7 @@
-"""A process that writes to an SSD tier for as long as it lives, and says what is durable: ``ssd_writer.py DIRECTORY``.
+"""A process that writes to an SSD tier until it is killed, and reports what is durable: ``ssd_writer.py DIRECTORY``.
 
-For each seed that it reads it forks a writer, whose process id is the answer. A writer tells what it is going to do
-(``?``) and what has become durable (``!``): lines of ``sign key version``, version 0 for a drop.
+For each seed that it reads it forks a writer and prints its process id. A writer reports what it is about to do (``?``)
+and what has become durable (``!``): lines of ``sign key version``, version 0 for a drop.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def tell(line: str) -> None:
 
 def main(directory: Path) -> None:
     for line in sys.stdin:
-        child = os.fork()  # nothing has been started here yet, threads least of all
+        child = os.fork()  # safe: no threads have been started
         if child == 0:
             asyncio.run(write_for_ever(directory, int(line)))
         tell(f"pid {child}")

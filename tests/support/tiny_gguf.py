@@ -1,4 +1,4 @@
-"""Tiny random models in GGUF files, laid out as llama.cpp's tools lay them out, with or without a tokenizer."""
+"""Tiny random models in GGUF files, in the layout of llama.cpp's tools, with or without a tokenizer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def write_gguf(
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
     **changes: Any,
 ) -> None:
-    """``pre`` names the manner of cutting words (None: no tokenizer); ``add_bos`` None leaves it out; ``kind`` is the
-    matrices' quantisation.
+    """``pre`` names the pre-tokenizer (None: no tokenizer); ``add_bos`` None omits the key; ``kind`` is the matrices'
+    quantisation.
 
-    ``changes`` are of metadata below the architecture's name; None leaves a key out.
+    ``changes`` of metadata below the architecture's name; None omits a key.
     """
     writer = gguf.GGUFWriter(path, architecture)
     values: dict[str, Any] = {
@@ -93,7 +93,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool | None) -> N
 
 
 def head_dim(architecture: str) -> int:
-    """Qwen3's heads are wider than their share of the hidden size, and 128 is what transformers takes them for."""
+    """Qwen3's heads are wider than hidden size / heads; 128 is the default of transformers."""
     return 128 if architecture == "qwen3" else WIDTH // HEADS
 
 

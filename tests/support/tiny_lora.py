@@ -1,5 +1,5 @@
-"""Random LoRA adapters in PEFT's folders, and the same adapters in transformers' own model: merged into its weights, or
-added to the end of a prompt alone."""
+"""Random LoRA adapters in PEFT folders, and the same adapters in transformers' own model: merged into its weights, or
+applied only to the end of a prompt."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def write_adapter(
     rslora: bool = False,
     invocation: Sequence[int] = (),
 ) -> Any:
-    """Write the folder and return a copy of ``model`` with W + s B A in place of each W. With an ``invocation`` it is
-    an activated LoRA, of which that copy shows only what it does to a prompt that begins so."""
+    """Write the folder and return a copy of ``model`` with W + s B A for each W. With an ``invocation`` it is an
+    activated LoRA; the copy then matches only prompts that begin with the invocation."""
     torch.manual_seed(seed)
     merged, alpha, tensors = copy.deepcopy(model), 8.0, {}
     scale = alpha / (math.sqrt(rank) if rslora else rank)
@@ -80,7 +80,7 @@ def activated(model: Any, folder: Path, start: int) -> Any:
 
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers answers, token by token, whatever would end the answer."""
+    """Greedy tokens of transformers; nothing ends the answer early."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):

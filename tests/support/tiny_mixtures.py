@@ -1,4 +1,4 @@
-"""Tiny random mixtures of experts, two with latent attention, as publishers write them; and their greedy answers."""
+"""Tiny random mixtures of experts, two with latent attention, as Hugging Face folders; and their greedy answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Published:
-    """A random mixture of transformers', and the folder that its publisher would upload."""
+    """A random mixture model of transformers, and its folder as published."""
 
     def __init__(self, name: str, folder: Path) -> None:
         family, changes = MIXTURES[name]

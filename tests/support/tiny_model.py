@@ -27,7 +27,7 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 
-LATENT: dict[str, Any] = {  # beside them, of a "deepseek_v3"
+LATENT: dict[str, Any] = {  # further settings of a "deepseek_v3"
     "num_hidden_layers": 3,
     "num_key_value_heads": 4,
     "initializer_range": 0.2,

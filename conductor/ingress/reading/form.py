@@ -182,7 +182,7 @@ def answer_form(thoughts: str, calls: str, template: str, tells_tools: bool) -> 
     if calls == "auto" and tells_tools:
         found = next((form for sign, form in _SIGNS if sign in template), None)
     if found not in (None, Calls.HERMES) and not tells_tools:
-        what = f"conductor.tool_call_parser {calls!r} needs a chat template that tells tools, and the model's does not"
+        what = f"conductor.tool_call_parser {calls!r} needs a chat template that lists tools, and the model's does not"
         raise ConfigError(what)
     takes_tools = tells_tools and found is not None
     return TaggedForm(tags, found or Calls.HERMES, takes_tools, takes_tools and "tool_calls" in template)

@@ -70,15 +70,15 @@ class OnceReader:
         return not self._is_over and self.reader.is_thinking
 
     def push(self, text: str, is_last: bool) -> list[Said]:
-        told: list[Said] = []
+        parts: list[Said] = []
         if self._is_over:
-            return told
+            return parts
         for part in self.reader.push(text, is_last):
-            told.append(part)
+            parts.append(part)
             if isinstance(part, CallPart) and part.is_end:
                 self._is_over = True
                 break
-        return told
+        return parts
 
 
 def read_json(text: str) -> Any:
@@ -96,14 +96,14 @@ _HEX = "[0-9a-fA-F]"
 _PAIR = rf"\\u[dD][89abAB]{_HEX}{{2}}\\u[dD][c-fC-F]{_HEX}{{2}}"
 _ESCAPE = re.compile(rf"{_PAIR}|(?P<half>\\u[dD][89a-fA-F]{_HEX}{{2}})|\\.?", re.DOTALL)
 _LOW_BEGINS = rf"\\(?:u(?:[dD](?:[c-fC-F]{_HEX}?)?)?)?"
-# Of an escape that may be a half, or the first one of a pair.
+# The beginning of an escape that may be an unpaired surrogate, or the first of a pair.
 _BEGINS = re.compile(rf"\\(?:u(?:[dD](?:[89abAB](?:{_HEX}(?:{_HEX}(?:{_LOW_BEGINS})?)?)?|[c-fC-F]{_HEX}?)?)?)?")
 
 
 @dataclass(slots=True)
 class SayableJson:
-    """A JSON text that is told as it is written, with question marks for such halves: who is told of one can neither
-    write it down nor send it back. What may be the beginning of one waits."""
+    """A JSON text passed on as it is generated, with escaped unpaired surrogates replaced by question marks, because
+    clients can neither store nor send them. Text that may begin such an escape is held back."""
 
     _held: str = ""
 
@@ -116,7 +116,7 @@ class SayableJson:
 
 
 def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
-    """Complete calls, of which the last may have been cut short."""
+    """Join parts into calls; the last one may be incomplete."""
     calls: list[list[CallPart]] = []
     for part in parts:
         if part.name:

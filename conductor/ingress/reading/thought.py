@@ -28,8 +28,8 @@ class Start(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tags:
-    """The tags around a thought. With ``is_first_left_out`` an answer begins inside a thought, whoever wrote the
-    opening tag."""
+    """The tags around a thought. With ``is_first_left_out`` an answer begins inside a thought, without the opening
+    tag."""
 
     begin: str
     end: str
@@ -75,19 +75,19 @@ class ThoughtReader:
 
     def push(self, text: str, is_last: bool) -> list[Said]:
         self._held += text
-        said: list[Said] = []
+        parts: list[Said] = []
         if self._place is _Place.BEFORE:
             self._begin(is_last)
         if self._place is _Place.THOUGHT:
-            said += self._think(is_last)
+            parts += self._think(is_last)
         if self._place is _Place.BEHIND:
             self._held = self._held.lstrip()
             if self._held or is_last:
                 self._place = _Place.ANSWER
         if self._place is _Place.ANSWER:
             held, self._held = self._held, ""
-            said += self.answer.push(held, is_last)
-        return said
+            parts += self.answer.push(held, is_last)
+        return parts
 
     def _begin(self, is_last: bool) -> None:
         begin = self.tags.begin
@@ -105,13 +105,13 @@ class ThoughtReader:
         thought, tag, behind = self._held.partition(self.tags.end)
         if not tag and not is_last:
             thought = thought[: len(thought) - overlap(thought, self.tags.end)]
-        told = thought[: max(len(thought.rstrip()), len(thought) - _MAX_SPACE_CHARS)]
+        decided = thought[: max(len(thought.rstrip()), len(thought) - _MAX_SPACE_CHARS)]
         if tag:
             self._place, self._held = _Place.BEHIND, behind
         else:
-            self._held = "" if is_last else self._held[len(told) :]
-        self._has_told |= bool(told)
-        return [Thought(told)] if told else []
+            self._held = "" if is_last else self._held[len(decided) :]
+        self._has_told |= bool(decided)
+        return [Thought(decided)] if decided else []
 
 
 def behind_thought(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[str], int | None]) -> Guide:

@@ -19,20 +19,21 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Ready(msgspec.Struct):
-    """The first line that it writes."""
+    """The first line of the script's output."""
 
     versions: dict[str, str]
     start_s: float
 
 
 class Done(msgspec.Struct):
-    """Its answer to a task."""
+    """The script's answer to a task."""
 
     s: float
 
 
 class PeerEngine(PeerProcess):
-    """``with PeerEngine("vllm", python, model, dtype, threads) as peer``: loaded inside. Raises as any peer does."""
+    """``with PeerEngine("vllm", python, model, dtype, threads) as peer``: loaded inside. Raises the errors of
+    ``PeerProcess``."""
 
     def __init__(self, name: str, python: str, model: str, dtype: str, threads: int) -> None:
         self.has_prefix_cache = name == "vllm"
@@ -40,7 +41,7 @@ class PeerEngine(PeerProcess):
         self.start_s = 0.0
         self.preload = (ctypes.util.find_library("tcmalloc_minimal") or "") if name == "vllm" else ""
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        if self.preload:  # vLLM's own advice for CPUs
+        if self.preload:  # recommended by vLLM for CPUs
             environment["LD_PRELOAD"] = self.preload
         command = [python, str(SCRIPT), name, model, "--dtype", dtype, "--threads", str(threads)]
         super().__init__(name, command, environment, TIMEOUT_S)
@@ -56,5 +57,5 @@ class PeerEngine(PeerProcess):
         return self
 
     def run(self, prompts: Prompts, new: int) -> float:
-        """Seconds in which it generated exactly ``new`` tokens for each prompt."""
+        """Seconds to generate exactly ``new`` tokens for each prompt."""
         return self.ask({"prompts": [list(map(int, prompt)) for prompt in prompts], "new": new}, Done).s

@@ -1,4 +1,4 @@
-"""A model of ours as the HF folder that other engines want to read."""
+"""Writes a .gguf model as the HF folder that other engines read."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def write_hf_folder(gguf: Path, folder: Path, dtype: str) -> None:
         local_files_only=True,
     )
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config  # what is saved is not quantised any more
+        del model.config.quantization_config  # the saved weights are not quantised
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source, gguf_file=file_name, local_files_only=True).save_pretrained(folder)

@@ -1,6 +1,6 @@
-"""Our own engine as a benchmark's subject: one process, sequences in, tokens out, every step timed.
+"""Our engine as the subject of a benchmark: one process, sequences in, tokens out, every step timed.
 
-It goes through ``Engine`` alone, as a node does: no text, no network, no hand-off.
+It uses only ``Engine``, as a node does: no text, no network, no hand-off.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mooncake.precision import Precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import SamplingParams
 
-CHOICES = 20  # timed
+CHOICES = 20  # repetitions of ``choosing_s``
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step: how many sequences and tokens it had, and where its seconds went."""
+    """One step: its numbers of sequences and tokens, and its times."""
 
     num_sequences: int
     num_tokens: int
     step_s: float
-    forward_s: float  # within the model; the rest is scheduling, batch building, sampling and bookkeeping
+    forward_s: float  # in the model; the rest is scheduling, batch building, sampling and bookkeeping
 
     @property
     def is_decode(self) -> bool:
@@ -45,7 +45,7 @@ class StepTime:
 
 
 class TimedModel:
-    """A model with a stopwatch; otherwise the same."""
+    """A model whose forward passes are timed."""
 
     def __init__(self, model: CausalModel) -> None:
         self._model = model
@@ -65,7 +65,7 @@ class TimedModel:
 
 
 class OwnEngine:
-    """Raises ModelError when the model cannot be loaded."""
+    """Our engine. Raises ModelError when the model cannot be loaded."""
 
     has_prefix_cache = True
 
@@ -100,7 +100,7 @@ class OwnEngine:
         self.steps: list[StepTime] = []  # of the last run
 
     def run(self, prompts: Prompts[Prompts[int]], new: int) -> float:
-        """Seconds for exactly ``new`` greedy tokens after each prompt, all given at once."""
+        """Seconds to generate exactly ``new`` greedy tokens after each prompt, all submitted at once."""
         sequences = [self.sequence(prompt, new) for prompt in prompts]
         self.steps = []
         begin = time.perf_counter()
@@ -125,11 +125,11 @@ class OwnEngine:
     def decode_in_turns(
         self, prompt: Prompts[int], rounds: int, other: Callable[[], float], pause_s: float
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """In each round what ``other`` returns and, ``pause_s`` later, seconds of the faster of two decode steps of one
-        sequence. Returns the steps, then the others."""
+        """In each round, call ``other`` and, ``pause_s`` later, time the faster of two decode steps of one sequence.
+        Returns the times of the steps, then the results of ``other``."""
         self.core.add(self.sequence(prompt, 2 + 2 * rounds))
         self.steps = []
-        while not self.decode_steps(1):  # the prompt, and a step that does not count
+        while not self.decode_steps(1):  # the prompt and a warm-up step
             self._step()
         steps, others = [], []
         for _ in range(rounds):
@@ -147,12 +147,12 @@ class OwnEngine:
         return step_s
 
     def decode_steps(self, batch: int) -> list[StepTime]:
-        """Of the last run: the steps in which ``batch`` sequences got a token each and nothing else was computed."""
+        """The steps of the last run in which ``batch`` sequences were decoded and nothing else was computed."""
         return [step for step in self.steps if step.is_decode and step.num_sequences == batch]
 
     def choosing_s(self, batch: int) -> float:
-        """What the most likely token of each of ``batch`` rows of logits costs alone: the one part of a greedy step
-        outside the model that is not Python's own."""
+        """Seconds to find the most likely token of each of ``batch`` rows of logits: the only part of a greedy step
+        outside the model that is not Python."""
         logits = torch.randn(batch, self._model.config.vocab_size)
         sequences = [self.sequence([1], 1) for _ in range(batch)]
         taken: list[float] = []
@@ -164,5 +164,5 @@ class OwnEngine:
 
 
 def median_outside_s(steps: list[StepTime]) -> float:
-    """What a step costs beside the model's forward pass, at the median."""
+    """Median time of a step outside the model's forward pass."""
     return statistics.median(step.step_s - step.forward_s for step in steps)

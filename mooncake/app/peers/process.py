@@ -1,7 +1,7 @@
-"""A peer that is measured in turns: a script under another Python, which takes tasks and answers, a line of JSON each.
+"""A peer of a benchmark: a script under another Python interpreter, with tasks and answers as lines of JSON.
 
-It is stopped (SIGSTOP, its whole process group) while it is not at its turn, because engines that are idle still poll
-and spin, and would slow down whoever is measured next. It must not know what is measured.
+Its process group is stopped (SIGSTOP) between tasks, because idle engines still poll and spin, which would slow down
+the next measurement. It must not know what is measured.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Answer = TypeVar("Answer")
 
 
 class PeerProcess:
-    """``with PeerProcess(name, command) as peer``: started inside, all its processes gone after.
+    """``with PeerProcess(name, command) as peer``: started inside, all its processes ended after.
 
-    Its first line of JSON says that it is ready (``greeting``); lines that are none it may write at any time. Entering
-    and asking raise NodeUnavailable when it does not start or has ended (with its last words), DeadlineExceeded when
-    nothing comes within ``timeout_s``, InternalError when what comes means nothing.
+    The first line of JSON from it means that it is ready (``greeting``); other lines are ignored. Entering and ``ask``
+    raise NodeUnavailable when it does not start or has ended (with its last output), DeadlineExceeded when no line
+    comes within ``timeout_s``, InternalError for an invalid answer.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class PeerProcess:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The one that answers; it may have started others, all in one process group."""
+        """The process that answers; it may have started others in its process group."""
         assert self._process is not None, "a peer is used in its with block"
         return self._process
 
     def ask(self, task: object, kind: type[Answer]) -> Answer:
-        """Let it run until it has answered."""
+        """Send a task, and let the process run until it has answered."""
         pipe = self.process.stdin
         assert pipe is not None
         _signal_group(self.process, signal.SIGCONT)
@@ -94,8 +94,8 @@ class PeerProcess:
             raise InternalError(f"{self.name} answered {line[:80]!r}") from None
 
     def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        """In a process group of its own but in our session: if we are killed, the kernel wakes and hangs up a stopped
-        group that lost its parent, so that it does not stay for ever."""
+        """Start it in its own process group, but in our session: if we are killed, the kernel sends SIGHUP and SIGCONT
+        to a stopped orphaned group, so that it does not stay forever."""
         try:
             return subprocess.Popen(
                 self._command,
@@ -134,7 +134,7 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask by closing its input, then make sure of every process that it started."""
+    """Close its input to end it, then kill every process that it started."""
     _signal_group(process, signal.SIGCONT)
     with process:
         assert process.stdin is not None
@@ -146,8 +146,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read_line(pipe: IO[bytes], deadline: float) -> bytes | None:
-    """A whole line; empty at the end of the stream, None after ``deadline``. It reads no byte beyond the line, so that
-    lines which come at once are not lost."""
+    """A whole line; empty at the end of the stream, None after ``deadline``. It reads no byte beyond the line, because
+    these would be lost."""
     line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)

@@ -1,6 +1,6 @@
-"""Paths whose speed one can set: TCP relays in a process of their own, each with a token bucket.
+"""Network paths with adjustable speed: TCP relays in a separate process, each with a token bucket.
 
-What runs through a relay arrives unchanged or not at all. For the benchmark and the tests of several paths to a peer.
+Bytes arrive unchanged or not at all. For the benchmark and the tests of several paths to a peer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from kvstore.transfer.limiter import TokenBucket
 from mooncake.errors import NodeUnavailable
 
 CHUNK_BYTES = 32 << 10
-BUFFER_BYTES = 128 << 10  # of each socket: more would hide what the bucket does
+BUFFER_BYTES = 128 << 10  # per socket; larger buffers would hide the limit
 START_TIMEOUT_S = 30.0
 
 
 class Rails:
-    """``with Rails(target, 4, bytes_per_s) as rails``: ``rails.addresses`` are as many ways to ``target``."""
+    """``with Rails(target, 4, bytes_per_s) as rails``: ``rails.addresses`` are the addresses of four relays to
+    ``target``."""
 
     def __init__(self, target: tuple[str, int], number: int, bytes_per_s: float) -> None:
         self.addresses: list[str] = []
@@ -50,11 +51,11 @@ class Rails:
         self._ask("rate", index, bytes_per_s)
 
     def kill(self, index: int) -> None:
-        """Its connections break, and new ones are refused."""
+        """Break the relay's connections and refuse new ones."""
         self._ask("kill", index, 0.0)
 
     def freeze(self, index: int) -> None:
-        """Nothing gets through any more, and nobody is told."""
+        """Stop forwarding silently."""
         self._ask("freeze", index, 0.0)
 
     def _ask(self, what: str, index: int, value: float) -> None:

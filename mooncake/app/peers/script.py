@@ -1,8 +1,8 @@
-"""Another engine under the stopwatch: run as a script by that engine's own Python, told what to do line by line.
+"""Times another engine: a script run by that engine's Python interpreter, with one task per line.
 
-It stands alone: the interpreter that runs it has no ``mooncake``, so it imports nothing of it. Each line on stdin is a
+It imports nothing of ours, because that interpreter does not have our ``mooncake``. Each line on stdin is a
 JSON object ``{"prompts": [[token, …], …], "new": n}``; each answer on stdout is ``{"s": seconds}`` for generating
-exactly ``n`` greedy tokens for every prompt. The first line out says what was started.
+exactly ``n`` greedy tokens for every prompt. The first line of output says what was started.
 
     python script.py vllm|transformers MODEL --dtype float32 --threads 2
 """
@@ -26,7 +26,7 @@ Generate = Callable[[Prompts, int], None]
 
 
 def start_vllm(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
-    """vLLM's offline engine, with its prefix cache, without detokenizing, on as many cores as the others get."""
+    """vLLM's offline engine with its prefix cache, without detokenizing, on as many cores as the other engines."""
     cores = sorted(os.sched_getaffinity(0))[:threads]
     settings = {
         "HF_HUB_OFFLINE": "1",
@@ -34,7 +34,7 @@ def start_vllm(model: str, dtype: str, threads: int, max_model_len: int) -> Gene
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        # Left to itself it keeps a core free for its scheduler, which is half of a machine with two.
+        # By default it keeps a core free for its scheduler, which is half of a machine with two.
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
     }
     for name, value in settings.items():
@@ -60,7 +60,7 @@ def start_vllm(model: str, dtype: str, threads: int, max_model_len: int) -> Gene
 
 
 def start_transformers(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
-    """``generate`` of transformers over a padless batch; every call computes its whole prompts (no prefix cache)."""
+    """``generate`` of transformers over a batch without padding; each call computes whole prompts (no prefix cache)."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from transformers import AutoModelForCausalLM
@@ -106,7 +106,7 @@ def main() -> None:
     options = parser.parse_args()
 
     _die_with_parent()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)  # ours alone: what the engine prints goes to stderr
+    answers = os.fdopen(os.dup(1), "w", buffering=1)  # only for answers: output of the engine goes to stderr
     os.dup2(2, 1)
     begin = time.perf_counter()
     generate = STARTS[options.engine](options.model, options.dtype, options.threads, options.max_model_len)
@@ -121,13 +121,13 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """Also in the middle of a task of minutes, which nobody waits for any more. Linux only."""
+    """End this process when its parent dies, even during a task of minutes. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _distributions(engine: str) -> list[str]:
-    """The installed distributions among the names that an engine is published under."""
+    """The installed distributions among the package names of an engine."""
     from importlib.metadata import packages_distributions
 
     return sorted(set(packages_distributions().get(engine, [])))

@@ -1,4 +1,4 @@
-"""A process of ours beside a benchmark, which says something once it is ready and goes when its pipe closes."""
+"""A helper process of a benchmark, which sends a message once it is ready and ends when its pipe closes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ T = TypeVar("T")
 
 @contextmanager
 def spawned(kind: type[T], target: Callable[..., None], *args: object, is_killed: bool = False) -> Iterator[T]:
-    """Run ``target(pipe, *args)`` there: what it sends first. Then it is to wait for the pipe's end, and return; or to
-    go on until it ``is_killed``. Raises NodeUnavailable when it does not start."""
+    """Run ``target(pipe, *args)`` in a new process; yields the first message. It must return when the pipe closes, or
+    is killed if ``is_killed``. Raises NodeUnavailable when it does not start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=target, args=(theirs, *args), daemon=True)
     process.start()
-    theirs.close()  # so that its end is the pipe's
+    theirs.close()  # so that the pipe closes when the process ends
     try:
         if not ours.poll(START_S):
             raise NodeUnavailable("the other process does not start")
         try:
             said = ours.recv()
         except EOFError:
-            raise NodeUnavailable("the other process ended before it was ready; what it says is above") from None
+            raise NodeUnavailable("the other process ended before it was ready; its output is above") from None
         assert isinstance(said, kind)
         yield said
     finally:

@@ -1,9 +1,9 @@
-"""Mooncake's own store under the stopwatch: run as a script by the Python that it is installed in.
+"""Times Mooncake's own store: a script run by the Python interpreter that has it.
 
-It stands alone: the interpreter that runs it has another ``mooncake``. Its master and the process that owns the memory
-are started here; the client has no memory of its own in the pool, so that every byte crosses between processes. Each
-line on stdin is a JSON object ``{"operation": "get"|"put"|"exists", "size": bytes, "seconds": s}``; each answer is
-``{"calls": n, "seconds": s, "p50_us": us}``. The first line out says that it is ready.
+It imports nothing of ours, because that interpreter has another ``mooncake``. It starts the master and the process that
+owns the memory; the client has no memory in the pool, so every byte crosses between processes. Each line on stdin is a
+JSON object ``{"operation": "get"|"put"|"exists", "size": bytes, "seconds": s}``; each answer is ``{"calls": n,
+"seconds": s, "p50_us": us}``. The first line of output says that it is ready.
 
     python store_script.py
 """
@@ -81,7 +81,7 @@ def main() -> None:
         task = json.loads(line)
         call = prepare(store, memory.ctypes.data, task["operation"], task["size"])
         taken: list[float] = []
-        call(0)  # warm
+        call(0)  # warm-up
         started = time.perf_counter()
         while not taken or time.perf_counter() < started + task["seconds"]:
             began = time.perf_counter()
@@ -104,7 +104,7 @@ def prepare(store: Any, base: int, operation: str, size: int) -> Callable[[int],
         while store.put_from(key, base + place % places * size, size) != 0:
             if time.monotonic() > deadline:
                 raise SystemExit("it takes no more blocks")
-            time.sleep(0.001)  # full until it has evicted
+            time.sleep(0.001)  # full until it evicts
 
     if operation == "put":
         return lambda number: insist(f"put {size} {time.monotonic_ns()}", number)

@@ -1,9 +1,9 @@
-"""Mooncake's own transfer engine under the stopwatch: run as a script by the Python that it is installed in.
+"""Times Mooncake's own transfer engine: a script run by the Python interpreter that has it.
 
-It stands alone: the interpreter that runs it has another ``mooncake``. A second process owns the registered memory;
-the first reads and writes it over TCP. Each line on stdin is a JSON object ``{"operation": "read"|"write", "size":
-bytes, "count": ranges a call, "seconds": s}``; each answer is ``{"calls": n, "seconds": s, "cpu_s": s, "p50_us": us}``,
-where the processor time is of both processes. The first line out says that it is ready.
+It imports nothing of ours, because that interpreter has another ``mooncake``. A second process owns the registered
+memory; the first reads and writes it over TCP. Each line on stdin is a JSON object ``{"operation": "read"|"write",
+"size": bytes, "count": ranges per call, "seconds": s}``; each answer is ``{"calls": n, "seconds": s, "cpu_s": s,
+"p50_us": us}``, with the CPU time of both processes. The first line of output says that it is ready.
 
     python transfer_script.py
 """

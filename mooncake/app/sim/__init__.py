@@ -1,1 +1,1 @@
-"""The cluster in virtual time: discrete events around the conductor, caches and batching that are shipped."""
+"""The cluster in virtual time: discrete events around the real conductor, caches and batching."""

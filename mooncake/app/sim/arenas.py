@@ -1,5 +1,5 @@
-"""Memory for millions of small objects that are visited in no order: in small pages the processor looks most of them up
-in its page tables first. It knows nothing of what they are.
+"""Huge pages for Python objects: millions of small objects are visited in random order, and with small pages most
+accesses miss the TLB.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ SOURCE = Path(__file__).with_name("arenas.cpp")
 
 @functools.cache
 def use_huge_pages() -> None:
-    """Python's objects that are made from now on lie in huge pages, as far as the system has them. For a process that
-    only simulates: what it frees goes back to Python and not to the system."""
+    """Allocate Python's objects from huge pages from now on, as far as the system has them. Only for processes that
+    simulate: freed memory goes back to Python, not to the system."""
     try:
         load_module("arenas", SOURCE).use_huge_pages()
     except BuildFailed as error:
-        log.warning("simulating in small pages, more slowly: %s", error)
+        log.warning("simulating without huge pages, more slowly: %s", error)

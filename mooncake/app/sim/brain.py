@@ -1,5 +1,5 @@
-"""The shipped conductor in virtual time: its registry, index, costs, fleet, scheduler and admission, called where the
-live dispatcher calls them. Nothing is decided here.
+"""The real conductor in virtual time: its registry, index, costs, fleet, scheduler and admission, called where the live
+dispatcher calls them. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT_BEATS = 4  # heartbeats that a node may miss
 
 
 class Refused(Exception):
-    """Admission says no; ``retry_after_s`` is when it might say yes."""
+    """Refused by admission; worth a retry after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class Brain:
             self.costs.observe_transfer(name, store_id(name), num_bytes, load_ms)
 
     def stored(self, name: str, events: Iterable[BlockEvent]) -> None:
-        if self.script is not None:  # nobody asks in a replay
+        if self.script is not None:  # not used in a replay
             return
         if not self._is_tiered:
             self.index.apply(name, events)
@@ -200,7 +200,7 @@ class Brain:
             self.replicator.copied(copy, ok)
 
     def call_failed(self, node_id: str, now: float) -> int:
-        """A call reached nobody. Returns the incarnation that is dead."""
+        """A call failed because the node is dead. Returns the dead incarnation."""
         node = self.registry.get(node_id)
         if node is None:
             return 0

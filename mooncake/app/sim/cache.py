@@ -1,7 +1,7 @@
-"""One host's KV in memory: the shipped block pool, driven by whole prompts instead of by an engine.
+"""One host's KV in memory: the real block pool, used by whole prompts instead of an engine.
 
-It gives the same order of eviction as an engine's cache: least recently used first, leaves before what they build on,
-never a block that somebody holds. Times and bytes are others' business.
+It evicts in the same order as an engine's cache: least recently used first, leaves before their parents, never a block
+in use. It must not know times or bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Keys = Sequence[BlockKey]
 
 
 class HostCache:
-    """``num_blocks`` blocks. What is held is given back with ``release``, once."""
+    """A cache of ``num_blocks`` blocks. Held blocks must be released once with ``release``."""
 
     def __init__(self, num_blocks: int, block_tokens: int) -> None:
         self.pool = BlockPool(num_blocks, block_tokens)
@@ -29,12 +29,12 @@ class HostCache:
     stored = match
 
     def hold(self, keys: Keys, count: int) -> list[int]:
-        """Keep the first ``count`` blocks, which are here, from being evicted."""
+        """Protect the first ``count`` blocks, which are cached, from eviction."""
         return self.pool.take_prefix(keys, count)
 
     def add(self, keys: Keys, held: list[int], into_dram: bool = True) -> None:
-        """Store the chain, as far as there is room; what was here counts as used. Its first blocks, which are
-        ``held``, are given back. There is only DRAM here."""
+        """Store the chain as far as there is room; blocks already cached count as used. ``held``, its first blocks, are
+        released. ``into_dram`` has no effect: there is only DRAM."""
         pool = self.pool
         lacking = keys[len(held) :]
         table = held + pool.take_prefix(lacking, pool.match(lacking))
@@ -47,8 +47,8 @@ class HostCache:
         self.pool.release(held)
 
     def give_up(self, keys: Keys) -> int:
-        """Free a chain from its last block on, as far as nothing builds on it and nobody holds it. Returns how many
-        blocks went."""
+        """Free a chain from its last block on, up to the first one in use or with other children. Returns the number of
+        blocks freed."""
         pool, children, count = self.pool, Counter(self.pool.parents()), 0
         for parent, key in reversed(list(zip((b"", *keys), keys, strict=False))):
             if not pool.has(key):
@@ -61,7 +61,7 @@ class HostCache:
         return count
 
     def die(self) -> None:
-        """The host has lost its memory: nobody asks here any more."""
+        """The host has lost its memory; the cache is not used any more."""
 
     def take_events(self) -> list[BlockEvent]:
         return self.pool.take_events()
@@ -71,7 +71,7 @@ class HostCache:
         return self.pool.num_in_use
 
     def check(self) -> None:
-        """Raises AssertionError when the accounts do not add up."""
+        """Raises AssertionError if the bookkeeping is inconsistent."""
         self.pool.check()
 
 

@@ -1,4 +1,4 @@
-"""Small charts as SVG text: lines over one axis, steps of distributions, bars. They know numbers and labels only."""
+"""Small charts as SVG text: lines, distributions, bars. They know only numbers and labels."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Series:
 
 
 def cdf(label: str, values: Sequence[float]) -> Series:
-    """The share of values that are at most x."""
+    """The cumulative distribution of ``values``."""
     ordered = np.sort(np.asarray(values, dtype=float))
     shares = np.arange(1, len(ordered) + 1) / max(len(ordered), 1)
     return Series(label, ordered.tolist(), shares.tolist())
 
 
 def lines(title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False) -> str:
-    """A chart with one line each; nothing but its frame when there is no point."""
+    """A chart with one line per series; only a frame if there are no points."""
     series = [_thin(one, log_x) for one in series]
     xs = [x for one in series for x in one.x]
     ys = [y for one in series for y in one.y]
@@ -82,7 +82,7 @@ def _grid(scale_x: _Scale, scale_y: _Scale, low_x: float, high_x: float, high_y:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """About five round numbers between two."""
+    """About five round numbers between ``low`` and ``high``."""
     span = high - low
     if span <= 0:
         return [low]
@@ -113,7 +113,7 @@ def _frame(title: str, x_label: str, y_label: str, inside: str) -> str:
 
 
 def _thin(series: Series, log_x: bool) -> Series:
-    """Few enough points to draw, and only positive x on a logarithmic axis."""
+    """Fewer points, and only positive x on a logarithmic axis."""
     pairs = [(x, y) for x, y in zip(series.x, series.y, strict=True) if x == x and y == y and (x > 0 or not log_x)]
     if len(pairs) > MAX_POINTS:
         kept = np.unique(np.linspace(0, len(pairs) - 1, MAX_POINTS).round().astype(int))

@@ -1,4 +1,4 @@
-"""What is simulated: machines with measured step curves, their caches and links, and the conductor's settings.
+"""The simulated cluster: machines with measured step curves, their caches and links, and the conductor's settings.
 
 A cluster is one TOML file; presets are such files in this folder. With ``extends`` a file contains only its differences
 from another. This module holds facts only and knows no events.
@@ -79,19 +79,19 @@ class Machines(Frozen, frozen=True):
     role: Literal["prefill", "decode", "coupled"]
     count: Count
     curve: str
-    kv_tokens: Size = 1_000_000  # of KV next to the processors: decode and coupled machines
-    store_tokens: Size = 0  # of KV in host memory, shared with the others; prefill machines
+    kv_tokens: Size = 1_000_000  # KV in device memory; decode and coupled machines
+    store_tokens: Size = 0  # KV in host memory, shared with other machines; prefill machines
     nic_gb_per_s: Positive = 87.0
     load_gb_per_s: Positive = 128.0  # host memory to the processors
     max_sequences: Count = 256
-    chunk_tokens: Size = 0  # most prompt tokens in a step; 0: whole prompts
+    chunk_tokens: Size = 0  # maximum prompt tokens in a step; 0: whole prompts
     prefix_caching: bool = True  # coupled: keep what was computed
     ssd: Ssd | None = None  # under ``store_tokens``
     beside: Positive = 1.0  # slowdown while machines of the other role work: they share a processor
 
 
 _PLAIN = Machines(role="prefill", count=1, curve="")
-_MEANT_FOR = {  # other roles refuse them, so that nobody thinks they have an effect
+_MEANT_FOR = {  # an error for other roles, where they would have no effect
     "kv_tokens": ("decode", "coupled"),
     "max_sequences": ("decode", "coupled"),
     "chunk_tokens": ("coupled",),
@@ -107,13 +107,13 @@ class Conductor(Frozen, frozen=True):
     admission: str = "none"
     admission_mode: Literal["off", "hard"] = "hard"
     balances_roles: bool = False  # machines change between prefill and decode
-    switch_s: NotNegative = 0.2  # needed by a machine once it is empty
+    switch_s: NotNegative = 0.2  # duration of a switch once the machine is empty
     replicates: bool = True  # hot prefixes are copied ahead of need, to machines that do not have them
-    replica_ttl_s: Positive = 120.0  # a copy not asked for in that time is dropped
+    replica_ttl_s: Positive = 120.0  # a copy not used in that time is dropped
     max_tokens: Count = 4096  # of an answer, as requested by clients
     heartbeat_s: Positive = 1.0
     sample_every: Count = 1  # nodes report every n-th measurement
-    expected_output_tokens: Positive = 256.0  # before anything was seen
+    expected_output_tokens: Positive = 256.0  # until answers were observed
 
 
 class SLO(Frozen, frozen=True):
@@ -127,7 +127,7 @@ class Cluster(Frozen, frozen=True):
     curves: dict[str, StepCurve]
     machines: tuple[Machines, ...]
     note: str = ""
-    latency_ms: NotNegative = 0.1  # of a transfer
+    latency_ms: NotNegative = 0.1  # per transfer
     request_ms: NotNegative = 0.0  # added to the first token besides computing the prompt: client, conductor, calls
     conductor: Conductor = Conductor()
     slo: SLO = SLO()
@@ -143,7 +143,7 @@ class Cluster(Frozen, frozen=True):
                     raise ValueError(f"ssd.eviction = {machines.ssd.eviction!r}: known are {', '.join(POLICIES)}")
         roles = {machines.role for machines in self.machines}
         if roles not in ({"prefill", "decode"}, {"coupled"}, {"prefill"}):
-            raise ValueError("a cluster has prefill and decode machines, or coupled ones, or prefill ones alone")
+            raise ValueError("a cluster has prefill and decode machines, or coupled ones, or only prefill ones")
         for machines in self.machines:
             for name, meant_for in _MEANT_FOR.items():
                 if machines.role not in meant_for and getattr(machines, name) != getattr(_PLAIN, name):

@@ -7,7 +7,7 @@ on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -20,9 +20,9 @@ from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run
 from mooncake.app.sim.findings import Finding, Row
 from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, telling_errors
-from mooncake.app.sim.requests import Fate
+from mooncake.app.sim.requests import Fate, Floats
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import summarize
+from mooncake.app.sim.summary import Summary, summarize
 from mooncake.app.trace_tools import one_after_another
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
@@ -30,7 +30,7 @@ LOADS = (0.6, 0.9, 1.2)
 FULL_SPEED = {"conversation": 2.1, "synthetic": 1.3}  # where the prefill machines of paper-16 are just busy
 OVERLOAD = 2.0
 ORACLE_REPLAYS = 200
-RETURNS = 2  # of a refused client: max_retries of OpenAI's
+RETURNS = 2  # times that a refused client returns: max_retries of OpenAI's client
 RETRY_SHARE = 0.3  # fraction of refusals that are retried
 FALSE_REJECTION = "at most; false: put back with all else as it was, it meets its limits and nobody else misses theirs"
 DROPPED = "at most so much is asked: of who was computed and then refused, as arXiv 2407.00079 counts waste"
@@ -72,64 +72,26 @@ def _rivals(name: str, load: float, traces: Traces) -> Finding:
 
 
 def overload(traces: Traces) -> Finding:
-    """Who is admitted at twice the machines' capacity, and what that is worth."""
+    """Admission at twice the machines' capacity: goodput, waste, false rejections and retry times."""
     trace = second_half(traces.conversation())
-    cluster = load_preset("paper-16")
-    goodput: dict[str, float] = {}
-    of_seeds: dict[str, list[float]] = {}
-    wasted: dict[str, float] = {}
+    cluster = load_preset("paper-16").with_conductor(max_tokens=2000)
+    options = Run(seed=SEED, speed=OVERLOAD * FULL_SPEED["conversation"])
     rows: list[Row] = []
+    summaries: dict[str, Summary] = {}
     for admission in ADMISSIONS:
-        chosen = cluster.with_conductor(admission=admission, max_tokens=2000)
-        options = Run(seed=SEED, speed=OVERLOAD * FULL_SPEED["conversation"])
-        simulation = Simulation(chosen, trace, options)
+        simulation = Simulation(cluster.with_conductor(admission=admission), trace, options)
         if admission == "lookahead":
             probe = RetryProbe(simulation, RETRY_SHARE)
             keep_placements(simulation)
+            judged = simulation
         simulation.run()
-        summary = summarize(simulation, "")
-        goodput[admission], wasted[admission] = summary.goodput, summary.wasted_prefill
-        if admission in ("early", "lookahead"):
-            of_seeds[admission] = [run(chosen, trace, replace(options, seed=s))[1].goodput for s in OTHER_SEEDS]
-        results = simulation.results
-        missed = (results.fate == Fate.DONE) & (
-            (results.ttft_s > cluster.slo.ttft_s) | (np.nan_to_num(results.tail_tbt_ms) > cluster.slo.tbt_ms)
-        )
-        useless = float(results.prefill_ms[missed | (results.fate == Fate.REJECTED_LATE)].sum())
-        useless /= max(float(results.prefill_ms.sum()), 1.0)
-        rows += [
-            Row(f"{admission}: goodput, %", None, 100 * summary.goodput),
-            Row(f"{admission}: rejected, %", None, 100 * (summary.rejected + summary.rejected_late) / summary.requests),
-            Row(f"{admission}: prefill of rejected requests, %", None, 100 * summary.wasted_prefill),
-            Row(f"{admission}: prefill of requests outside the limits, %", None, 100 * useless),
-            Row(f"{admission}: mean TTFT, s", None, summary.ttft_s.mean),
-        ]
-    over_none = goodput["lookahead"] / max(goodput["none"], 1e-9)
-    over_early = goodput["lookahead"] / max(goodput["early"], 1e-9)
-    pairs = zip(of_seeds["lookahead"], of_seeds["early"], strict=True)
-    worst = min(ours / max(theirs, 1e-9) for ours, theirs in pairs)
-    wrong = false_rejections(simulation, ORACLE_REPLAYS, SEED)
-    false_share = float(wrong.mean()) if len(wrong) else 0.0
-    errors, is_soon = probe.errors(), np.isfinite(list(probe.waits_s.values()))
-    retry_error, soon_error, least_error = (
-        float(np.median(some)) if len(some) else 0.0
-        for some in (errors, errors[is_soon], probe.errors_with_hindsight())
-    )
+        summaries[admission] = summary = summarize(simulation, "")
+        rows += _admitted(admission, simulation, summary)
     rows += [
-        Row("goodput, look-ahead / none", 1.5, over_none),
-        Row("goodput, look-ahead / early", 1.1, over_early),
-        Row("the same, the worst of other seeds", 1.1, worst, f"seeds {', '.join(map(str, OTHER_SEEDS))}"),
-        Row("lookahead: prefill of dropped requests, %", 2.0, 100 * wasted["lookahead"], DROPPED),
-        Row(f"lookahead: false rejections of {len(wrong)} replayed, %", 5.0, 100 * false_share, FALSE_REJECTION),
-        *_returning(cluster.with_conductor(admission="lookahead", max_tokens=2000), trace, options),
-        Row(
-            "nobody comes back: retry time, median error, %",
-            None,
-            100 * retry_error,
-            f"of {len(errors)} that are asked again every second and never let in: what a stranger would find",
-        ),
-        Row("of those who would be let in within that time", None, 100 * soon_error, f"{is_soon.sum()}"),
-        Row("of all, had each been told by all others' true waits", None, 100 * least_error, HINDSIGHT),
+        *_gains(summaries, cluster, trace, options),
+        _false_rejections(judged),
+        *_returning(cluster.with_conductor(admission="lookahead"), trace, options),
+        *_waits(probe),
     ]
     return Finding(
         "overload",
@@ -141,8 +103,76 @@ def overload(traces: Traces) -> Finding:
     )
 
 
+def _admitted(admission: str, simulation: Simulation, summary: Summary) -> list[Row]:
+    """What a way to admit comes to."""
+    results, slo = simulation.results, simulation.cluster.slo
+    missed = (results.fate == Fate.DONE) & (
+        (results.ttft_s > slo.ttft_s) | (np.nan_to_num(results.tail_tbt_ms) > slo.tbt_ms)
+    )
+    useless_ms = float(results.prefill_ms[missed | (results.fate == Fate.REJECTED_LATE)].sum())
+    useless = useless_ms / max(float(results.prefill_ms.sum()), 1.0)
+    return [
+        Row(f"{admission}: goodput, %", None, 100 * summary.goodput),
+        Row(f"{admission}: rejected, %", None, 100 * (summary.rejected + summary.rejected_late) / summary.requests),
+        Row(f"{admission}: prefill of rejected requests, %", None, 100 * summary.wasted_prefill),
+        Row(f"{admission}: prefill of requests outside the limits, %", None, 100 * useless),
+        Row(f"{admission}: mean TTFT, s", None, summary.ttft_s.mean),
+    ]
+
+
+def _gains(summaries: Mapping[str, Summary], cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
+    """Look-ahead's goodput over that of others, with other seeds too, and what it wastes."""
+
+    def gain(ours: float, theirs: float) -> float:
+        return ours / max(theirs, 1e-9)
+
+    def with_seed(admission: str, seed: int) -> float:
+        return run(cluster.with_conductor(admission=admission), trace, replace(options, seed=seed))[1].goodput
+
+    none, early, ours = (summaries[admission].goodput for admission in ("none", "early", "lookahead"))
+    worst = min(gain(with_seed("lookahead", seed), with_seed("early", seed)) for seed in OTHER_SEEDS)
+    dropped = summaries["lookahead"].wasted_prefill
+    return [
+        Row("goodput, look-ahead / none", 1.5, gain(ours, none)),
+        Row("goodput, look-ahead / early", 1.1, gain(ours, early)),
+        Row("the same, the worst of other seeds", 1.1, worst, f"seeds {', '.join(map(str, OTHER_SEEDS))}"),
+        Row("lookahead: prefill of dropped requests, %", 2.0, 100 * dropped, DROPPED),
+    ]
+
+
+def _false_rejections(judged: Simulation) -> Row:
+    wrong = false_rejections(judged, ORACLE_REPLAYS, SEED)
+    share = float(wrong.mean()) if len(wrong) else 0.0
+    return Row(f"lookahead: false rejections of {len(wrong)} replayed, %", 5.0, 100 * share, FALSE_REJECTION)
+
+
+def _waits(probe: RetryProbe) -> list[Row]:
+    """How right the retry times are that nobody keeps."""
+
+    def median(errors: Floats) -> float:
+        return 100 * float(np.median(errors)) if len(errors) else 0.0
+
+    errors, at_best = probe.errors(), probe.errors_with_hindsight()
+    is_soon = np.isfinite(list(probe.waits_s.values()))
+    return [
+        Row(
+            "nobody comes back: retry time, median error, %",
+            None,
+            median(errors),
+            f"of {len(errors)} that are asked again every second and never let in: what a stranger would find",
+        ),
+        Row("of those who would be let in within that time", None, median(errors[is_soon]), f"{is_soon.sum()}"),
+        Row(
+            "of all, had each been told by all others' true waits",
+            None,
+            median(at_best),
+            HINDSIGHT,
+        ),
+    ]
+
+
 def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
-    """The same with clients that come back when told to, like OpenAI's: the retry time is a promise."""
+    """The same with clients that return after their retry time, like OpenAI's: the retry time is a promise."""
     simulation, summary = run(cluster, trace, replace(options, returns=RETURNS))
     results = simulation.results
     told_s = np.array([telling.told_s for telling in results.tellings])
@@ -163,72 +193,78 @@ def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
 
 
 CROWD_LOAD, CROWD_FROM_S, CROWD_S, CROWD_BLOCKS = 0.4, 240.0, 120.0, 40
-AFTER_CROWD_S = 180.0  # in which copies that are no longer asked for must be dropped
-CROWD_BLOCK_ID = 10**9  # of blocks that the trace does not have
+CROWD_UNTIL_S = CROWD_FROM_S + CROWD_S
+CROWD_TOKENS = CROWD_BLOCKS * TRACE_BLOCK_TOKENS + 100
+AFTER_CROWD_S = 180.0  # time in which copies that are not used any more must be dropped
+CROWD_BLOCK_ID = 10**9  # ids from here on are not in the trace
+
+
+class _Watch:
+    """What the machines have done and hold when the crowd comes, when it goes, and later."""
+
+    def __init__(self, simulation: Simulation, guest: TraceRequest) -> None:
+        self.busy_s: list[list[float]] = []  # at each of those times, by machine
+        self.replicas: list[int] = []  # likewise: machines that hold the guest's prefix
+        self._machines = simulation.prefill.values()
+        self._keys = simulation.block_keys(guest)
+        for at_s in (CROWD_FROM_S, CROWD_UNTIL_S, CROWD_UNTIL_S + AFTER_CROWD_S):
+            simulation.agenda.at(at_s, self._look)
+
+    def _look(self) -> None:
+        self.busy_s.append([machine.busy_s for machine in self._machines])
+        self.replicas.append(sum(machine.cache.match(self._keys) > 0 for machine in self._machines))
+
+
+def _with_crowd(trace: Trace) -> tuple[list[TraceRequest], list[TraceRequest]]:
+    """The beginning of the trace with guests in it, and the guests alone."""
+    speed = CROWD_LOAD * FULL_SPEED["conversation"]
+    steady = [
+        replace(one, timestamp_ms=one.timestamp_ms / speed)
+        for one in trace
+        if one.timestamp_ms / speed < 1e3 * (CROWD_UNTIL_S + AFTER_CROWD_S)
+    ]
+    gap_ms = 1e3 * CROWD_UNTIL_S / sum(one.timestamp_ms < 1e3 * CROWD_UNTIL_S for one in steady) / 10
+    prefix = tuple(range(CROWD_BLOCK_ID, CROWD_BLOCK_ID + CROWD_BLOCKS))
+    guests = [
+        TraceRequest(1e3 * CROWD_FROM_S + at * gap_ms, CROWD_TOKENS, 1, (*prefix, CROWD_BLOCK_ID + CROWD_BLOCKS + at))
+        for at in range(int(1e3 * CROWD_S / gap_ms))
+    ]
+    first = replace(guests[0], timestamp_ms=500.0 * CROWD_FROM_S)  # so that one machine holds the prefix
+    return sorted([*steady, first, *guests], key=lambda one: one.timestamp_ms), guests
+
+
+def _with_policy(policy: str, trace: Trace, guest: TraceRequest) -> list[Row]:
+    cluster = load_preset("paper-16").with_conductor(policy=policy, replicates=policy == DEFAULT_POLICY)
+    simulation = Simulation(cluster, trace, Run(seed=SEED, max_output=1, jitter_s=0.0))
+    watch = _Watch(simulation, guest)
+    results = simulation.run()
+    work = np.array(watch.busy_s[1]) - np.array(watch.busy_s[0])
+    before = results.arrival_s < CROWD_FROM_S
+    during = ~before & (results.arrival_s < CROWD_UNTIL_S)
+    before_s, during_s = (float(np.quantile(results.ttft_s[part], 0.99)) for part in (before, during))
+    most = float(work.max() / work.mean())
+    gone, later = watch.replicas[1:]
+    sent = f"1 before; {simulation.copies.made} were sent it ahead of need"
+    return [
+        Row(f"{policy}: most / mean work of a machine", 1.3, most, "at most so much is asked of us"),
+        Row(f"{policy}: p99 TTFT over that before", 2.0, during_s / before_s, f"{before_s:.2f} s before"),
+        Row(f"{policy}: machines that hold the prefix when the crowd has gone", None, gone),
+        Row(f"{policy}: machines that hold it {AFTER_CROWD_S:g} s later", 1, later, sent),
+    ]
 
 
 def crowd(traces: Traces) -> Finding:
     """Ten times the usual arrivals for two minutes, all with one long prefix that one machine holds."""
-    speed = CROWD_LOAD * FULL_SPEED["conversation"]
-    ends_s = CROWD_FROM_S + CROWD_S
-    steady = [
-        replace(one, timestamp_ms=one.timestamp_ms / speed)
-        for one in traces.conversation()
-        if one.timestamp_ms / speed < 1e3 * (ends_s + AFTER_CROWD_S)
-    ]
-    gap_ms = 1e3 * ends_s / sum(one.timestamp_ms < 1e3 * ends_s for one in steady) / 10
-    prefix = tuple(range(CROWD_BLOCK_ID, CROWD_BLOCK_ID + CROWD_BLOCKS))
-    tokens = (CROWD_BLOCKS * TRACE_BLOCK_TOKENS) + 100
-    guests = [
-        TraceRequest(1e3 * CROWD_FROM_S + at * gap_ms, tokens, 1, (*prefix, CROWD_BLOCK_ID + CROWD_BLOCKS + at))
-        for at in range(int(1e3 * CROWD_S / gap_ms))
-    ]
-    first = replace(guests[0], timestamp_ms=500.0 * CROWD_FROM_S)  # so that one machine holds the prefix
-    trace = sorted([*steady, first, *guests], key=lambda one: one.timestamp_ms)
-    rows: list[Row] = []
-    for policy in (DEFAULT_POLICY, "algorithm_1", "longest_prefix"):
-        cluster = load_preset("paper-16").with_conductor(policy=policy, replicates=policy == DEFAULT_POLICY)
-        simulation = Simulation(cluster, trace, Run(seed=SEED, max_output=1, jitter_s=0.0))
-        busy: list[list[float]] = []
-        replicas: list[int] = []
-
-        def note(
-            simulation: Simulation = simulation, busy: list[list[float]] = busy, replicas: list[int] = replicas
-        ) -> None:
-            machines = simulation.prefill.values()
-            busy.append([machine.busy_s for machine in machines])
-            replicas.append(sum(machine.cache.match(simulation.block_keys(guests[0])) > 0 for machine in machines))
-
-        for at_s in (CROWD_FROM_S, ends_s, ends_s + AFTER_CROWD_S):
-            simulation.agenda.at(at_s, note)
-        results = simulation.run()
-        work = np.array(busy[1]) - np.array(busy[0])
-        before = results.arrival_s < CROWD_FROM_S
-        during = ~before & (results.arrival_s < ends_s)
-        before_s, during_s = (float(np.quantile(results.ttft_s[part], 0.99)) for part in (before, during))
-        rows += [
-            Row(
-                f"{policy}: most / mean work of a machine",
-                1.3,
-                float(work.max() / work.mean()),
-                "at most so much is asked of us",
-            ),
-            Row(f"{policy}: p99 TTFT over that before", 2.0, during_s / before_s, f"{before_s:.2f} s before"),
-            Row(f"{policy}: machines that hold the prefix when the crowd has gone", None, replicas[1]),
-            Row(
-                f"{policy}: machines that hold it {AFTER_CROWD_S:g} s later",
-                1,
-                replicas[2],
-                f"1 before; {simulation.copies.made} were sent it ahead of need",
-            ),
-        ]
+    trace, guests = _with_crowd(traces.conversation())
+    policies = (DEFAULT_POLICY, "algorithm_1", "longest_prefix")
+    rows = [row for policy in policies for row in _with_policy(policy, trace, guests[0])]
     return Finding(
         "crowd",
         "A flash crowd on one prefix: ten times the usual arrivals for two minutes",
         f"8 prefill machines of paper-16, the first minutes of the conversation trace at load {CROWD_LOAD:g}, then "
-        f"{len(guests):,} requests of {tokens:,} tokens that share all but 100, and the trace for {AFTER_CROWD_S:g} s "
-        "more; answers cut to one token. With our default, copies may be made ahead, and nodes give the prefix up when "
-        "nobody has asked for it for 120 s; the published formulas have neither",
+        f"{len(guests):,} requests of {CROWD_TOKENS:,} tokens that share all but 100, and the trace for "
+        f"{AFTER_CROWD_S:g} s more; answers cut to one token. With our default, copies may be made ahead, and nodes "
+        "give the prefix up when nobody has asked for it for 120 s; the published formulas have neither",
         rows,
         *verdicts.crowd(rows),
     )
@@ -278,7 +314,7 @@ def shift(traces: Traces) -> Finding:
 
 
 def _part(trace: Trace) -> list[TraceRequest]:
-    """What is looked at of it, from time 0."""
+    """The part of the trace that is used, shifted to time 0."""
     part = [one for one in trace if SHIFT_FROM_MS <= one.timestamp_ms < SHIFT_FROM_MS + SHIFT_PART_MS]
     return [replace(one, timestamp_ms=one.timestamp_ms - part[0].timestamp_ms) for one in part]
 

@@ -1,5 +1,5 @@
-"""Copies of hot prefixes in virtual time. The shipped replicator decides which prefix goes to which host and which
-copies are dropped; here their bytes take time, along with everything else that moves.
+"""Copies of hot prefixes in virtual time. The real replicator decides which prefix goes to which host and which copies
+are dropped; here their bytes take time and share the links with all other transfers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Copies:
         self._moving: dict[_Moving, None] = {}
 
     def look(self) -> None:
-        """Begin what the conductor wants now."""
+        """Begin the copies, and drop those, that the conductor requests now."""
         for action in self._brain.replications(self._agenda.now):
             if isinstance(action, Copy):
                 self._begin(action)
@@ -60,7 +60,7 @@ class Copies:
                 self._give_up(action)
 
     def lose(self, machine: str) -> None:
-        """It died: nothing comes from it or reaches it any more."""
+        """The machine died: cancel copies from and to it."""
         for moving in list(self._moving):
             if machine in (host_of(moving.copy.source), host_of(moving.copy.target)):
                 self._end(moving, ok=False)
@@ -69,7 +69,7 @@ class Copies:
         moving = _Moving(copy)
         self._moving[moving] = None
         source, target = host_of(copy.source), host_of(copy.target)
-        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call reaches nobody
+        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call fails
             self._end(moving, ok=False)
             return
         store = self._machines[source].cache

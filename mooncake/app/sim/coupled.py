@@ -1,4 +1,4 @@
-"""A machine that computes prompts and decodes in the same steps: the shipped batching code, played step by step.
+"""A machine that computes prompts and decodes in the same steps: the real batching code, played step by step.
 
 The engine's own scheduler decides what runs in a step, over its own block pool; here a step takes the time of the
 measured curve instead of computing anything. It simulates the coupled baselines, and machines with summarised steps are
@@ -44,7 +44,7 @@ class CountedSequence(Sequence):
         self.gaps_s = array("d")
 
     def extend_keys(self, block_tokens: int) -> None:
-        """They are known already."""
+        """Does nothing: all keys are known."""
 
     def append(self, token_id: int) -> FinishReason | None:
         self.num_tokens += 1
@@ -135,7 +135,7 @@ class CoupledMachine:
             sequence = entry.sequence
             assert isinstance(sequence, CountedSequence)
             is_prompt = not (entry.num_tokens == 1 and sequence.is_decoding)
-            if is_prompt:  # a prompt answers for the time that it makes a step longer
+            if is_prompt:  # a prompt accounts for the time that it adds to the step
                 flight = sequence.flight
                 share = entry.num_tokens / prefill_tokens
                 flight.spent_s += share * max(work_ms - self.curve.decode_step_ms, 0.0) / 1e3
@@ -151,11 +151,12 @@ class CoupledMachine:
         self._begin_step()
 
     def _seal(self, sequence: CountedSequence) -> None:
-        keys, first = sequence.block_keys, sequence.num_sealed
+        keys, holding = sequence.block_keys, sequence.holding
+        first = holding.num_sealed
         end = min(sequence.num_computed // self._block_tokens, len(keys))
         if first < end:
-            self.pool.seal_chain(sequence.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
-            sequence.num_sealed = end
+            self.pool.seal_chain(holding.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+            holding.num_sealed = end
 
     def _token(self, sequence: CountedSequence, now: float) -> None:
         self.tokens += 1

@@ -2,7 +2,7 @@
 
 Between two changes of the batch every step is longer than the one before by the same small time (each sequence has one
 more token of context), so the time of n steps has a closed form. Sequences join and leave at the ends of steps, as in
-the shipped engine; a test compares the token times of both. The one difference: a sequence is admitted when its whole
+the real engine; a test compares the token times of both. The one difference: a sequence is admitted when its whole
 answer fits, so nothing is ever preempted.
 """
 
@@ -96,7 +96,7 @@ class DecodeMachine:
 
     @property
     def step_ms(self) -> float:
-        """Of the step that runs now."""
+        """Duration of the current step."""
         return self._first_ms + self._growth_ms * max(self._steps_until(self._agenda.now, whole=True), 0)
 
     @property
@@ -165,7 +165,7 @@ class DecodeMachine:
             del self.running[flight]
             self.context -= flight.num_tokens + flight.output_tokens
             self.reserved_tokens -= flight.reserved_tokens
-        tails_ms = [self._tail_ms(flight) for flight in ended]  # while the steps of their lives are remembered
+        tails_ms = [self._tail_ms(flight) for flight in ended]  # before the runs of their steps are dropped
         self._admit()
         for flight, tail_ms in zip(ended, tails_ms, strict=True):
             self._on_end(flight, tail_ms)
@@ -174,7 +174,7 @@ class DecodeMachine:
         return steps * (self._first_ms + self._growth_ms * (steps - 1) / 2)
 
     def _steps_until(self, time_s: float, whole: bool) -> int:
-        """How many steps of the present run are complete at a time; not ``whole``: the present one counts too."""
+        """Number of steps of the current run complete at ``time_s``; without ``whole`` the current one counts too."""
         passed = (time_s - self._since) * 1e3
         if passed <= 0 or not self._first_ms:
             return 0
@@ -184,7 +184,7 @@ class DecodeMachine:
         return math.floor(steps + 1e-6) if whole else math.ceil(steps - 1e-6)
 
     def _tail_ms(self, flight: Flight) -> float:
-        """Of the flight's gaps. Its first gap began with the token that prefill gave."""
+        """Mean of the longest tenth of the flight's gaps. Its first gap began with the token sampled by prefill."""
         if flight.end_step <= flight.start_step:
             return math.nan
         lived_ms = (self._agenda.now - flight.first_token_s) * 1e3

@@ -1,8 +1,8 @@
-"""A host's SSD in virtual time: which block is kept there, where in the log, and what is copied out of a full segment
-is for the shipped index to say; here the bytes take their time.
+"""A host's SSD in virtual time. The real index decides which blocks are kept, where in the log, and what is copied out
+of a full segment; here the bytes take time.
 
-Reads wait for earlier reads and writes for earlier writes, each at a rate of its own, as the shipped tier predicts
-reads. What is there outlives the host's processes. It must not know what lies in memory, nor who asks.
+Reads queue behind reads and writes behind writes, each at its own rate, as the real tier predicts reads. The content
+survives the host's processes. It must not know what is in memory, or who reads.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Disk:
             raise ConfigError(f"an SSD of {ssd.tokens:,} tokens is too small for its log: {least:,} are needed")
         self.index = SsdIndex(capacity, segment_bytes, make_policy(ssd.eviction, max(1, capacity // block_bytes)))
         self.bytes_read = 0
-        self.bytes_written = 0  # with what is copied within the log
+        self.bytes_written = 0  # including copies within the log
         self._agenda = agenda
         self._read_bytes_per_s, self._write_bytes_per_s = ssd.read_gb_per_s * 1e9, ssd.write_gb_per_s * 1e9
         self._reads_end = self._writes_end = 0.0
-        self._waiting_bytes = 0  # of blocks on their way here
-        self._saving: dict[BlockKey, float] = {}  # when each of them will be here
+        self._waiting_bytes = 0  # of blocks being written
+        self._saving: dict[BlockKey, float] = {}  # when each of them will be written
         self._sequence = 0
         self._life = 0
 
@@ -51,17 +51,17 @@ class Disk:
         return block.header.length if block else None
 
     def load_s(self, nbytes: int) -> float:
-        """What reading so many bytes is going to take, with what is being read already."""
+        """Seconds until ``nbytes`` more would be read, after the reads already queued."""
         return max(self._reads_end - self._agenda.now, 0.0) + nbytes / self._read_bytes_per_s
 
     def read(self, nbytes: int) -> float:
-        """Read so many bytes after all that is being read. Returns when they will be there."""
+        """Queue a read of ``nbytes``. Returns when it will end."""
         self._reads_end = self._agenda.now + self.load_s(nbytes)
         self.bytes_read += nbytes
         return self._reads_end
 
     def save(self, held: Held, on_end: Callable[[Held], None]) -> None:
-        """Write a block; ``on_end`` is called when that is over, whatever came of it."""
+        """Write a block; ``on_end`` is called at the end, successful or not."""
         key, now = held.name.key, self._agenda.now
         if key in self.index or key in self._saving:
             self._agenda.at(self._saving.get(key, now), on_end, held)
@@ -77,7 +77,7 @@ class Disk:
         self._agenda.at(self._saving[key], on_end, held)
 
     def lose_power(self) -> None:
-        """The host dies: what was not written is gone."""
+        """The host dies: blocks not yet written are lost."""
         self._life += 1
         self._saving.clear()
         self._waiting_bytes = 0
@@ -92,11 +92,11 @@ class Disk:
         if index.room() < size and index.needs_reclaim():
             self._reclaim()
         index.insert(header, self._place(header, size), self._agenda.now)
-        while index.has_drops:  # a few bytes in the log, for who starts anew from it
+        while index.has_drops:  # records of a few bytes in the log, needed for a restart
             index.take_drops(MAX_DROPS)
 
     def _reclaim(self) -> None:
-        """As the shipped tier does: empty the segments with least in them until there is room for a new one."""
+        """As the real tier does: empty the segments with the least content until there is room for a new one."""
         index = self.index
         for _ in range(index.max_segments):
             found = index.emptiest() if index.needs_reclaim() else None

@@ -1,6 +1,6 @@
-"""Virtual time: what happens next, in order. It knows nothing of what happens.
+"""Virtual time: a queue of events. It must not know what they do.
 
-Events of the same moment happen in the order in which they were planned, so a run is a function of its inputs.
+Events at the same time run in the order in which they were planned, so a run is a function of its inputs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 
 
 class Agenda:
-    """Times are seconds from the start of the run and never go back."""
+    """The queue and the clock. Times are seconds since the start of the run and never decrease."""
 
     __slots__ = ("_heap", "_number", "now")
 
@@ -23,7 +23,7 @@ class Agenda:
         return len(self._heap)
 
     def at(self, time_s: float, action: Callable[..., None], *arguments: object) -> None:
-        """Plan ``action``; a time that has passed means now."""
+        """Plan ``action``; a time in the past means now."""
         self._number = number = self._number + 1
         now = self.now
         heappush(self._heap, (time_s if time_s > now else now, number, action, arguments))
@@ -32,7 +32,7 @@ class Agenda:
         self.at(self.now + delay_s, action, *arguments)
 
     def run(self, max_events: int | None = None) -> int:
-        """Let events happen until there is none, or ``max_events`` did. Returns how many."""
+        """Run events until there are none, or ``max_events`` have run. Returns how many ran."""
         heap, pop, count = self._heap, heappop, 0
         while heap and count != max_events:
             self.now, _, action, arguments = pop(heap)

@@ -1,8 +1,7 @@
-"""The paper's experiments again, one function each: what is run, and the table of what comes out beside what was
-published (``published``).
+"""The paper's experiments, one function each: the set-up, and a table of results beside the published ones
+(``published``).
 
-Each function says in its text what its set-up is and what the published one leaves open. What to make of a table is for
-a rule to say (``verdicts``), never for the eye.
+Each function's text describes its set-up and what the paper leaves open. Tables are judged by rules (``verdicts``).
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ SEED = 1
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Where the published traces are. The tool&agent trace may be missing; its generated stand-in is used then."""
+    """The folder of published traces. If the tool&agent trace is missing, a generated one is used."""
 
     folder: Path
     limit: int | None = None
-    used: dict[str, None] = field(default_factory=dict)  # what has been asked for, in words; in order
+    used: dict[str, None] = field(default_factory=dict)  # descriptions of the traces used so far, in order
     _loaded: dict[str, Trace] = field(default_factory=dict)
 
     @property
@@ -61,7 +60,7 @@ class Traces:
         return self._loaded["toolagent"]
 
     def _path(self, name: str) -> Path | None:
-        """As it was published, or compressed."""
+        """The trace's file, plain or compressed."""
         forms = (self.folder / f"{name}{end}" for end in ("", ".xz", ".gz"))
         return next((path for path in forms if path.exists()), None)
 
@@ -84,7 +83,7 @@ def run(cluster: Cluster, trace: Trace, options: Run = Run(seed=SEED)) -> tuple[
 
 
 def first_tokens(cluster: Cluster, trace: Trace, speed: float = 1.0) -> Summary:
-    """Without decoding: answers of one token."""
+    """A run without decoding: answers have one token."""
     return run(cluster, trace, Run(seed=SEED, speed=speed, max_output=1))[1]
 
 
@@ -160,7 +159,7 @@ def hit_rates(traces: Traces) -> Finding:
 
 
 def local_and_global(traces: Traces) -> Finding:
-    """Fig. 10: every machine its own cache, or one pool over all."""
+    """Fig. 10: one cache per machine, or one pool over all."""
     cluster = load_preset("paper-16").with_counts(prefill=10, decode=6)
     rows: list[Row] = []
     toolagent = "toolagent" if traces.has_toolagent else "toolagent (generated)"
@@ -193,7 +192,7 @@ def local_and_global(traces: Traces) -> Finding:
 
 
 def _forced_fetch(question: Question, rng: np.random.Generator) -> Choice:
-    """The least loaded prefill node, which always fetches what it lacks: Fig. 13's question, not a policy to use."""
+    """The least loaded prefill node, which always fetches what it lacks: only for Fig. 13, not a useful policy."""
     choice = POLICIES["least_loaded"](question, rng)
     sources = question.sources(1)
     return Choice(choice.prefill, choice.decode, sources[0]) if sources else choice
@@ -290,7 +289,7 @@ def rejections(traces: Traces) -> Finding:
 
 
 def decode_swing(simulation: Simulation) -> float:
-    """Standard deviation of the mean decode batch over its mean, while requests arrive, its slow trend taken out."""
+    """Standard deviation of the mean decode batch over its mean, while requests arrive, without the slow trend."""
     last = float(simulation.results.arrival_s.max())
     timeline = simulation.timeline
     batch = np.array([b for at, b in zip(timeline.at_s, timeline.batch, strict=True) if 60.0 <= at <= last])
@@ -300,14 +299,15 @@ def decode_swing(simulation: Simulation) -> float:
     return float((batch - trend)[30:-30].std() / batch.mean())
 
 
-SWING_PREFILL, SWING_DECODE = 18, 2  # of the published 20 machines; decoding is what is short
-SWING_TOKENS, SWING_OUTPUT = 65_536, 512  # of the paper's simulated data
-SWING_RATE = 1.7  # requests a second, about twice what two decode machines keep up with
+SWING_PREFILL, SWING_DECODE = 18, 2  # the published 20 machines; decoding is the bottleneck
+SWING_TOKENS, SWING_OUTPUT = 65_536, 512  # as in the paper's simulated data
+SWING_RATE = 1.7  # requests per second, about twice the capacity of two decode machines
 SWING_FROM_S, SWING_UNTIL_S = 120.0, 1200.0
 
 
 def oscillation(_: Traces) -> Finding:
-    """arXiv Figs 9 and 10: who is refused for the decode load of now arrives when it is another one."""
+    """arXiv Figs 9 and 10: admission by the current decode load oscillates, because the load has changed by the time a
+    request reaches decoding."""
     rng = np.random.default_rng(SEED)
     arrivals_s = np.cumsum(rng.exponential(1 / SWING_RATE, round(SWING_RATE * SWING_UNTIL_S)))
     blocks = SWING_TOKENS // TRACE_BLOCK_TOKENS

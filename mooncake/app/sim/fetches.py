@@ -1,5 +1,5 @@
-"""Prefixes on their way to where they will be used: from another host's memory over the network, and from an SSD first
-where only that has them. What is fetched, the conductor has said; what has gone meanwhile is computed.
+"""Prefixes being fetched: from another host's memory over the network, first from an SSD if only that has them. The
+conductor decides what is fetched; blocks evicted meanwhile are computed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from mooncake.app.sim.tiered import TieredCache
 
 
 class Fetches:
-    """``machines`` and ``down``, those that are dead, are others' to change; ``tell`` publishes what has changed in a
-    machine's cache."""
+    """The callers change ``machines`` and ``down`` (the dead ones); ``tell`` publishes changes in a machine's cache."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class Fetches:
         self._sample_every = cluster.conductor.sample_every
 
     def begin(self, flight: Flight) -> None:
-        """Start moving the prefix that another host or an SSD has; without one the prompt is ready."""
+        """Start fetching the prefix from another host or an SSD; without such a prefix the prompt is ready."""
         placement = flight.placement
         assert placement is not None
         flight.is_ready = True
@@ -72,14 +71,14 @@ class Fetches:
         self._send(flight, run, own)
 
     def lose_source(self, flight: Flight) -> None:
-        """What was being fetched has to be computed."""
+        """The source died: the prefix has to be computed."""
         self._stop(flight)
         flight.source_id, flight.source_held = "", []
         flight.fetched_tokens = flight.ssd_tokens = 0
         self._is_ready(flight)
 
     def cancel(self, flight: Flight) -> None:
-        """Nothing of this attempt is moved any more, its hand-off included."""
+        """Cancel all transfers of this attempt, including its hand-off."""
         self._stop(flight)
         self._let_source_go(flight)
 
@@ -92,7 +91,7 @@ class Fetches:
             flight.loading = None
 
     def _loaded_here(self, flight: Flight, num_blocks: int) -> None:
-        """From the machine's own SSD. Kept in memory until the prompt is computed."""
+        """Blocks have come from the machine's own SSD; they are held in memory until the prompt is computed."""
         flight.loading = None
         flight.ssd_tokens = num_blocks * self._block_tokens
         cache = self._machines[flight.prefill_id].cache
@@ -101,7 +100,7 @@ class Fetches:
         self._is_ready(flight)
 
     def _loaded_there(self, flight: Flight, run: int, num_blocks: int) -> None:
-        """To the memory of the host that it is fetched from."""
+        """Blocks have come from the SSD into the memory of the source host."""
         flight.loading = None
         flight.ssd_tokens = num_blocks * self._block_tokens
         self._tell(flight.source_id)
@@ -126,7 +125,7 @@ class Fetches:
         source = flight.source_id
         self._let_source_go(flight)
         machine = self._machines[flight.prefill_id]
-        machine.cache.add(flight.keys[:run], [], into_dram=True)  # it came for this prompt, whatever the SSD has
+        machine.cache.add(flight.keys[:run], [], into_dram=True)  # needed in DRAM now, even if the SSD has it
         flight.held = machine.cache.hold(flight.keys, machine.cache.match(flight.keys[:run]))
         self._tell(machine.name)
         took_ms = (self._agenda.now - flow.started_s) * 1e3

@@ -1,4 +1,4 @@
-"""What an experiment gives: a table of figures beside those published or asked, and what to make of it."""
+"""The result of an experiment: a table of figures beside the published or required ones, and a verdict."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import msgspec
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One figure. ``measured`` is compared as the finding's rule says; ``published`` None: there is none."""
+    """One figure. ``published`` is None if there is none; the finding's rule compares ``measured`` with it."""
 
     what: str
-    published: float | None  # or asked of us, where the finding is our own
+    published: float | None  # in our own experiments: the required value
     measured: float
     note: str = ""
 
     @property
     def error(self) -> float:
-        """By which share it is off what was published; 0 where nothing was."""
+        """Relative difference from the published value; 0 if there is none."""
         return abs(self.measured / self.published - 1) if self.published else 0.0
 
     @property
     def points(self) -> float:
-        """By how much it is off what was published; 0 where nothing was."""
+        """Absolute difference from the published value; 0 if there is none."""
         return abs(self.measured - self.published) if self.published is not None else 0.0
 
     @property
     def is_reached(self) -> bool:
-        """Whether it is at least what is asked."""
+        """Whether it is at least the required value."""
         return self.published is not None and self.measured >= self.published
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is at most what is asked."""
+        """Whether it is at most the required value."""
         return self.published is not None and self.measured <= self.published
 
 
 class Verdict(NamedTuple):
-    verdict: str  # "reproduced", "partly" or "not reproduced"; "met", "partly met" or "missed" what is asked of us
+    verdict: str  # "reproduced", "partly" or "not reproduced"; for our own, "met", "partly met" or "missed"
     why: str
 
 
@@ -48,4 +48,4 @@ class Finding(msgspec.Struct, frozen=True):
     rows: list[Row]
     verdict: str
     why: str
-    traces: tuple[str, ...] = ()  # that it was made of: name and SHA-256, or how it was generated
+    traces: tuple[str, ...] = ()  # traces used: name and SHA-256, or how they were generated

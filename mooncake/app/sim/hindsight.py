@@ -1,5 +1,5 @@
-"""What a refusal was worth, judged with what only a simulation can know: the same run once more with the refused
-request in it, and when the conductor would first have let it in. It decides nothing in the run that it looks at.
+"""Refusals judged in hindsight, as only a simulation can: the same run again with the refused request admitted, and the
+time at which the conductor would first have admitted it. It does not affect the run that it judges.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
 
-AFTER_S = 90.0  # of arrivals that a refused request could disturb: more than a queue and an answer take
+AFTER_S = 90.0  # a refused request could disturb arrivals within this time: more than a queue and an answer take
 EVENTS_A_LOOK = 1000
-NEWS_S = 0.5  # how often it is seen who was refused; less than a second
-ALIKE = 20  # refusals that one is told from when all waits are known
-EXACT = 0.25  # of the true wait: what is told no worse is right
+NEWS_S = 0.5  # interval of checks for new refusals; less than a second
+ALIKE = 20  # number of similar refusals that a prediction in hindsight uses
+EXACT = 0.25  # a predicted wait is right if its error is at most this share of the true one
 
 Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
@@ -26,17 +26,18 @@ Floats = npt.NDArray[np.float64]
 
 
 def keep_placements(simulation: Simulation) -> None:
-    """Before a run whose refusals are to be judged."""
+    """Call it before a run whose refusals will be judged."""
     simulation.brain.kept = {}
 
 
 def false_rejections(judged: Simulation, count: int, seed: int) -> Mask:
-    """Of ``count`` refused requests of a run that has ended (all, if there are fewer): whether each, put back alone
-    where it would have been placed, would have met both limits without anybody else missing them for it.
+    """For each of ``count`` refused requests (at most all) of a finished run: whether it was a false rejection. It was
+    if the request, admitted alone where it would have been placed, meets both limits and causes no other request to
+    miss them.
 
-    The run is played again with everything decided as it was: who is let in, and every placement, so that nothing
-    differs by the luck of other choices. Where one of those looked at arrived, the process forks, and the branch lets
-    it in and goes on until everybody who came in the next ``AFTER_S`` has ended. Branches run on all processors.
+    The run is played again with the same admissions and placements, so that nothing differs by chance. When one of the
+    chosen requests arrives, the process forks; the branch admits it and continues until all arrivals of the next
+    ``AFTER_S`` have ended. Branches run on all processors.
     """
     refused = np.flatnonzero(judged.results.fate == Fate.REJECTED)
     looked_at = np.random.default_rng(seed).choice(refused, min(count, len(refused)), replace=False)
@@ -44,12 +45,12 @@ def false_rejections(judged: Simulation, count: int, seed: int) -> Mask:
 
 
 class _Branches:
-    """The run again, with a branch for each of ``looked_at``."""
+    """The run played again, with a branch for each of ``looked_at``."""
 
     def __init__(self, judged: Simulation, refused: Indices, looked_at: Indices) -> None:
         if judged.brain.kept is None:
             raise ValueError("the placements of the run were not kept")
-        # It learns nothing, for it decides nothing.
+        # No samples: the replay decides nothing.
         unasked = judged.cluster.with_conductor(admission="none", sample_every=judged.results.size)
         self._simulation = Simulation(unasked, judged.trace, judged.options)
         self._simulation.brain.script = judged.brain.kept
@@ -57,11 +58,11 @@ class _Branches:
         self._without = meets(judged.results, judged.cluster.slo)
         self._looked_at: list[int] = looked_at.tolist()
         self._is_branch = False
-        self._running: list[tuple[int, int, int]] = []  # request, process, where it writes
+        self._running: list[tuple[int, int, int]] = []  # request, process id, pipe
         self._met: dict[int, Mask] = {}  # by request
 
     def compare(self) -> Mask:
-        """Of each of ``looked_at``: whether it did well and nobody the worse."""
+        """For each of ``looked_at``: whether it met its limits and no other request missed them because of it."""
         simulation = self._simulation
         for one in self._looked_at:
             simulation.agenda.at(simulation.results.arrival_s.item(one), self._fork, one)
@@ -77,7 +78,7 @@ class _Branches:
         return bool(met[one]) and not (self._without & ~met & others).any()
 
     def _came_before(self, one: int) -> Mask:
-        """Whom the request could disturb."""
+        """The requests that this one could disturb."""
         arrival_s = self._simulation.results.arrival_s
         before: Mask = arrival_s < arrival_s[one] + AFTER_S
         return before
@@ -105,7 +106,7 @@ class _Branches:
             os._exit(status)
 
     def _play(self, one: int) -> Mask:
-        """The rest of the run with the request in it."""
+        """Play the rest of the run with the request admitted."""
         simulation, wanted = self._simulation, self._came_before(one)
         simulation.brain.turned_away.discard(one)
         while (simulation.results.fate[wanted] == Fate.OPEN).any():
@@ -124,11 +125,11 @@ class _Branches:
 
 
 class RetryProbe:
-    """Asks for some refused requests again, every whole second after the refusal as ``Retry-After`` counts, until they
-    would be let in; they are not.
+    """For some refused requests, checks at every whole second after the refusal (the unit of ``Retry-After``) whether
+    they would be admitted now, without admitting them.
 
-    ``waits_s``: by request, how long that took; ``inf`` when it was longer than the longest time that is told. Who was
-    refused so late that requests stopped coming meanwhile is not in it.
+    ``waits_s``: by request, the time until then; ``inf`` if longer than the longest retry time. Requests refused so
+    late that arrivals ended meanwhile are not in it.
     """
 
     def __init__(self, simulation: Simulation, share: float = 1.0) -> None:
@@ -140,12 +141,12 @@ class RetryProbe:
         simulation.agenda.after(NEWS_S, self._look)
 
     def errors(self) -> Floats:
-        """|told / true - 1| of each, both in whole seconds and none longer than the longest that is told."""
+        """|predicted / true - 1| of each, both in whole seconds and at most the longest retry time."""
         return self._errors(np.ceil(self._simulation.results.retry_after_s[list(self.waits_s)]))
 
     def errors_with_hindsight(self) -> Floats:
-        """As ``errors``, had each been told by all others' true waits (``told_with_hindsight``): about the best that
-        anybody can do who knows what the conductor knows of a request. The placements must have been kept."""
+        """The errors of a prediction from the true waits of all others (``told_with_hindsight``): about the best
+        possible with what the conductor knows of a request. The placements must have been kept."""
         kept, limit_ms = self._simulation.brain.kept, self._simulation.cluster.slo.ttft_s * 1e3
         assert kept is not None
         parts = [kept[at].breakdown for at in self.waits_s]
@@ -160,7 +161,7 @@ class RetryProbe:
         return np.minimum(list(self.waits_s.values()), MAX_RETRY_S)
 
     def _look(self) -> None:
-        """For who was refused since the last time."""
+        """Check the requests refused since the last call."""
         simulation, results = self._simulation, self._simulation.results
         fresh = np.flatnonzero((results.fate == Fate.REJECTED) & ~self._seen)
         self._seen[fresh] = True
@@ -182,10 +183,10 @@ class RetryProbe:
 
 
 def telling_errors(results: Results) -> Floats:
-    """|told / true - 1| of each time that a refused client was told, and came back at (``Run.returns``).
+    """|predicted / true - 1| of each retry time at which a refused client returned (``Run.returns``).
 
-    True is how long it took until it was let in. Neither is longer than the longest that is told; who gave up counts as
-    one who waited so long.
+    The true time is that until it was admitted. Both are at most the longest retry time, which also counts for clients
+    that gave up.
     """
     told_s = np.array([telling.told_s for telling in results.tellings], dtype=np.float64)
     index = np.array([telling.request for telling in results.tellings], dtype=np.int64)
@@ -196,16 +197,16 @@ def telling_errors(results: Results) -> Floats:
 
 
 def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floats:
-    """[requests] seconds: what is right for most of the ``ALIKE`` refusals most like each, itself left out. Alike are
-    those for the same reason (``is_slow``: the first token) that are near in the ranks of their features [requests,
-    features]."""
+    """Predicted waits in seconds, ``[requests]``: for each refusal the wait that is right (``EXACT``) for most of the
+    ``ALIKE`` most similar others. Similar are refusals for the same reason (``is_slow``: TTFT) whose features
+    ``[requests, features]`` have near ranks."""
     ranks = features.argsort(axis=0).argsort(axis=0) / max(len(features), 1)
     is_right = np.abs(WAITS[:, None] / true_s - 1.0) <= EXACT  # [waits, requests]
-    told: Floats = np.zeros(len(features))
+    predicted_s: Floats = np.zeros(len(features))
     for one in range(len(features)):
         distance = ((ranks - ranks[one]) ** 2).sum(axis=1)
-        distance[is_slow != is_slow[one]] += features.shape[1]  # farther than any
+        distance[is_slow != is_slow[one]] += features.shape[1]  # farther than all others
         distance[one] = np.inf
         alike = distance.argsort(kind="stable")[: min(ALIKE, len(features) - 1)]
-        told[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
-    return told
+        predicted_s[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
+    return predicted_s

@@ -27,7 +27,7 @@ class Port:
 
     @property
     def binds(self) -> bool:
-        """Whether its flows want more than its capacity. Otherwise the port slows nobody."""
+        """Whether its flows want more than its capacity. Otherwise the port limits no flow."""
         return self.demand > self._binds_above
 
 
@@ -80,7 +80,7 @@ class Network:
             flows = self._touched([port for port in (out, into) if port.binds])
             flows.setdefault(flow)
             self._share(flows)
-        else:  # it uses all it can and slows nobody
+        else:  # it runs at its limit and affects no other flow
             self._set_rate(flow, flow.limit)
         return flow
 
@@ -90,9 +90,9 @@ class Network:
             self._leave(flow)
 
     def finish_within(self, flow: Flow, left_s: float) -> None:
-        """Limit it so that its last byte arrives this much later: its sender's pace has changed."""
+        """Limit the flow so that its last byte arrives ``left_s`` from now: the sender's pace has changed."""
         self._settle(flow)
-        if not flow.left:  # its last byte is on the way
+        if not flow.left:  # the last byte is on the way
             return
         ports = flow.source, flow.target
         bound = {port for port in ports if port.binds}

@@ -1,4 +1,4 @@
-"""The report of one run as one HTML file that needs nothing else: figures, charts, and the published values beside."""
+"""The report of one run as one self-contained HTML file: figures, charts, and published values."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Fate(IntEnum):
 
 
 class Telling(NamedTuple):
-    """A client that will come back was refused at ``at_s`` and told to wait ``told_s``."""
+    """A client that will return was refused at ``at_s`` and told to wait ``told_s``."""
 
     request: int
     at_s: float
@@ -83,9 +83,9 @@ class Flight:
         self.output_tokens = output_tokens  # still to generate
         self.attempts = 0
         self.retries = 0  # retries that followed a loss that counts
-        self.returns = 0  # of its client, after refusals
+        self.returns = 0  # times that its client returned after a refusal
         self.predicted_ttft_s = math.nan
-        self.first_token_s = math.nan  # of the answer, whichever attempt produced it
+        self.first_token_s = math.nan  # of the answer, from any attempt
         self.session = ""
         self.dead: frozenset[int] = frozenset()  # incarnations of nodes lost while they served it
         self.begin_attempt()
@@ -96,9 +96,9 @@ class Flight:
         self.prefill_id = self.decode_id = ""
         self.source_id = ""  # the host it is fetching from
         self.cached_tokens = self.fetched_tokens = 0
-        self.ssd_tokens = 0  # that came from an SSD, here or on another host
+        self.ssd_tokens = 0  # read from an SSD, here or on another host
         self.loading: Loading | None = None  # reading from an SSD
-        self.is_ready = False  # nothing more must arrive before it can be computed
+        self.is_ready = False  # everything needed to compute it has arrived
         self.is_prefilled = self.is_handed_over = False
         self.held: list[int] = []  # blocks kept in the cache of its prefill machine
         self.source_held: list[int] = []  # and in the one it fetches from
@@ -131,8 +131,8 @@ class Results:
         self.tail_tbt_ms = np.full(size, np.nan)
         self.end_s = np.full(size, np.nan)
         self.cached_tokens = np.zeros(size, dtype=np.int64)  # reused, wherever from
-        self.fetched_tokens = np.zeros(size, dtype=np.int64)  # of those, from another host
-        self.ssd_tokens = np.zeros(size, dtype=np.int64)  # of the reused, from an SSD, here or on another host
+        self.fetched_tokens = np.zeros(size, dtype=np.int64)  # part of cached_tokens: from another host
+        self.ssd_tokens = np.zeros(size, dtype=np.int64)  # part of cached_tokens: from an SSD, here or on another host
         self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
         self.retry_after_s = np.full(size, np.nan)
         self.attempts = np.zeros(size, dtype=np.int16)

@@ -1,8 +1,8 @@
-"""One run: a trace against a cluster in virtual time, with the shipped conductor in the middle.
+"""One run: a trace against a cluster in virtual time, with the real conductor in the middle.
 
 Machines, links, clients and faults are simulated here; all decisions are the conductor's (``brain``). A request is
-placed, (fetches a prefix), is computed, handed over and decoded. Whatever dies on the way is reported to the conductor
-as the live dispatcher would report it, and the request continues elsewhere with the tokens it has.
+placed, (fetches a prefix), is computed, handed over and decoded. Failures are reported to the conductor as the live
+dispatcher would, and the request continues elsewhere with the tokens it has.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Run:
     speed: float = 1.0
     jitter_s: float = 3.0
     max_output: int | None = None
-    tokens_per_block: int = TRACE_BLOCK_TOKENS  # that one id of the trace stands for; fewer in a scaled trace
-    returns: int = 0  # how often a refused client comes back when told to; its times then start anew
+    tokens_per_block: int = TRACE_BLOCK_TOKENS  # tokens per id of the trace; fewer in a scaled trace
+    returns: int = 0  # how often a refused client returns after its retry time; its times then start over
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +93,14 @@ class Simulation:
                 f"{run.tokens_per_block}: scale it with --tokens-per-block "
                 f"{math.gcd(cluster.model.block_tokens, TRACE_BLOCK_TOKENS)}"
             )
-        self._names: Counter[str] = Counter()  # how many machines of each role there were
-        self._groups: dict[str, Machines] = {}  # of each machine
+        self._names: Counter[str] = Counter()  # number of machines named so far, by role
+        self._groups: dict[str, Machines] = {}  # group of each machine
         self._down: set[str] = set()
         self.disks: dict[str, Disk] = {}
-        self._died: set[str] = set()  # and have not been restarted in a role that keeps KV
+        self._died: set[str] = set()  # machines that have not been restarted in a role that keeps KV
         self._slowed: dict[str, float] = {}  # by a fault
-        self._absent_since: float | None = None  # a role without a machine
-        self._waiting: dict[Flight, None] = {}  # for a machine to come back
+        self._absent_since: float | None = None  # since when a role has no machine
+        self._waiting: dict[Flight, None] = {}  # requests that wait for a machine to return
         self._draining: Switch | None = None
         self.fetches = Fetches(
             cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
@@ -125,7 +125,7 @@ class Simulation:
     # The run
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Results:
-        """Play everything; ``on_progress`` is told how many requests have arrived."""
+        """Play everything; ``on_progress`` is called with the number of requests that have arrived."""
         if on_progress is not None:
             self._on_progress = on_progress
         for fault in self._faults:
@@ -190,7 +190,7 @@ class Simulation:
             return
         machines = (flight.prefill_id, flight.decode_id)
         missing = [name for name in machines if name in self._down] if self._down else ()
-        if missing:  # the conductor has not noticed yet: its call reaches nobody, which costs no retry
+        if missing:  # the conductor has not noticed yet: its call fails, which does not count as a retry
             self._try_again(flight, missing, is_free=True)
         elif self.coupled:
             self.coupled[flight.prefill_id].submit(flight)
@@ -203,7 +203,7 @@ class Simulation:
             self._end(flight, Fate.REJECTED, retry_s)
             return
         flight.returns += 1
-        told_s = math.ceil(retry_s)  # as Retry-After has it
+        told_s = math.ceil(retry_s)  # Retry-After has whole seconds
         self.results.tellings.append(Telling(flight.index, self.agenda.now, told_s))
         self.agenda.after(told_s, self._come_back, flight)
 
@@ -221,12 +221,12 @@ class Simulation:
         if now >= until or not self._down:
             self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, math.nan)
             return
-        flight.begin_attempt()  # of the last one nothing is left
+        flight.begin_attempt()  # discards the state of the last one
         self._waiting[flight] = None
         self.agenda.at(until, self._give_up, self._absent_since)
 
     def _give_up(self, absent_since: float) -> None:
-        """Fail everyone who waited, when no machine has come back."""
+        """Fail all waiting requests when no machine has returned."""
         if self._absent_since == absent_since:
             waiting, self._waiting = list(self._waiting), {}
             for flight in waiting:
@@ -269,7 +269,7 @@ class Simulation:
             self._join_decode(flight)
 
     def _first_token(self, flight: Flight, spent_s: float) -> None:
-        """Of a coupled machine."""
+        """The first token, on a coupled machine."""
         self.results.prefill_ms[flight.index] += spent_s * 1e3
         self.brain.prefill_ended(flight, self.agenda.now)
         self._note_first_token(flight)
@@ -306,7 +306,7 @@ class Simulation:
         if gaps:
             mean_ms = (now - flight.first_token_s) * 1e3 / gaps
             results.mean_tbt_ms[index] = mean_ms
-            # After a retry whose prefill gave the last token, nobody has tracked the gaps.
+            # After a retry whose prefill gave the last token, no gaps were recorded.
             results.tail_tbt_ms[index] = mean_ms if math.isnan(tail_ms) else tail_ms
         self._end(flight, Fate.DONE, math.nan)
 
@@ -331,7 +331,7 @@ class Simulation:
             self.decode[flight.decode_id].cancel(flight)
 
     def _try_again(self, flight: Flight, dead: Sequence[str], is_free: bool = False) -> None:
-        """Its nodes are lost: the next attempt runs elsewhere and continues from the existing tokens."""
+        """Its nodes died: the next attempt runs elsewhere and continues from the existing tokens."""
         now = self.agenda.now
         self._clean_up(flight)
         if flight.is_prefilled:  # the token that prefill gave; those of decoding were counted where they were made
@@ -376,7 +376,7 @@ class Simulation:
         self.agenda.after(fault.down_s, self._revive, name)
 
     def _is_on(self, flight: Flight, name: str) -> bool:
-        """Whether the flight loses anything if the machine dies."""
+        """Whether the flight is affected if the machine dies."""
         gone_from_prefill = flight.is_prefilled and flight.is_handed_over
         return flight.decode_id == name or (flight.prefill_id == name and not gone_from_prefill)
 
@@ -437,7 +437,7 @@ class Simulation:
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
                 brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
         self._balance(now)
-        if self._faults:  # otherwise nobody is ever missing
+        if self._faults:  # without faults no machine is ever missing
             for name in self.prefill:
                 if name not in self._down:
                     if self._groups[name].role == "prefill":
@@ -531,11 +531,11 @@ class Simulation:
                 machine.busy_s = self.prefill[name].busy_s
             self.prefill[name] = machine
         self.brain.join(name, group, self.agenda.now)
-        if name in self.disks:  # it has found its blocks there
+        if name in self.disks:  # it recovers its blocks from there
             self._tell_index(name)
 
     def _make_cache(self, name: str, group: Machines) -> Cache:
-        """Empty memory; an SSD is as it was left."""
+        """An empty cache in memory; the SSD keeps its content."""
         model, ssd = self.cluster.model, group.ssd
         if ssd is None:
             return HostCache(group.store_tokens // model.block_tokens, model.block_tokens)

@@ -1,8 +1,7 @@
-"""How long the steps of a decode machine took: runs of steps with one batch, kept while an answer that began in them is
-under way.
+"""Step times of a decode machine: runs of steps with the same batch, kept while answers that began in them are running.
 
-In a run every step is longer than the one before by the same small time. ``steps.cpp`` finds an answer's longest gaps
-as ``_tail_ms`` does, which is the definition, and serves where that cannot be built. Numbers only.
+Within a run each step is longer than the one before by the same small time. ``steps.cpp`` finds an answer's longest
+gaps; ``_tail_ms`` is the reference, used where that cannot be built.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from mooncake.native import BuildFailed, load_module
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("steps.cpp")
-# Python adds and multiplies in steps, too: without fused operations both round alike.
+# No fused multiply-add, so that C++ rounds like Python.
 FLAGS = ("-ffp-contract=off",)
 
 
 class StepRuns:
-    """Runs in order; steps are numbered from 0 on and have no gap between them."""
+    """Consecutive runs; steps are numbered from 0."""
 
     def __init__(self, native: bool = True) -> None:
         self._starts = array("q")  # first step of each run
-        self._first_ms = array("d")  # and how long that took
-        self._growth_ms = array("d")  # how much longer each next one did
+        self._first_ms = array("d")  # its duration
+        self._growth_ms = array("d")  # by how much each next step is longer
         self._native = _load() if native else None
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def begin(self, step: int, first_ms: float, growth_ms: float) -> None:
-        """A run begins with this step, in place of one that began with it."""
+        """Begin a run with this step; it replaces a run that began with the same step."""
         if self._starts and self._starts[-1] == step:
             self._first_ms[-1], self._growth_ms[-1] = first_ms, growth_ms
             return
@@ -45,14 +44,14 @@ class StepRuns:
         self._growth_ms.append(growth_ms)
 
     def drop_before(self, step: int) -> None:
-        """Forget runs that ended by then."""
+        """Drop runs that ended before this step."""
         keep = max(bisect_right(self._starts, step) - 1, 0)
         del self._starts[:keep], self._first_ms[:keep], self._growth_ms[:keep]
 
     def tail_ms(self, begin: int, end: int, lived_ms: float) -> float:
-        """Mean of the longest tenth of an answer's gaps, those of steps ``begin`` to ``end``, at least one. They took
-        ``lived_ms``: the first one waited for the hand-off and for the step before it. Runs are taken one after the
-        other, as if steps differed more between batches than in one."""
+        """Mean of the longest tenth (at least one) of an answer's gaps, the steps ``begin`` to ``end``. In all they
+        took ``lived_ms``: the first gap includes the wait for the hand-off and for the step before it. Whole runs are
+        taken in order of length, which assumes that steps differ more between batches than within one."""
         if self._native is None:
             return self._tail_ms(begin, end, lived_ms)
         return self._native(self._starts, self._first_ms, self._growth_ms, begin, end, lived_ms)
@@ -62,8 +61,8 @@ class StepRuns:
         at, stop = bisect_right(self._starts, begin) - 1, bisect_left(self._starts, end)
         run_ends = self._starts[at + 1 : stop]
         run_ends.append(end)
-        parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of each run, in the answer's life
-        offset = begin - self._starts[at]  # of its first step in its first run
+        parts: list[tuple[float, float, int]] = []  # (longest, growth, steps) of the answer's part of each run
+        offset = begin - self._starts[at]  # of the answer's first step in its first run
         span, first_step_ms, waits = 0.0, 0.0, True
         for first, growth, run_end in zip(self._first_ms[at:stop], self._growth_ms[at:stop], run_ends, strict=True):
             count = run_end - begin

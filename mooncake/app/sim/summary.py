@@ -1,5 +1,5 @@
-"""A run in one screen and in one JSON object. Everything but ``wall_s`` and ``peak_memory_gb`` is a function of the
-cluster, the trace and the seed, to the byte."""
+"""Summary of a run. Everything but ``wall_s`` and ``peak_memory_gb`` is a function of the cluster, the trace and the
+seed, byte for byte."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Summary:
     mean_tbt_ms: Spread
     tail_tbt_ms: Spread
     hit_tokens: float  # share of prompt tokens reused
-    hit_requests: float  # mean of each request's own share
-    hit_dram: float  # of hit_tokens, what was in memory, here or on another host
-    hit_ssd: float  # … and what an SSD alone had
+    hit_requests: float  # mean over requests of the share reused
+    hit_dram: float  # part of hit_tokens that was in memory, here or on another host
+    hit_ssd: float  # part of hit_tokens that only an SSD had
     fetched_tokens: float  # share of prompt tokens that came from another host
     prefill_ms: float  # of machine time, mean of all requests
     wasted_prefill: float  # share of that time spent on requests that were not answered
@@ -51,13 +51,13 @@ class Summary:
     decode_use: float
     bytes_moved_gb: float
     copies_made: int  # of hot prefixes, ahead of need
-    copies_given_up: int  # of those, and of what was fetched for their crowds
+    copies_given_up: int  # of those, and of prefixes fetched by the requests that made them hot
     ssd_read_gb: float
-    ssd_written_gb: float  # with what is copied within its log
+    ssd_written_gb: float  # including copies within the log
 
 
 def meets(results: Results, slo: SLO) -> Mask:
-    """Answered in full with the first token and the longest tenth of gaps inside the limits."""
+    """Whether each request was answered in full with TTFT and the longest tenth of gaps inside the limits."""
     done = results.fate == Fate.DONE
     tails = np.nan_to_num(results.tail_tbt_ms, nan=0.0)
     within: Mask = done & (results.ttft_s <= slo.ttft_s) & (tails <= slo.tbt_ms)
@@ -115,7 +115,7 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
 
 
 def to_json(summary: Summary, cluster: Cluster, run: Run) -> dict[str, object]:
-    """Numbers with six significant digits: the rest is noise of the last bits."""
+    """JSON with numbers of six significant digits; the rest is rounding noise."""
     rounded = _round(asdict(summary))
     assert isinstance(rounded, dict)
     facts = {name: msgspec.to_builtins(getattr(cluster, name)) for name in ("machines", "conductor", "slo", "curves")}
@@ -123,7 +123,7 @@ def to_json(summary: Summary, cluster: Cluster, run: Run) -> dict[str, object]:
 
 
 def _spread(values: Floats) -> Spread:
-    """Nearest rank, as ``Spread.of``, of many values."""
+    """``Spread.of`` (nearest rank) for large arrays."""
     values = np.sort(values[~np.isnan(values)])
     if not len(values):
         return Spread(0.0, 0.0, 0.0, 0.0, 0.0)

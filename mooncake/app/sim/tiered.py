@@ -1,5 +1,5 @@
-"""One host's KV in two tiers: the shipped store's index of DRAM over an SSD, and the shipped decisions what moves
-between them (``kvstore.tiers``), driven by whole prompts.
+"""One host's KV in two tiers: the real store's index of DRAM over an SSD, and the real decisions about what moves
+between them (``kvstore.tiers``), used by whole prompts.
 
 It takes the place of ``HostCache`` for hosts with an SSD. Blocks that find no slot, because all evictable ones are
 still being written to the SSD, wait for one as on a prefill node.
@@ -27,7 +27,7 @@ from mooncake.types import BlockEvent, BlockKey, Tier
 
 WRITER, PROMOTER = "prefill", "ssd"
 WAIT_S = 4.0  # for space, as prefill nodes do
-LEASE_S = 10.0  # as long a promotion waits for it
+LEASE_S = 10.0  # how long a promotion waits
 _CHECKSUMS = np.zeros(1, dtype=np.uint64)  # of empty contents
 
 Keys = Sequence[BlockKey]
@@ -96,7 +96,7 @@ class TieredCache:
             self.index.release(lease_id)
 
     def saw(self, keys: Keys) -> None:
-        """Another host asks for these."""
+        """Count a request for these blocks from another host."""
         self._save(self._demotion.saw(keys))
 
     def add(self, keys: Keys, held: list[int], into_dram: bool = False) -> None:

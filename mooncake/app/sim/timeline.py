@@ -1,4 +1,4 @@
-"""How full the cluster was, looked at every now and then. Numbers only."""
+"""The load of the cluster, sampled at intervals."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Timeline:
-    """One entry a look: shares are means over machines."""
+    """One entry per sample; values are means over machines."""
 
     at_s: list[float] = field(default_factory=list)
-    prefill_load: list[float] = field(default_factory=list)  # share of prefill machines that compute
-    queued: list[float] = field(default_factory=list)  # prompts that wait, a prefill machine
-    batch: list[float] = field(default_factory=list)  # sequences a decode machine, over 64
-    step_ms: list[float] = field(default_factory=list)  # of decode machines that run
+    prefill_load: list[float] = field(default_factory=list)  # share of prefill machines that are computing
+    queued: list[float] = field(default_factory=list)  # waiting prompts per prefill machine
+    batch: list[float] = field(default_factory=list)  # sequences per decode machine, over 64
+    step_ms: list[float] = field(default_factory=list)  # of decode machines with a batch

@@ -1,0 +1,187 @@
+"""What clients send as text, messages or token ids, as prompts that fit into the context.
+
+It knows neither jobs nor where they run. Long texts are tokenized in threads, so that others need not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+
+from conductor.ingress.served_model import ServedModel
+from mooncake.errors import ContextTooLong, InvalidRequest, shown
+from mooncake.guides import Guides
+from mooncake.text import bad_word_tokens
+from mooncake.tokenizer import LONG_TEXT_CHARS, ROLES, ChatMessage, Tokenizer
+from mooncake.types import Guide, TokenIds
+
+MAX_MESSAGES = 4096
+
+T = TypeVar("T")
+
+
+class Prompts:
+    """Call ``close`` when done."""
+
+    def __init__(
+        self, model: ServedModel, tokenizer: Tokenizer, most_tokens: Callable[[], int], check_open: Callable[[], None]
+    ) -> None:
+        """``most_tokens`` returns the longest sequence the nodes have memory for; 0: not known yet. ``check_open``
+        raises when nothing long should be started any more."""
+        self.model = model
+        self.tokenizer = tokenizer
+        self._most_tokens = most_tokens
+        self._check_open = check_open
+        self._guides = Guides(lambda: tokenizer, model.vocab_size)
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    @property
+    def context_len(self) -> int:
+        """Tokens of prompt plus answer: the lesser of the model's limit and the nodes' memory."""
+        return min(self.model.max_model_len, self._most_tokens() or self.model.max_model_len)
+
+    async def encode(
+        self, text: str, param: str = "prompt", keep: int | None = None, add_special: bool = True
+    ) -> TokenIds:
+        """Token ids of plain text, or its last ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
+        if keep is None and await self._is_surely_too_long(text):
+            raise self._too_long(f"a text of {len(text)} characters", param)
+        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special))
+        return self._fitting(tokens, param, keep)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        param: str = "messages",
+        keep: int | None = None,
+        variables: Mapping[str, object] | None = None,
+        continue_final: bool = False,
+        roles: Sequence[str] = ROLES,
+    ) -> TokenIds:
+        """Token ids of a conversation, ready for the assistant's turn, or with ``continue_final`` for more of the last
+        message; or the last ``keep`` of them. ``variables`` are for the chat template, which supports ``roles``.
+
+        Raises InvalidRequest or ContextTooLong.
+        """
+        if not messages:
+            raise InvalidRequest("at least one message is needed", param)
+        if len(messages) > MAX_MESSAGES:
+            raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
+        for number, message in enumerate(messages):
+            if message.role not in roles:
+                known = ", ".join(roles)
+                raise InvalidRequest(
+                    f"the role {shown(message.role)} is not supported; known: {known}", f"{param}[{number}].role"
+                )
+        text = "".join(message.content + message.beside for message in messages) + _as_told(variables)
+        if keep is None and await self._is_surely_too_long(text):
+            raise self._too_long(f"a conversation of {len(text)} characters", param)
+        tokens = await self._maybe_in_thread(
+            len(text), lambda: self.tokenizer.encode_chat(messages, variables, continue_final)
+        )
+        return self._fitting(tokens, param, keep)
+
+    async def decode(self, tokens: TokenIds, skip_special: bool) -> str:
+        return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens, skip_special))
+
+    async def check_guide(self, guide: Guide | None) -> None:
+        """Raises InvalidRequest for an invalid guide: better here than on a node. A schema can take a while."""
+        if guide is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
+
+    def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: int | None = None) -> TokenIds:
+        """A client's own ids as an array, or the last ``keep``. Raises InvalidRequest (not in the vocabulary) or
+        ContextTooLong."""
+        return self._fitting(self.as_tokens(ids, param), param, keep)
+
+    def num_to_keep(self, truncate_prompt_tokens: int | None, num_answer: int) -> int | None:
+        """How many of a prompt's last tokens to keep; None: all. -1 means as many as leave room for an answer of
+        ``num_answer`` tokens. Raises InvalidRequest."""
+        if truncate_prompt_tokens is None:
+            return None
+        keep, limit = truncate_prompt_tokens, self.context_len
+        if keep == -1:
+            return max(1, limit - max(1, num_answer))
+        if not 1 <= keep <= limit:
+            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(keep)}"
+            raise InvalidRequest(what, "truncate_prompt_tokens")
+        return keep
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of these words. Raises InvalidRequest."""
+        return bad_word_tokens(self.tokenizer, words)
+
+    def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
+        """Raises InvalidRequest for an id that is not in the vocabulary."""
+        vocab_size = self.model.vocab_size
+        try:
+            array = np.array(ids, dtype=np.int64)
+        except OverflowError:
+            raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}", param) from None
+        if len(array) and not (array.min() >= 0 and array.max() < vocab_size):
+            wrong = int(array[(array < 0) | (array >= vocab_size)][0])
+            raise InvalidRequest(f"token ids must be between 0 and {vocab_size - 1}, got {wrong}", param)
+        return array.astype(np.uint32)
+
+    def max_tokens(self, num_prompt: int, requested: int | None, default: int | None) -> int:
+        """How many tokens an answer may have: the requested number, or the default, limited by the context.
+
+        With ``default`` None: all that is left of the context.
+        """
+        room = self.model.max_model_len - num_prompt
+        wanted = default if requested is None else requested
+        return room if wanted is None else min(wanted, room)
+
+    def check_room(self, num_prompt: int, requested: int | None, param: str) -> None:
+        """Raises ContextTooLong when the context leaves fewer tokens than ``requested``: clients of OpenAI's API
+        rely on getting them, and should not wait for a truncated answer."""
+        room = self.model.max_model_len - num_prompt
+        if requested is not None and requested > room:
+            left = f"leaves {room} of the context of {self.model.max_model_len}"
+            raise ContextTooLong(f"{param} is {shown(requested)}, and a prompt of {num_prompt} tokens {left}", param)
+
+    def close(self) -> None:
+        """Drop the work that still waits for a thread."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _maybe_in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars <= LONG_TEXT_CHARS:
+            return work()
+        self._check_open()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _is_surely_too_long(self, text: str) -> bool:
+        """Whether a cheap check settles that a text cannot fit: its beginning alone makes twice the tokens allowed.
+
+        So a client cannot make us tokenize megabytes to learn what kilobytes show.
+        """
+        probe = max(16 * self.model.max_model_len, LONG_TEXT_CHARS)
+        if len(text) <= 2 * probe:
+            return False
+        head = await self._maybe_in_thread(probe, lambda: self.tokenizer.encode(text[:probe]))
+        return len(head) > 2 * self.model.max_model_len
+
+    def _fitting(self, tokens: TokenIds, param: str, keep: int | None = None) -> TokenIds:
+        if not len(tokens):
+            raise InvalidRequest("the prompt is empty", param)
+        if keep is not None:
+            tokens = tokens[-keep:]
+        if len(tokens) >= self.model.max_model_len:
+            raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
+        return tokens
+
+    def _too_long(self, what: str, param: str) -> ContextTooLong:
+        return ContextTooLong(f"{what} leaves no room for an answer: the context is {self.context_len} tokens", param)
+
+
+def _as_told(variables: Mapping[str, object] | None) -> str:
+    """Roughly what a chat template renders: tools and documents cost as much to render and tokenize as messages."""
+    try:
+        return json.dumps(variables, ensure_ascii=False) if variables else ""
+    except (RecursionError, TypeError, ValueError):  # the template refuses them for the same reason
+        return ""

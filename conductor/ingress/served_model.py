@@ -1,0 +1,43 @@
+"""The model as clients see it: its names, limits and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mooncake.adapters import Adapter
+from mooncake.errors import NotFound, shown
+from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
+
+
+class UnknownModel(NotFound):
+    """The error code that clients of OpenAI's API expect."""
+
+    code = "model_not_found"
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    name: str
+    max_model_len: int  # tokens of prompt plus answer
+    vocab_size: int
+    block_tokens: int
+    dtype: str
+    fingerprint: str  # changes with the weights
+    created: int  # seconds since 1970
+    adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients use
+    sampling: SamplingDefaults = NEUTRAL  # defaults of requests
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its own and its adapters'."""
+        return (self.name, *self.adapters)
+
+    def adapter_of(self, name: str) -> Adapter | None:
+        """The adapter of that name; None for the base model or no name. Raises NotFound."""
+        if not name or name == self.name:
+            return None
+        if name not in self.adapters:
+            served = ", ".join(map(repr, self.names))
+            raise UnknownModel(f"the model {shown(name)} is not served here; served: {served}")
+        return self.adapters[name]

@@ -1,0 +1,101 @@
+"""Placement of the rest of a request: its facts, and the best pair of nodes for it.
+
+It counts and books nothing and calls no node. The scheduler compares pairs; which nodes failed attempts rule out comes
+from the request's journey.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from conductor.fleet import Fleet
+from conductor.journey import Journey
+from conductor.policies import POLICIES, Policy
+from conductor.retry import incarnations
+from conductor.scheduler import Placement, Scheduler, check_time
+from conductor.stats import DispatchStats
+from conductor.tails import on_decode_node
+from conductor.view import Question, RequestFacts, Shape
+from mooncake.config import Config
+from mooncake.errors import ConfigError, NodeUnavailable, Overloaded
+from mooncake.hashing import Chain
+from mooncake.hashing import prepare as prepare_hashing
+from mooncake.types import Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the dispatcher needs to know of the model: the seed of block names, block sizes, and the end-of-sequence
+    ids."""
+
+    kv_fingerprint: str
+    shape: Shape
+    eos_ids: tuple[int, ...]
+    max_model_len: int = 0  # tokens of prompt plus answer; 0: not said
+
+
+class Placer:
+    """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
+
+    def __init__(self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats) -> None:
+        self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
+        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # called once per request
+        self._model = model
+        self._fleet = fleet
+        self._stats = stats
+        self._max_tail_tokens = config.conductor.max_tail_tokens
+        self._is_coupled = config.cluster.coupled > 0  # prefill nodes give whole answers, and keep their KV
+        prepare_hashing()
+
+    def facts(self, journey: Journey, now: float) -> RequestFacts:
+        """What placement depends on, for the remaining part of the request."""
+        request, tokens = journey.request, journey.tokens
+        left = request.sampling.max_tokens - journey.num_kept
+        chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
+        # Of a prompt that is scored every token is computed, whatever is cached.
+        is_scored = request.sampling.prompt_logprobs is not None and not journey.num_kept
+        return RequestFacts(
+            num_tokens=len(tokens),
+            keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
+            expected_tokens=self._stats.expected_output_tokens(left),
+            needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
+            # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
+            budget_ms=(request.deadline - now) * 1e3 if journey.is_new else float("inf"),
+            session=request.session,
+            number=self._stats.requests,
+        )
+
+    def place(self, facts: RequestFacts, journey: Journey, now: float) -> Placement:
+        """Avoid nodes that failed this request, unless they are alive and the only ones of their role. Raises
+        NodeUnavailable, and Overloaded when the deadline cannot be met."""
+        registry, retries = self._fleet.registry, journey.retries
+        if retries.dead:  # some may have been heard from since: a client reads late, or the request waited for them
+            retries.heard(registry.live())
+        usable = (incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
+        placement = self._best(facts._replace(excluded=retries.excluded(usable)), journey, now)
+        return placement._replace(pools=(), fetched_tokens=0) if self._is_coupled else placement
+
+    def tell_in_vain(self, facts: RequestFacts, journey: Journey, now: float) -> None:
+        """Report the demand of a request that is not placed: the balancer counts it all the same."""
+        with contextlib.suppress(NodeUnavailable, Overloaded):
+            self._best(facts, journey, now)
+
+    def _best(self, facts: RequestFacts, journey: Journey, now: float) -> Placement:
+        """The scheduler's pair, or the decode node that already holds nearly the whole prompt."""
+        question = self.scheduler.ask(facts, now)
+        placement = self.scheduler.choose(question)
+        if journey.is_new:
+            for tell in self.on_arrival:
+                tell(question, placement, now)
+        check_time(placement, facts.budget_ms)
+        if not facts.needs_decode or len(journey.emitted) > 1 or not self._max_tail_tokens:
+            return placement
+        return on_decode_node(question, placement, self._fleet.costs, self._max_tail_tokens) or placement
+
+
+def _policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ConfigError(f"conductor.policy must be one of {', '.join(POLICIES)}, got {name!r}")
+    return POLICIES[name]

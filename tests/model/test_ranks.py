@@ -1,0 +1,99 @@
+"""How the other ranks of a model start and end: one that cannot start says so, one that dies is told at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from live import workers_of
+from ranks import ranks_of
+from tiny_model import write_tiny_model
+
+from mooncake import LLM
+from mooncake.checkpoint import open_checkpoint
+from mooncake.errors import ConfigError, ModelError, MooncakeError, NodeUnavailable
+from mooncake.model import context_parallel, tensor_parallel
+from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.model.pages import SharedMemory
+from mooncake.model.ranks import Workers, leave_group
+
+BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks") / "tiny"
+    write_tiny_model(folder, "llama")
+    return folder
+
+
+@pytest.mark.timeout(90)  # less than torch waits for a rank that does not come
+@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel"])
+def test_a_rank_that_dies_as_it_starts_is_told_at_once(folder: Path, way: str) -> None:
+    def kill_the_first() -> None:
+        while not (found := workers_of(os.getpid(), f"model.{way}")):
+            time.sleep(0.01)
+        os.kill(found[0], signal.SIGKILL)
+
+    killing = threading.Thread(target=kill_the_first)
+    killing.start()
+    counts = {"tensor_parallel" if way == "tensor_parallel" else "context_parallel_size": 2}
+    with pytest.raises(NodeUnavailable, match=r"parallel ranks \[1\] have failed"):
+        LLM(str(folder), kv_gb=0.01, block_tokens=16, **counts)  # type: ignore[arg-type]
+    killing.join()
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel"])
+def test_a_rank_that_cannot_load_its_part_says_why(folder: Path, tmp_path: Path, way: str) -> None:
+    layout = open_checkpoint(str(folder)).kv_layout(BLOCK_TOKENS, "float32")
+    memory = SharedMemory.create(NUM_BLOCKS * layout.block_bytes)
+    model = str(tmp_path / "nowhere")
+    setup: msgspec.Struct
+    if way == "tensor_parallel":
+        setup = tensor_parallel.Setup(2, model, LIMIT, "float32", layout, NUM_BLOCKS, 1, memory.fd)
+    else:
+        setup = context_parallel.Setup(
+            2, model, LIMIT, LIMIT, "float32", "float32", "", "", keeps_groups=False, threads=1
+        )
+    workers = Workers("ranks", leave_group)
+    port = workers.open_store()
+    try:
+        workers.start(f"mooncake.model.{way}", [msgspec.json.encode(setup).decode(), 1, port], [memory.fd])
+        workers.join(2)
+        with pytest.raises(ModelError, match="nowhere"):
+            workers.await_ready()
+    finally:
+        workers.end()
+
+
+def test_who_watches_ranks_is_told_of_one_that_dies_and_not_of_a_close(folder: Path) -> None:
+    for is_killed in (True, False):
+        told: list[MooncakeError] = []
+        heard = threading.Event()
+        with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+            ranks.model.watch(lambda error, told=told, heard=heard: (told.append(error), heard.set()))  # type: ignore[misc]
+            if is_killed:
+                os.kill(ranks.model.pids[0], signal.SIGKILL)
+                assert heard.wait(30)
+        assert [type(error) for error in told] == ([NodeUnavailable] if is_killed else [])
+
+
+def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) -> None:
+    with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
+        with pytest.raises(ConfigError, match="has a model over several ranks already"):
+            LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
+        ranks.model.forward(
+            ForwardBatch.of_prompt(torch.arange(5), BLOCK_TOKENS, torch.tensor([4])), ranks.cache.tensor, NoHook()
+        )
