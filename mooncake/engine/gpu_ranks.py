@@ -223,9 +223,10 @@ class TensorParallelGpuModel:
         if not self._workers.are_alive:
             return
         self._watch.is_over = True
-        with contextlib.suppress(RuntimeError):
-            self._group.send(_STOP)
-        self._workers.wait()
+        if self._workers.have_all:
+            with contextlib.suppress(RuntimeError):
+                self._group.send(_STOP)
+            self._workers.wait()
         self._workers.end()
 
 

@@ -124,6 +124,11 @@ class Workers:
         """Whether they have not been ended."""
         return self._finalizer.alive
 
+    @property
+    def have_all(self) -> bool:
+        """Whether none has died. A message to one that has may wait for it for ever."""
+        return not self._dead()
+
     def failed(self, error: BaseException | None) -> NodeUnavailable:
         """The error to raise after communication failed with ``error``: it says which ranks are dead. Another node can
         take over the work."""

@@ -193,7 +193,7 @@ class TensorParallelModel:
     def close(self) -> None:
         """End the other ranks. Idempotent."""
         self._workers.are_to_end = True
-        if self._workers.are_alive and not self._is_in_step:
+        if self._workers.are_alive and self._workers.have_all and not self._is_in_step:
             with contextlib.suppress(RuntimeError):
                 self._group.send(_STOP)
             self._workers.wait()
