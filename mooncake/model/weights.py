@@ -85,7 +85,7 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
                     raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
                 stored[name] = tensor
             elif stored_name in spare and tensor.any():
-                raise ModelError(f"{shard.path} has the weight {name}, which nothing in its configuration asks for")
+                raise ModelError(f"{shard.path} has the weight {name}, which its configuration does not need")
 
     def make(name: str) -> torch.Tensor:
         if name in coded:

@@ -419,7 +419,7 @@ def test_tables_and_a_head_that_nobody_needs_may_be_there_and_nothing_else(famil
     save_file(stored | {name: torch.ones(1) for name in spare}, file)
     assert published.checkpoint.config == config
     save_file(stored | {strange: torch.ones(1)}, file)
-    with pytest.raises(ModelError, match=f"has the weight {strange}, which nothing"):
+    with pytest.raises(ModelError, match=f"has the weight {strange}, which its"):
         open_checkpoint(str(tmp_path))
 
 
@@ -433,7 +433,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
     assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
-    with pytest.raises(ModelError, match=r"model\.layers\.4\.\w+\.weight, which nothing"):
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.\w+\.weight, which its"):
         open_checkpoint(str(tmp_path))
 
 
@@ -495,7 +495,7 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
         ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
-        ("glm4", {"attention_bias": False}, "k_proj.bias, which nothing"),
+        ("glm4", {"attention_bias": False}, "k_proj.bias, which its"),
         ("cohere", {"attention_bias": True}, "asks for attention_bias"),
         ("cohere", {"use_qk_norm": True}, "lacks the weight model.layers.0.self_attn.q_norm.weight"),
         ("cohere2", {"sliding_window": -1}, "need a sliding_window, got -1"),
