@@ -66,4 +66,12 @@ def workers_of(node: int, module: str) -> list[int]:
     """The processes that run ``module`` for a node, started by any of its threads."""
     tasks = Path(f"/proc/{node}/task").iterdir()
     children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
-    return [pid for pid in children if module in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in children if module in command_of(pid)]
+
+
+def command_of(pid: int) -> str:
+    """Its command line, or nothing if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
