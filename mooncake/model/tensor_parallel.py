@@ -2,9 +2,9 @@
 2019), or with some of its experts (Lepikhin et al. 2020).
 
 The first rank is the engine's model: it sends every step to the others and computes with them. Each layer's attention
-and MLP end in one sum over the ranks, and the first one gathers the logits. All of them map one
-cache, in the same layout as on every other node, and each reads and writes its KV heads there. ``shards`` says what
-each rank holds, ``ranks`` how they start, end and communicate.
+and MLP end in one sum over the ranks, and the first one gathers the logits. All of them map one cache, in the same
+layout as on every other node, and each reads and writes its KV heads there. ``shards`` says what each rank holds,
+``ranks`` how they start, end and communicate.
 """
 
 from __future__ import annotations
