@@ -12,8 +12,8 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from drive import Answer, ask, ask_all, leaks, status, wait_idle
-from live import running_cluster, small_config, workers_of
+from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
+from live import command_of, running_cluster, small_config, workers_of
 from tiny_mixtures import WIDE
 from tiny_model import LATENT, write_tiny_model
 
@@ -111,16 +111,6 @@ async def test_prefixes_in_the_pool_serve_nodes_of_other_numbers_of_ranks(tmp_pa
             assert answer.cached_tokens == 104, "the prompt's blocks, and one that the answer filled"
 
 
-async def computing_node(channel: grpc.aio.Channel, role: str) -> str:
-    """The first one that says that it computes."""
-    async with asyncio.timeout(60):
-        while True:
-            for node in (await status(channel)).nodes:
-                if node.info.role == role and node.load.running:
-                    return node.info.node_id
-            await asyncio.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -151,14 +141,7 @@ async def test_a_node_ends_with_its_rank_and_leaves_none(tmp_path: Path) -> None
         error = await asyncio.wait_for(cluster.wait_fatal(), 30)
         assert "decode-0 ended with exit code 1" in error.message
         assert "tensor parallel ranks [2] have failed" in error.message
-    assert not [rank for rank in ranks if is_running(rank)]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return MODULE in Path(f"/proc/{pid}/cmdline").read_text()
-    except FileNotFoundError:
-        return False
+    assert not [rank for rank in ranks if MODULE in command_of(rank)]
 
 
 @pytest.mark.slow
@@ -176,4 +159,4 @@ async def test_a_node_whose_rank_hangs_ends_and_leaves_none(tmp_path: Path) -> N
         assert "no step has ended for 5 s" in error.message
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-    assert not is_running(rank)
+    assert MODULE not in command_of(rank)

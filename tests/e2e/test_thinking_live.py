@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ import grpc
 import httpx
 import openai
 import pytest
-from drive import status
+from drive import computing_node
 from live import running_cluster, small_config
 from tiny_model import tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
@@ -106,15 +105,6 @@ async def test_a_call_behind_a_control_token_is_read(thinking: tuple[LocalCluste
         assert again.usage.prompt_tokens_details.cached_tokens > 0  # what the template made of it is what was said
 
 
-async def decoding_node(channel: grpc.aio.Channel) -> str:
-    """The decode node with a running sequence, by its next heartbeat."""
-    async with asyncio.timeout(10):
-        while True:
-            for node in (await status(channel)).nodes:
-                if node.info.role == "decode" and node.load.running:
-                    return node.info.node_id
-
-
 def num_retries(cluster: LocalCluster) -> float:
     lines = httpx.get(f"{cluster.http_url}/metrics", trust_env=False).text.splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith("mooncake_retries_total"))
@@ -148,7 +138,7 @@ async def test_a_guided_answer_goes_on_elsewhere_from_where_it_was(
             for kind in said:
                 said[kind] += getattr(chunk.choices[0].delta, kind, None) or ""
             if said[place] and not victim:
-                victim = await decoding_node(channel)
+                victim = await computing_node(channel, "decode")
                 os.kill(cluster.pids[victim], signal.SIGKILL)
 
         assert num_retries(cluster) > retries, "it was over before its node died"

@@ -112,3 +112,13 @@ async def wait_running(channel: grpc.aio.Channel, requests: int, within_s: float
     while (running := (await status(channel)).requests_running) < requests:
         assert time.monotonic() - started_s < within_s, f"only {running} of {requests} requests are running"
         await asyncio.sleep(0.02)
+
+
+async def computing_node(channel: grpc.aio.Channel, role: str, within_s: float = 60.0) -> str:
+    """The first node of this role that says, in a heartbeat, that it has a sequence."""
+    async with asyncio.timeout(within_s):
+        while True:
+            for node in (await status(channel)).nodes:
+                if node.info.role == role and node.load.running:
+                    return node.info.node_id
+            await asyncio.sleep(0.01)
