@@ -64,6 +64,7 @@ LOOK_S = 2.0  # between two checks of the nodes
 ANSWER_S = 5.0
 LISTEN_S = 1  # timeout of one step of a start, which delays a cancellation; Ray takes whole seconds
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps 127.0.0.1 as it is, on any system
+PRIVATE_ENV = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV)  # how a private Ray is reached
 
 NODE_BUILDERS = {
     "conductor": ("conductor.__main__", "build"),
@@ -422,12 +423,8 @@ class PrivateRay:
         token = self._folder / "token"
         token.touch(mode=0o600)
         token.write_text(secrets.token_hex(32))
-        os.environ.update(
-            RAY_AUTH_MODE="token",
-            RAY_AUTH_TOKEN_PATH=str(token),
-            RAY_USAGE_STATS_ENABLED="0",
-            **{_LOOPBACK_ENV: "0"},
-        )
+        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+        _set_ray_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK_ENV: "0"})
         with (self._folder / "log").open("wb") as output:
             self._process = subprocess.Popen(
                 [
@@ -462,8 +459,7 @@ class PrivateRay:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
-            for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV):
-                os.environ.pop(name, None)
+            _set_ray_environment({})
 
     def _wait(self, go_on: Callable[[], None]) -> None:
         assert self._process is not None
@@ -505,6 +501,20 @@ def check_answers(ray_address: str) -> None:
         except grpc.RpcError:
             where = ray_address if address == ray_address else f"{ray_address}, which it reads as {address}"
             raise NodeUnavailable(f"no Ray answers at {where}") from None
+
+
+def _set_ray_environment(variables: dict[str, str]) -> None:
+    """Set these of ``PRIVATE_ENV`` for this process and those it starts, and unset the others. Ray reads them while it
+    is imported, which somebody may have done before."""
+    from ray import _raylet as raylet
+    from ray._private import ray_constants
+
+    for name in PRIVATE_ENV:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(_LOOPBACK_ENV) != "0"
+    raylet.Config.initialize("")  # type: ignore[attr-defined]  # from the environment, before the token is asked for
+    raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
 
 
 def _as_ray_reads(address: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import importlib.util
 import os
 import signal
@@ -38,6 +39,7 @@ def ask(address: str) -> GenerateResult:
 @pytest.mark.ray
 @pytest.mark.slow
 async def test_ray_starts_the_nodes_and_brings_back_one_that_was_killed() -> None:
+    importlib.import_module("ray")  # by somebody before us: Ray reads its settings while it is imported
     told: list[str] = []
     config = small_config("cluster.decode=2", "prefill.kv_gb=0.3", "decode.kv_gb=0.3", "store.dram_gb=0.3")
     async with RayCluster(config, gcs_port=free_port("127.0.0.1"), tell=told.append) as cluster:
