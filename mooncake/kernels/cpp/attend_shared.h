@@ -15,27 +15,48 @@ constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
+constexpr int MIX_TOKENS = 2 * TILE;  // as pairs, they take the room of TILE tokens in float32
+constexpr int LINE = 32;               // bfloat16 values in a cache line
 constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
 
-// For TILE tokens; their weights, float32 [token][lane], become pairs in place.
-template <int VECS> inline void mix_tile_in_pairs(const bf16* const* values, int D, float* weights, uint32_t* pairs, float* mixed) {
-    for (int t = 0; t < TILE; t += 2) {
-        bring_near(values + t + AHEAD_ROWS, 2, 0, D);
-        for (int v = 0; v < VECS; v++) {
-            float* even = weights + (t * VECS + v) * W;
-            store((int32_t*)even, pairs_of(load(even), load(even + VECS * W)));
+// Turns the scores of W tokens, [token][lane], into weights, and adds these to `totals`. In pairs, the weights of tokens
+// t and t + 1 replace the scores of t.
+template <int VECS, bool IN_PAIRS> inline void weigh(float* scores, const vf* top, vf (*totals)[VECS]) {
+    for (int v = 0; v < VECS; v++)
+#pragma GCC unroll 16
+        for (int t = 0; t < W; t += 2) {
+            float *even = scores + (t * VECS + v) * W, *odd = even + VECS * W;
+            const vf first = exp2v(load(even) - top[v]), second = exp2v(load(odd) - top[v]);
+            totals[t][v] += first;
+            totals[t + 1][v] += second;
+            if constexpr (IN_PAIRS) {
+                store((int32_t*)even, pairs_of(first, second));
+            } else {
+                store(even, first);
+                store(odd, second);
+            }
         }
-        put_pairs(values[t], values[t + 1], D, pairs + t / 2 * D);
-    }
+}
+
+// For MIX_TOKENS tokens.
+template <int VECS>
+inline void mix_tokens_in_pairs(const bf16* const* values, int D, const float* weights, uint32_t* pairs, float* mixed) {
+    for (int t = 0; t < MIX_TOKENS; t += 2) put_pairs(values[t], values[t + 1], D, pairs + t / 2 * D);
     const auto kept = [](vf before, int) { return before; };
-    for (int d = 0; d < D; d += SHARED_KEYS) mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, TILE, d, D, kept, mixed);
+    const int lines = D / LINE;
+    for (int d = 0; d < D; d += SHARED_KEYS) {  // each prefetches one line of a quarter of the rows
+        const int at = d / SHARED_KEYS % lines * LINE;
+        const bf16* const* ahead = values + AHEAD_ROWS + d / SHARED_KEYS / lines * (MIX_TOKENS / 4);
+        bring_near(ahead, MIX_TOKENS / 4, at, LINE);
+        mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, MIX_TOKENS, d, D, kept, mixed);
+    }
 }
 
 // A shared part is DOT_PART tokens long and all its rows see all of it, so nothing is masked, and only rows are padded,
-// to VECS vectors.
+// to VECS vectors. `next`: as for attend_dots.
 template <class T, int VECS>
 void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
-                   const Results& results, Scratch& scratch) {
+                   const Item* next, const Results& results, Scratch& scratch) {
     constexpr int lanes = VECS * W;
     constexpr bool is_in_place = std::is_same<T, float>::value;
     const int D = call.head_dim, rows = item.count;
@@ -63,9 +84,13 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
             for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
         }
 
-    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and padding for prefetches
+    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and what is prefetched past their end
     for (int kv = 0; kv < 2; kv++) cache.rows(table, item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
     std::fill(stream + 2 * DOT_PART, stream + 2 * DOT_PART + AHEAD_ROWS, stream[0]);
+    if (next) {
+        const int count = std::min(AHEAD_ROWS, next->end - next->begin);
+        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, stream + 2 * DOT_PART);
+    }
     const T* const* coded = stream;
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
@@ -110,19 +135,15 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     vf totals[W][VECS] = {};  // by t % W, as in attend_dots
     std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
-    for (int at = 0; at < DOT_PART; at += TILE) {
-        for (int t = at; t < at + TILE; t++) {
-            if (is_in_place) bring_near(stream + DOT_PART + t + AHEAD_ROWS, 1, 0, D);
-            for (int v = 0; v < VECS; v++) {
-                float* score = scores + (t * VECS + v) * W;
-                const vf p = exp2v(load(score) - top[v]);
-                store(score, p);
-                totals[t % W][v] += p;
-            }
+    const int step = in_pairs ? MIX_TOKENS : TILE;
+    for (int at = 0; at < DOT_PART; at += step) {
+        for (int t = at; t < at + step; t += W) {
+            if (is_in_place) bring_near(stream + DOT_PART + t + AHEAD_ROWS, W, 0, D);
+            (in_pairs ? weigh<VECS, true> : weigh<VECS, false>)(scores + t * lanes, top, totals);
         }
         if constexpr (std::is_same<T, bf16>::value)
             if (in_pairs) {
-                mix_tile_in_pairs<VECS>(stream + DOT_PART + at, D, scores + at * lanes, (uint32_t*)wide, mixed);
+                mix_tokens_in_pairs<VECS>(stream + DOT_PART + at, D, scores + at * lanes, (uint32_t*)wide, mixed);
                 continue;
             }
         open(1, at);

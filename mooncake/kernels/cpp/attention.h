@@ -33,10 +33,11 @@ template <class T> void attend(const AttentionCall& call, const AttentionPlan& p
     parallel(int64_t(plan.items.size()), plan.cost * call.head_dim < (1 << 16) ? 1 : threads, [&](int64_t i) {
         static thread_local Scratch scratch;
         const Item& item = plan.items[i];
+        const Item* next = &item < &plan.items.back() ? &item + 1 : nullptr;
         if (item.is_shared && item.count > MANY_SHARED)
-            attend_shared<T, SHARED_VECS>(call, plan, cache, item, results, scratch);
+            attend_shared<T, SHARED_VECS>(call, plan, cache, item, next, results, scratch);
         else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
-            attend_dots<T>(call, plan, cache, item, &item < &plan.items.back() ? &item + 1 : nullptr, results, scratch);
+            attend_dots<T>(call, plan, cache, item, next, results, scratch);
         else
             attend_many<T>(call, cache, item, results, scratch);
     });

@@ -166,6 +166,9 @@ inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf magnitude(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 
 inline vf round_whole(vf x) {  // ties to even; |x| below 2^22
+#if defined(__AVX512F__)
+    return (vf)_mm512_roundscale_ps((__m512)x, 0);
+#endif
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds off everything after the point
     return (x + magic) - magic;
 }
@@ -179,6 +182,9 @@ inline vf exp2_parts(vf whole, vf f) {
     p = p * f + 2.40226469e-1f;
     p = p * f + 6.93147206e-1f;
     p = p * f + 1.0f;
+#if defined(__AVX512F__)
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#endif
     return (vf)((vi)p + (__builtin_convertvector(whole, vi) << 23));
 }
 
