@@ -88,6 +88,7 @@ class ModelConfig:
     mlp_has_norm: bool = True  # False: the MLP reads the output of attention's norm (small Falcons)
     latent: LatentAttention | None = None
     routing: Routing | None = None  # None: as in Qwen3 and Mixtral, in every layer
+    still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
 
     @property
     def softmax_scale(self) -> float:

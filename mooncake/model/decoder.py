@@ -7,7 +7,7 @@ is the only access to the cache. The Llama family has its own, faster pass in ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
-from mooncake.model.rope import Tables
+from mooncake.model.rope import Tables, tables_by_layer
 from mooncake.model_config import ModelConfig
 
 
@@ -29,13 +29,13 @@ class Step:
     batch: ForwardBatch
     cache_layers: tuple[torch.Tensor, ...]
     hook: LayerHook
+    tables: Sequence[Tables]  # of each layer
     attention: Attention | None = None
 
     def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
-        tables: Tables,
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
@@ -49,7 +49,7 @@ class Step:
         cache = self.cache_layers[row]
         self.hook.before_layer(layer)
         query = self.kernels.rope_write_kv(
-            qkv, *tables, batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
+            qkv, *self.tables[layer], batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
         )
         self.hook.after_layer(layer)
         if self.attention is not None:
@@ -94,6 +94,7 @@ class Decoder(ABC):
         self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
+        self._tables = tables_by_layer(config, self.max_model_len, getattr(self.kernels, "device", None))
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -125,7 +126,7 @@ class Decoder(ABC):
         attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, attention)
+        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, self._tables, attention)
         hidden = self._embed(batch) if entering is None else entering.to(self.stream)
         for index in self.places:
             hidden = self._layer(index, hidden, step)
@@ -153,11 +154,6 @@ class Decoder(ABC):
         gate_up = MatricesOnDemand(self._weights, [(f"{name}{gate}.weight", f"{name}{up}.weight") for name in names])
         downs = MatricesOnDemand(self._weights, [(f"{name}{down}.weight",) for name in names])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
-
-    def tables(self, made: Tables) -> Tables:
-        """The tables on the kernels' device."""
-        cos, sin = (table.to(getattr(self.kernels, "device", table.device)) for table in made)
-        return cos, sin
 
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Layer normalisation with its own weight and bias (Ba et al. 2016)."""

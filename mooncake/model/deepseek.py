@@ -94,7 +94,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
         rows = _rows(
             torch.cat([rotated, turning], 1).view(len(normed), heads + 1, -1), torch.stack([*queries, vector], 1)
         )
-        mixed = step.attend(index, rows.flatten(1), self._tables).view(len(normed), heads, -1)
+        mixed = step.attend(index, rows.flatten(1)).view(len(normed), heads, -1)
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
         return self.reduce(layer.output(torch.cat(values, 1)))

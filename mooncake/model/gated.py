@@ -12,7 +12,7 @@ from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.layers import embedding_and_head
-from mooncake.model.rope import rope_tables
+from mooncake.model.rope import heads_in_order
 
 Layer = TypeVar("Layer")
 
@@ -27,9 +27,6 @@ class GatedDecoder(Decoder, Generic[Layer]):
         )
         self._final_norm = self.vector("model.norm.weight")
         self.stream = self._final_norm.dtype
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim)
-        )
         self._layers = {index: self._take(f"model.layers.{index}.") for index in self.places}
 
     @abstractmethod
@@ -51,12 +48,10 @@ class GatedDecoder(Decoder, Generic[Layer]):
 def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: bool) -> Linear:
     """The query, key and value projections below ``attention`` as one, with each query and key head in ``order``
     ``[D]``."""
-    head_dim = model.config.head_dim
 
     def stacked(part: str) -> torch.Tensor:
         query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
-        turned = (rows.view(-1, head_dim, *rows.shape[1:])[:, order].flatten(0, 1) for rows in (query, key))
-        return torch.cat([*turned, value])
+        return torch.cat([heads_in_order(query, order), heads_in_order(key, order), value])
 
     return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
 
@@ -106,7 +101,7 @@ class Granite(_Dense):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer, factor = self._layers[index], self.config.residual_factor
-        attended = step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), self._tables)
+        attended = step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)))
         hidden = hidden + layer.output(attended) * factor
         return hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm)) * factor
 
@@ -127,6 +122,6 @@ class Olmo2(_Dense):
         query, key, value = torch.tensor_split(layer.qkv(hidden), (width, width + kv_width), dim=-1)
         query = self._norm(query.contiguous(), layer.query_norm)
         key = self._norm(key.contiguous(), layer.key_norm)
-        attended = step.attend(index, torch.cat([query, key, value], dim=-1), self._tables)
+        attended = step.attend(index, torch.cat([query, key, value], dim=-1))
         hidden = hidden + self._norm(layer.output(attended), layer.attention_norm)
         return hidden + self._norm(self._mlp(layer, hidden), layer.mlp_norm)

@@ -81,10 +81,10 @@ def load_model(
     config = checkpoint.config
     family = OTHER_FAMILIES.get(config.architecture)
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
-    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources):
+    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources or config.still_layers):
         raise ModelError(
-            "chunks are blended for the Llama family, with full attention and KV of each layer's own, without "
-            "model.key_scales"
+            "chunks are blended for the Llama family, with full attention, rotation and KV of each layer's own, "
+            "without model.key_scales"
         )
     if keep_hidden and family is not None:
         raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")

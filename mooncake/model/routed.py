@@ -116,6 +116,6 @@ class GlmMoe(RoutedDecoder[_Layer]):
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
-        attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
+        attended = step.attend(index, qkv, layer.query_norm, layer.key_norm)
         hidden = hidden + self.reduce(layer.output(attended))
         return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))

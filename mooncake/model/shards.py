@@ -16,11 +16,12 @@ from dataclasses import replace
 
 import torch
 
-from mooncake.checkpoint import FAMILIES, ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, Coding, quantise_rows
+from mooncake.llama_family import FAMILIES
 from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model_config import ModelConfig
 
 _ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")

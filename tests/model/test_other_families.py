@@ -19,6 +19,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Ernie4_5Config,
+    Ernie4_5ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -41,6 +43,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    MinistralConfig,
+    MinistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
@@ -54,6 +58,10 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -306,6 +314,19 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **EVEN, new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2, initializer_range=0.15
         )
     ),
+    "smollm3": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(**GATED, no_rope_layers=[1, 0, 1], tie_word_embeddings=True, initializer_range=0.2)
+    ),
+    "seed-oss": lambda: SeedOssForCausalLM(SeedOssConfig(**GATED, initializer_range=0.2)),
+    "ministral": lambda: MinistralForCausalLM(
+        MinistralConfig(
+            **GATED,
+            sliding_window=20,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+            initializer_range=0.2,
+        )
+    ),
+    "ernie-4.5": lambda: Ernie4_5ForCausalLM(Ernie4_5Config(**GATED, initializer_range=0.2)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
     "phi4-mini": lambda: Phi3ForCausalLM(
         Phi3Config(
@@ -515,6 +536,14 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("glm4", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": -1e308}}, "partial_rotary_factor"),
         ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1 for each of the 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be 0 or 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be positive"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 20}, "asks for use_sliding_window"),
+        ("smollm3", {"use_cla": True, "cla_share_factor": 2}, "not supported for smollm3"),
+        ("seed-oss", {"attention_bias": False}, "k_proj.bias, which its"),
+        ("seed-oss", {"attention_out_bias": True}, "asks for attention_out_bias"),
+        ("ernie-4.5", {"use_bias": True}, "asks for use_bias"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only way"),
