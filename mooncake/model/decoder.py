@@ -39,10 +39,12 @@ class Step:
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values of ``layer`` and attend over the whole context: ``[T, Hq * D]``.
 
         ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten. ``sinks`` as in ``reference.paged_attention``.
+        ``query_scale`` ``[D]`` is applied to queries after their rotation.
         """
         batch = self.batch
         row, block_tables, slots = batch.pages_of(layer)
@@ -52,6 +54,8 @@ class Step:
             qkv, *self.tables[layer], batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
         )
         self.hook.after_layer(layer)
+        if query_scale is not None:
+            query = query * query_scale
         if self.attention is not None:
             return self.attention(layer, query, sinks).flatten(1)
         mixed = self.kernels.paged_attention(

@@ -113,6 +113,3 @@ class Cohere(GatedDecoder[_CohereLayer]):
             qkv = self._normed_heads(qkv, layer.qk_norm)
         attended = step.attend(index, qkv)
         return hidden + layer.output(attended) + layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super()._logits(hidden) / self.config.logit_divisor

@@ -13,7 +13,7 @@ from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek
-from mooncake.model.gated import GatedDecoder, Granite, Olmo2
+from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
 from mooncake.model.gpt_oss import GptOss
@@ -37,8 +37,11 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
     "mixtral": MixtureOfExperts,
-    "granite": Granite,
+    "granite": Dense,
+    "hunyuan_v1_dense": Hunyuan,
     "olmo2": Olmo2,
+    "olmo3": Olmo2,
+    "exaone4": Exaone4,
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
+    Exaone4Config,
+    Exaone4ForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
@@ -43,12 +46,16 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    HunYuanDenseV1Config,
+    HunYuanDenseV1ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -168,6 +175,28 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**GATED, initializer_range=0.2)),
+    "olmo3": lambda: Olmo3ForCausalLM(
+        Olmo3Config(
+            **GATED,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 5e3}},
+            initializer_range=0.2,
+        )
+    ),
+    "hunyuan": lambda: HunYuanDenseV1ForCausalLM(
+        HunYuanDenseV1Config(
+            **GATED,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0},
+            initializer_range=0.2,
+        )
+    ),
+    "exaone-4": lambda: Exaone4ForCausalLM(
+        Exaone4Config(**GATED, sliding_window=20, sliding_window_pattern=3, initializer_range=0.2)
+    ),
+    "exaone-4-without-windows": lambda: Exaone4ForCausalLM(
+        Exaone4Config(**GATED, sliding_window=None, layer_types=["full_attention"] * 3, initializer_range=0.2)
+    ),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
             **GATED,
@@ -468,6 +497,15 @@ def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_train
     assert answers(published.checkpoint, [prompt], 32, False) == [published.greedy(prompt)]
 
 
+def test_olmo3_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
+    published = Published("olmo3", tmp_path)
+    expected, config = published.checkpoint.config, tmp_path / "config.json"
+    settings = json.loads(config.read_text())
+    scaling = settings.pop("rope_parameters")["full_attention"]
+    config.write_text(json.dumps(settings | {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}))
+    assert published.checkpoint.config == replace(expected, local_rope_theta=expected.rope_theta)
+
+
 def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
     checkpoint = Published("deepseek-v3", tmp_path).checkpoint
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
@@ -492,6 +530,9 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("granite", {"residual_multiplier": 0.0}, "must be positive"),
         ("granite", {"mlp_bias": True}, "asks for mlp_bias"),
         ("olmo2", {"attention_bias": True}, "asks for attention_bias"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "scales its positions"),
+        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": None}}, "by 'dynamic'"),
+        ("exaone-4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
         ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "not supported for this family"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
