@@ -143,28 +143,49 @@ def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 class ExpertNames:
     """Names in a layer's mixture, relative to the layer; ``gate``, ``up`` and ``down`` relative to each expert."""
 
-    router: str
-    experts: str
-    gate: str
-    up: str
-    down: str
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
 
 
-EXPERT_NAMES = {
-    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+_NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-    "qwen2_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+    "minimax_m2": ExpertNames(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        *("w1", "w3", "w2"),
+        choice_bias="block_sparse_moe.e_score_correction_bias",
+    ),
 }
 
 
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return _NAMES.get(config.architecture, ExpertNames())
+
+
 def moe_layer(config: ModelConfig) -> Shapes:
-    hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
-    layer = {**attention_shapes(config), f"{names.router}.weight": (config.num_experts, hidden)}
+    experts = expert_shapes(config, config.intermediate_size)
+    return attention_shapes(config) | layer_norms(config) | router_shape(config) | experts
+
+
+def router_shape(config: ModelConfig) -> Shapes:
+    return {f"{expert_names(config).router}.weight": (config.num_experts, config.hidden_size)}
+
+
+def expert_shapes(config: ModelConfig, inner: int) -> Shapes:
+    """Of experts that are published one by one, each ``inner`` wide."""
+    hidden, names = config.hidden_size, expert_names(config)
+    shapes: Shapes = {}
     for expert in range(config.num_experts):
         at = f"{names.experts}.{expert}"
-        layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
-        layer[f"{at}.{names.down}.weight"] = (hidden, inner)
-    return layer | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        shapes |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
+        shapes[f"{at}.{names.down}.weight"] = (hidden, inner)
+    return shapes
 
 
 # Granite (Granite team, IBM 2024) and Hunyuan's dense models (Tencent 2025)
@@ -201,8 +222,7 @@ def _with_stretched_theta(settings: Settings) -> Settings:
 
 
 def _pre_normed_layer(config: ModelConfig) -> Shapes:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+    return _dense_layer(config) | layer_norms(config)
 
 
 def _hunyuan_layer(config: ModelConfig) -> Shapes:
@@ -325,6 +345,11 @@ def windows_in_turn(settings: Settings, num_layers: int, every: int, default: in
     if window < 1 and "sliding_attention" in kinds:
         raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def layer_norms(config: ModelConfig) -> Shapes:
+    """Before attention and the MLP."""
+    return {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
 
 
 def attention_shapes(config: ModelConfig) -> Shapes:

@@ -36,10 +36,14 @@ class Routing:
 
     num_dense_layers: int  # at the start; their MLPs are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
-    scoring: str  # "softmax", or "sigmoid" with a bias that only affects the choice
+    scoring: str  # "softmax", or with a bias that only affects the choice "sigmoid" or "biased_softmax"
     factor: float  # applied to the sum of experts
     num_groups: int = 1  # groups of experts
     top_groups: int = 1  # groups of which a token uses experts
+
+    @property
+    def has_choice_bias(self) -> bool:
+        return self.scoring != "softmax"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.errors import ModelError
+from mooncake.gated_families import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
@@ -94,6 +95,7 @@ class Decoder(ABC):
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
+        self.is_part = reduce is not None
         self.reduce = reduce or (lambda values: values)
         self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
@@ -152,11 +154,14 @@ class Decoder(ABC):
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.kernels.linear(matrix(self._weights, *(f"{name}.weight" for name in names)), bias)
 
-    def take_experts(self, prefix: str, gate: str, up: str, down: str) -> Experts:
-        """Those of a layer that are here, which are published one by one with these names."""
-        names = [f"{prefix}.{expert}." for expert in self.experts_here]
-        gate_up = MatricesOnDemand(self._weights, [(f"{name}{gate}.weight", f"{name}{up}.weight") for name in names])
-        downs = MatricesOnDemand(self._weights, [(f"{name}{down}.weight",) for name in names])
+    def take_experts(self, prefix: str) -> Experts:
+        """Those of a layer that are here, which are published one by one."""
+        names = expert_names(self.config)
+        here = [f"{prefix}{names.experts}.{expert}." for expert in self.experts_here]
+        gate_up = MatricesOnDemand(
+            self._weights, [(f"{expert}{names.gate}.weight", f"{expert}{names.up}.weight") for expert in here]
+        )
+        downs = MatricesOnDemand(self._weights, [(f"{expert}{names.down}.weight",) for expert in here])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
 
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -68,7 +68,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
             value_up=[self.kernels.linear(head.contiguous()) for head in value_up],
             output=self.linear(attention + "o_proj"),
             mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
-            mlp=self._take_mlp(prefix + "mlp."),
+            mlp=self._take_mlp(prefix),
         )
 
     def _by_part(self, query: torch.Tensor) -> torch.Tensor:

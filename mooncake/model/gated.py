@@ -47,8 +47,18 @@ class GatedDecoder(Decoder, Generic[Layer]):
         """``qkv`` with all queries of a token normalised together, and so its keys."""
         width, kv_width = len(query_norm), len(key_norm)
         query, key, value = torch.tensor_split(qkv, (width, width + kv_width), dim=-1)
-        query, key = self._norm(query.contiguous(), query_norm), self._norm(key.contiguous(), key_norm)
-        return torch.cat([query, key, value], dim=-1)
+        if not self.is_part:
+            query, key = self._norm(query.contiguous(), query_norm), self._norm(key.contiguous(), key_norm)
+            return torch.cat([query, key, value], dim=-1)
+        # Every rank has equally many heads, so the mean over all heads is the mean of the ranks' means.
+        means = [part.float().square().mean(-1, keepdim=True) for part in (query, key)]
+        sums = self.reduce(torch.cat([*means, torch.ones_like(means[0])], dim=-1))
+        query_mean, key_mean, size = sums[:, :1], sums[:, 1:2], sums[:, 2:]
+        scaled = (
+            part * torch.rsqrt(mean / size + self.config.rms_eps) * norm
+            for part, mean, norm in ((query, query_mean, query_norm), (key, key_mean, key_norm))
+        )
+        return torch.cat([*scaled, value], dim=-1).to(qkv.dtype)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)

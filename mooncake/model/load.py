@@ -21,8 +21,8 @@ from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import MixtureOfExperts
-from mooncake.model.routed import GlmMoe
+from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe
+from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.vocabulary import Ranks, VocabularyPart
 from mooncake.model.weights import load_weights
@@ -47,6 +47,11 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "kimi_k2": DeepSeek,
     "glm4_moe": GlmMoe,
     "gpt_oss": GptOss,
+    "olmoe": Olmoe,
+    "granitemoe": GraniteMoe,
+    "dots1": GlmMoe,
+    "minimax_m2": MiniMax,
+    "ernie4_5_moe": Ernie,
     "qwen2_moe": MixtureOfExperts,
     "glm": Glm,
     "glm4": Glm,

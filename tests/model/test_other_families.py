@@ -20,6 +20,10 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Dots1Config,
+    Dots1ForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
     Ernie4_5Config,
     Ernie4_5ForCausalLM,
     Exaone4Config,
@@ -46,8 +50,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
     HunYuanDenseV1Config,
     HunYuanDenseV1ForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MinistralConfig,
     MinistralForCausalLM,
     MixtralConfig,
@@ -56,6 +64,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     OPTConfig,
     OPTForCausalLM,
     Phi3Config,
@@ -303,6 +313,39 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             initializer_range=0.2,
         )
     ),
+    "olmoe": lambda: OlmoeForCausalLM(
+        OlmoeConfig(**GATED, num_experts=6, num_experts_per_tok=2, initializer_range=0.2)
+    ),
+    "granite-moe": lambda: GraniteMoeForCausalLM(
+        GraniteMoeConfig(
+            **GATED,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            embedding_multiplier=3.0,
+            attention_multiplier=0.15,
+            residual_multiplier=0.4,
+            logits_scaling=2.0,
+            initializer_range=0.2,
+        )
+    ),
+    "dots1": lambda: Dots1ForCausalLM(
+        Dots1Config(**GLM_MOE, n_shared_experts=1, routed_scaling_factor=2.5, norm_topk_prob=True)
+    ),
+    "dots1-without-norm": lambda: Dots1ForCausalLM(Dots1Config(**GLM_MOE, n_shared_experts=2, n_group=2, topk_group=1)),
+    "ernie-4.5-moe": lambda: Ernie4_5_MoeForCausalLM(
+        Ernie4_5_MoeConfig(
+            **GATED,
+            moe_intermediate_size=48,
+            moe_num_experts=6,
+            moe_k=3,
+            moe_num_shared_experts=2,
+            moe_layer_start_index=1,
+            initializer_range=0.2,
+        )
+    ),
+    "minimax-m2": lambda: MiniMaxM2ForCausalLM(
+        MiniMaxM2Config(**GATED, num_local_experts=6, num_experts_per_tok=3, rotary_dim=8, initializer_range=0.2)
+    ),
     "glm": lambda: GlmForCausalLM(GlmConfig(**GATED, attention_bias=False, initializer_range=0.2)),
     "glm4": lambda: Glm4ForCausalLM(Glm4Config(**GATED, partial_rotary_factor=0.75, initializer_range=0.2)),
     "cohere": lambda: CohereForCausalLM(CohereConfig(**GATED, logit_scale=0.25, initializer_range=0.2)),
@@ -383,12 +426,18 @@ class Published:
         torch.manual_seed(7)
         self.theirs = FAMILIES[family]().eval()
         with torch.no_grad():  # published models have neither zero biases nor all-one norms
-            biases = [b for name, b in self.theirs.named_buffers() if name.endswith("e_score_correction_bias")]
-            for parameter in (*self.theirs.parameters(), *biases):
-                if parameter.ndim == 1 or (parameter == 1).all():
+            for name, parameter in (*self.theirs.named_parameters(), *self.theirs.named_buffers()):
+                is_bias = name.endswith("e_score_correction_bias")
+                if is_bias or (isinstance(parameter, torch.nn.Parameter) and is_flat(parameter)):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
         self.theirs.save_pretrained(folder)
         self.folder = folder
+
+    def rewrite(self, **changes: object) -> None:
+        """Change config.json; None removes a key."""
+        file = self.folder / "config.json"
+        tree = json.loads(file.read_text()) | changes
+        file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -400,6 +449,10 @@ class Published:
         for _ in range(NEW_TOKENS):
             tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
         return tokens[len(prompt) :]
+
+
+def is_flat(parameter: torch.Tensor) -> bool:
+    return parameter.ndim == 1 or bool((parameter == 1).all())
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -499,11 +552,18 @@ def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_train
 
 def test_olmo3_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
     published = Published("olmo3", tmp_path)
-    expected, config = published.checkpoint.config, tmp_path / "config.json"
-    settings = json.loads(config.read_text())
-    scaling = settings.pop("rope_parameters")["full_attention"]
-    config.write_text(json.dumps(settings | {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}))
+    expected = published.checkpoint.config
+    scaling = {name: value for name, value in YARN.items() if name != "rope_theta"}
+    published.rewrite(rope_parameters=None, rope_theta=YARN["rope_theta"], rope_scaling=scaling)
     assert published.checkpoint.config == replace(expected, local_rope_theta=expected.rope_theta)
+
+
+def test_minimax_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
+    published = Published("minimax-m2", tmp_path)
+    expected = published.checkpoint.config
+    assert expected.rotary_dim == 8
+    published.rewrite(rope_parameters=None, rope_theta=expected.rope_theta, rotary_dim=8)
+    assert published.checkpoint.config == expected
 
 
 def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
@@ -557,6 +617,13 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
         ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ("olmoe", {"clip_qkv": 8.0}, "asks for clip_qkv"),
+        ("granite-moe", {"num_local_experts": 5}, "block_sparse_moe.router.layer.weight has the shape"),
+        ("dots1", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "a sliding window"),
+        ("dots1", {"layer_types": None, "max_window_layers": 1}, "a sliding window"),
+        ("ernie-4.5-moe", {"moe_layer_end_index": 1}, "gives its last layers no experts"),
+        ("ernie-4.5-moe", {"moe_layer_interval": 2}, "only some layers experts"),
+        ("minimax-m2", {"rope_parameters": None, "rotary_dim": 7}, "rotates 7 of a head's 16 elements"),
         ("glm4", {"attention_bias": False}, "k_proj.bias, which its"),
         ("cohere", {"attention_bias": True}, "asks for attention_bias"),
         ("cohere", {"use_qk_norm": True}, "lacks the weight model.layers.0.self_attn.q_norm.weight"),
