@@ -175,6 +175,7 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,
         "relu": torch.nn.functional.relu,
+        "relu2": lambda values: torch.nn.functional.relu(values).square(),
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda values: torch.nn.functional.gelu(values, approximate="tanh"),
     }

@@ -1,6 +1,6 @@
-"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and StarCoder2.
+"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM and Nemotron.
 
-Layer norms, often biases, an MLP without a gate.
+Layer norms, often biases, an MLP mostly without a gate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from mooncake.families import OPT_POSITION_OFFSET, OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.gated import reordered_qkv
 from mooncake.model.interleaved import interleaved_qkv
+from mooncake.model.layers import vector
 from mooncake.model.rope import rotary_order
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -54,6 +56,12 @@ class _Gpt(Decoder):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding.rows(batch.tokens)
+
+    def _qkv(self, attention: str) -> Linear:
+        """The projections below ``attention``, of heads of which the first elements rotate."""
+        config = self.config
+        turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
+        return reordered_qkv(self, attention, rotary_order(config.head_dim, turning), config.qkv_bias)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
@@ -204,4 +212,64 @@ class StarCoder2(_Gpt):
             self.layer_norm(prefix + "post_attention_layernorm"),
             self.linear(prefix + "mlp.c_fc", biased=True),
             self.linear(prefix + "mlp.c_proj", biased=True),
+        )
+
+
+class Phi(_Gpt):
+    """Phi-1, Phi-1.5 (Li et al. 2023) and Phi-2: as GPT-J, with biases everywhere."""
+
+    _names = "model.embed_tokens", "model.final_layernorm", "lm_head"
+    _has_head_bias = True
+
+    def _take(self, prefix: str) -> _Layer:
+        norm = self.layer_norm(prefix + "input_layernorm")
+        return _Layer(
+            norm,
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.dense", biased=True),
+            norm,
+            self.linear(prefix + "mlp.fc1", biased=True),
+            self.linear(prefix + "mlp.fc2", biased=True),
+        )
+
+
+class StableLm(_Gpt):
+    """StableLM (Stability AI 2023, 2024): a gated MLP; in parallel with attention it shares its norm."""
+
+    _names = "model.embed_tokens", "model.norm", "lm_head"
+
+    def _build(self) -> None:
+        super()._build()
+        self._activation = self.kernels.silu_mul
+
+    def _take(self, prefix: str) -> _Layer:
+        mlp, norm = prefix + "mlp.", self.layer_norm(prefix + "input_layernorm")
+        return _Layer(
+            norm,
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.o_proj"),
+            norm if self.config.parallel_residual else self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(mlp + "gate_proj", mlp + "up_proj"),
+            self.linear(mlp + "down_proj"),
+        )
+
+
+class Nemotron(_Gpt):
+    """Nemotron (NVIDIA 2024; Minitron): stored norm weights have 1 subtracted."""
+
+    _names = "model.embed_tokens", "model.norm", "lm_head"
+
+    def layer_norm(self, name: str) -> Norm:
+        scale, shift = vector(1.0 + self.weight(f"{name}.weight"), self.kernels), self.vector(f"{name}.bias")
+        eps = self.config.rms_eps
+        return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, shift, eps)
+
+    def _take(self, prefix: str) -> _Layer:
+        return _Layer(
+            self.layer_norm(prefix + "input_layernorm"),
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.o_proj"),
+            self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(prefix + "mlp.up_proj"),
+            self.linear(prefix + "mlp.down_proj"),
         )

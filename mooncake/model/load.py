@@ -15,7 +15,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
@@ -59,6 +59,9 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "cohere2": Cohere,
     "gptj": GptJ,
     "falcon": Falcon,
+    "phi": Phi,
+    "stablelm": StableLm,
+    "nemotron": Nemotron,
 }
 
 

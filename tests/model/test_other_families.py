@@ -60,6 +60,8 @@ from transformers import (
     MinistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    NemotronConfig,
+    NemotronForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -70,6 +72,8 @@ from transformers import (
     OPTForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedModel,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
@@ -79,6 +83,8 @@ from transformers import (
     SeedOssForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
+    StableLmConfig,
+    StableLmForCausalLM,
     Starcoder2Config,
     Starcoder2ForCausalLM,
 )
@@ -386,6 +392,38 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **EVEN, new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2, initializer_range=0.15
         )
     ),
+    "phi": lambda: PhiForCausalLM(
+        PhiConfig(
+            **EVEN,
+            num_key_value_heads=2,
+            intermediate_size=160,
+            max_position_embeddings=512,
+            partial_rotary_factor=0.5,
+            initializer_range=0.15,
+        )
+    ),
+    "stablelm": lambda: StableLmForCausalLM(
+        StableLmConfig(
+            **EVEN,
+            num_key_value_heads=2,
+            intermediate_size=160,
+            max_position_embeddings=512,
+            use_qkv_bias=True,
+            initializer_range=0.15,
+        )
+    ),
+    "stablelm-in-parallel": lambda: StableLmForCausalLM(
+        StableLmConfig(
+            **EVEN,
+            num_key_value_heads=2,
+            intermediate_size=160,
+            max_position_embeddings=512,
+            use_parallel_residual=True,
+            partial_rotary_factor=1.0,
+            initializer_range=0.15,
+        )
+    ),
+    "nemotron": lambda: NemotronForCausalLM(NemotronConfig(**GATED, initializer_range=0.2)),
     "smollm3": lambda: SmolLM3ForCausalLM(
         SmolLM3Config(**GATED, no_rope_layers=[1, 0, 1], tie_word_embeddings=True, initializer_range=0.2)
     ),
@@ -540,6 +578,16 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path))
 
 
+def test_what_guesses_tokens_in_ernie_is_left_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = Published("ernie-4.5-moe", tmp_path)
+    file, config = tmp_path / "model.safetensors", published.checkpoint.config
+    save_file(load_file(file) | {"model.mtp_emb_norm.0.weight": torch.ones(96)}, file)
+    assert published.checkpoint.config == config
+    assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
+
+
 def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_trained_on(tmp_path: Path) -> None:
     published = Published("cohere", tmp_path)
     config = tmp_path / "config.json"
@@ -644,6 +692,11 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("glm4", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": -1e308}}, "partial_rotary_factor"),
         ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
+        ("phi", {"qk_layernorm": True}, "asks for qk_layernorm"),
+        ("stablelm", {"qk_layernorm": True}, "asks for qk_layernorm"),
+        ("stablelm", {"hidden_act": "gelu"}, "other than silu"),
+        ("stablelm", {"use_parallel_residual": True}, "post_attention_layernorm.bias, which its"),
+        ("nemotron", {"mlp_bias": True}, "asks for mlp_bias"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1 for each of the 3 layers"),
         ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be 0 or 1"),
         ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be positive"),
