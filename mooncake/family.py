@@ -18,6 +18,7 @@ def unsupported(what: str, families: Iterable[str]) -> ModelError:
 _ACTIVATIONS = {
     "silu": "silu",
     "relu": "relu",
+    "relu2": "relu2",
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",

@@ -1,4 +1,5 @@
-"""Families other than Llama's with gated MLPs: Gemma, mixtures of experts, Granite and OLMo-2. Torch-free."""
+"""Families other than Llama's with gated MLPs: Gemma, mixtures of experts, Granite, Hunyuan, OLMo and EXAONE 4.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -80,14 +81,17 @@ def _gemma3_rope(settings: Settings) -> tuple[float, float]:
         if isinstance(scaling, dict) and (scaling.get("rope_type") or "default") != "default":
             raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
         return settings.number("rope_theta", 1_000_000.0), settings.number("rope_local_base_freq", 10_000.0)
-    thetas = []
-    for kind, default in (("full_attention", 1_000_000.0), ("sliding_attention", 10_000.0)):
-        own = parameters.get(kind)
-        rope = Settings(own if isinstance(own, dict) else {}, settings.source)
-        if (rope.get("rope_type") or "default") != "default":
-            raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
-        thetas.append(rope.number("rope_theta", default))
-    return thetas[0], thetas[1]
+    widely, locally = (_rope_of_kind(settings, parameters, kind) for kind in ("full_attention", "sliding_attention"))
+    return widely.number("rope_theta", 1_000_000.0), locally.number("rope_theta", 10_000.0)
+
+
+def _rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
+    """Of layers of this kind, without scaling."""
+    own = parameters.get(kind)
+    rope = Settings(own if isinstance(own, dict) else {}, settings.source)
+    if (rope.get("rope_type") or "default") != "default":
+        raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+    return rope
 
 
 def _gemma_layer(config: ModelConfig) -> Shapes:
@@ -139,34 +143,55 @@ def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 class ExpertNames:
     """Names in a layer's mixture, relative to the layer; ``gate``, ``up`` and ``down`` relative to each expert."""
 
-    router: str
-    experts: str
-    gate: str
-    up: str
-    down: str
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
 
 
-EXPERT_NAMES = {
-    "qwen3_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+_NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-    "qwen2_moe": ExpertNames("mlp.gate", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
+    "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+    "minimax_m2": ExpertNames(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        *("w1", "w3", "w2"),
+        choice_bias="block_sparse_moe.e_score_correction_bias",
+    ),
 }
 
 
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return _NAMES.get(config.architecture, ExpertNames())
+
+
 def moe_layer(config: ModelConfig) -> Shapes:
-    hidden, inner, names = config.hidden_size, config.intermediate_size, EXPERT_NAMES[config.architecture]
-    layer = {**attention_shapes(config), f"{names.router}.weight": (config.num_experts, hidden)}
+    experts = expert_shapes(config, config.intermediate_size)
+    return attention_shapes(config) | layer_norms(config) | router_shape(config) | experts
+
+
+def router_shape(config: ModelConfig) -> Shapes:
+    return {f"{expert_names(config).router}.weight": (config.num_experts, config.hidden_size)}
+
+
+def expert_shapes(config: ModelConfig, inner: int) -> Shapes:
+    """Of experts that are published one by one, each ``inner`` wide."""
+    hidden, names = config.hidden_size, expert_names(config)
+    shapes: Shapes = {}
     for expert in range(config.num_experts):
         at = f"{names.experts}.{expert}"
-        layer |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
-        layer[f"{at}.{names.down}.weight"] = (hidden, inner)
-    return layer | {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        shapes |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
+        shapes[f"{at}.{names.down}.weight"] = (hidden, inner)
+    return shapes
 
 
-# Granite (Granite team, IBM 2024) and OLMo-2 (OLMo team 2025)
+# Granite (Granite team, IBM 2024) and Hunyuan's dense models (Tencent 2025)
 
 
-def _read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     factors = {
         "attention_scale": settings.number("attention_multiplier", 1.0),
         "embedding_factor": settings.number("embedding_multiplier", 1.0),
@@ -178,26 +203,95 @@ def _read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     return {**_read_dense(settings, shapes), **factors}
 
 
-def _granite_layer(config: ModelConfig) -> Shapes:
-    norms = ("input_layernorm", "post_attention_layernorm")
-    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+def _read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    values = _read_dense(_with_stretched_theta(settings), shapes)
+    return {**values, "qk_norm": True}
 
 
-def _olmo2_layer(config: ModelConfig) -> Shapes:
-    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+def _with_stretched_theta(settings: Settings) -> Settings:
+    """Its positions are scaled by ``alpha``, which only changes theta, and not, as its name says, dynamically."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
+    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
+    alpha = rope.number("alpha", 0.0)
+    if (rope.get("rope_type") or rope.get("type")) != "dynamic" or not 0 < alpha < 1e9:
+        return settings
+    heads = settings.integer("num_attention_heads")
+    dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    theta = rope.number("rope_theta", settings.number("rope_theta", 10_000.0)) * alpha ** (dim / max(dim - 2, 1))
+    return Settings({**settings.tree, "rope_parameters": {"rope_theta": theta}}, settings.source)
+
+
+def _pre_normed_layer(config: ModelConfig) -> Shapes:
+    return _dense_layer(config) | layer_norms(config)
+
+
+def _hunyuan_layer(config: ModelConfig) -> Shapes:
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
     return {
-        **_dense_layer(config),
-        "self_attn.q_norm.weight": (config.num_heads * config.head_dim,),
-        "self_attn.k_norm.weight": (config.num_kv_heads * config.head_dim,),
-        **{f"{name}.weight": (config.hidden_size,) for name in norms},
+        ".".join(names.get(part, part) for part in name.split(".")): shape
+        for name, shape in _pre_normed_layer(config).items()
     }
 
 
-def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+# OLMo-2 and OLMo-3 (OLMo team 2025) and EXAONE 4 (LG AI Research 2025)
+
+
+def _read_olmo2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**_read_dense(settings, shapes), "qk_norm": True}
+
+
+def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Its positions are scaled in layers without a window only."""
+    parameters = settings.get("rope_parameters")
+    by_kind = parameters if isinstance(parameters, dict) else {}
+    if "full_attention" in by_kind:
+        settings = Settings({**settings.tree, "rope_parameters": by_kind["full_attention"]}, settings.source)
+    values = _read_dense(settings, shapes, default_theta=500_000.0)
+    local = _rope_of_kind(settings, by_kind, "sliding_attention")
+    return {
+        **values,
+        "qk_norm": True,
+        "layer_windows": windows_in_turn(settings, settings.integer("num_hidden_layers"), 4, 4096),
+        "local_rope_theta": local.number("rope_theta", settings.number("rope_theta", 500_000.0)),
+    }
+
+
+def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """If some layers have a window, the others do not rotate."""
+    values = {**_read_dense(settings, shapes), "qk_norm": True}
+    if settings.get("sliding_window") is None:
+        return values
+    every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
+    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 4096)
+    still = tuple(layer for layer, window in enumerate(windows) if not window)
+    return {**values, "layer_windows": windows, "still_layers": still}
+
+
+def _post_normed_layer(config: ModelConfig) -> Shapes:
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+
+
+def _olmo_layer(config: ModelConfig) -> Shapes:
+    return _post_normed_layer(config) | norms_over_heads(config)
+
+
+def norms_over_heads(config: ModelConfig) -> Shapes:
+    """Of all queries together, and of all keys."""
+    return {
+        "self_attn.q_norm.weight": (config.num_heads * config.head_dim,),
+        "self_attn.k_norm.weight": (config.num_kv_heads * config.head_dim,),
+    }
+
+
+def _read_dense(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key, False):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
-    return {**read_silu(settings, shapes), "intermediate_size": settings.integer("intermediate_size")}
+    values = read_silu(settings, shapes, default_theta)
+    return {**values, "intermediate_size": settings.integer("intermediate_size")}
 
 
 def _dense_layer(config: ModelConfig) -> Shapes:
@@ -253,6 +347,11 @@ def windows_in_turn(settings: Settings, num_layers: int, every: int, default: in
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
+def layer_norms(config: ModelConfig) -> Shapes:
+    """Before attention and the MLP."""
+    return {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
 def attention_shapes(config: ModelConfig) -> Shapes:
     hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
@@ -275,6 +374,9 @@ GATED_FAMILIES: dict[str, Family] = {
     "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
     "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
     "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
-    "granite": Family(_read_granite, _granite_layer, "model.layers", llama_top),
-    "olmo2": Family(_read_dense, _olmo2_layer, "model.layers", llama_top),
+    "granite": Family(read_granite, _pre_normed_layer, "model.layers", llama_top),
+    "hunyuan_v1_dense": Family(_read_hunyuan, _hunyuan_layer, "model.layers", llama_top),
+    "olmo2": Family(_read_olmo2, _olmo_layer, "model.layers", llama_top),
+    "olmo3": Family(_read_olmo3, _olmo_layer, "model.layers", llama_top),
+    "exaone4": Family(_read_exaone4, _post_normed_layer, "model.layers", llama_top),
 }

@@ -1,4 +1,5 @@
-"""Per-layer settings in a Llama family config.json: how far back each layer sees, and whose KV it attends to.
+"""Per-layer settings in a Llama family config.json: how far back each layer sees, whose KV it attends to, and whether
+it rotates.
 
 Sharing of keys and values between layers is specified in one of four ways:
 
@@ -32,6 +33,7 @@ class LayerSettings:
     sliding_window: int | None
     layer_windows: tuple[int, ...]
     kv_sources: tuple[int, ...]
+    still_layers: tuple[int, ...]
 
 
 def read_layers(settings: Settings, family: str) -> LayerSettings:
@@ -44,13 +46,14 @@ def read_layers(settings: Settings, family: str) -> LayerSettings:
     else:
         windows = _windows(settings, family, num_layers)
         sources = _kv_sources(settings, windows)
-    if family == "phi3" and sources != list(range(num_layers)):
+    if family in ("phi3", "smollm3") and sources != list(range(num_layers)):
         raise ModelError(f"{settings.source} lets layers share keys and values, which is not supported for {family}")
     is_uniform = len(set(windows)) == 1
     return LayerSettings(
         sliding_window=windows[0] or None if is_uniform else None,
         layer_windows=() if is_uniform else tuple(windows),
         kv_sources=() if sources == list(range(num_layers)) else tuple(sources),
+        still_layers=_still_layers(settings, num_layers) if family == "smollm3" else (),
     )
 
 
@@ -78,14 +81,29 @@ def _windows(settings: Settings, family: str, num_layers: int) -> list[int]:
 
 def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> list[int]:
     window, num_full = settings.integer("sliding_window", 0), 0
-    if family == "llama":
+    if family in ("llama", "seed_oss", "ernie4_5"):
         window = 0
     elif family == "phi3":  # Phi-4-mini's window is larger than its context
         window = window if window < settings.integer("max_position_embeddings") else 0
-    elif family != "mistral":  # Qwen lets the first max_window_layers see everything and the others only a window
+    elif family not in ("mistral", "ministral"):  # Qwen's first max_window_layers see everything, and the others less
         window = window if settings.flag("use_sliding_window", False) else 0
         num_full = min(max(settings.integer("max_window_layers", num_layers), 0), num_layers)
     return [0] * num_full + [window] * (num_layers - num_full)
+
+
+def _still_layers(settings: Settings, num_layers: int) -> tuple[int, ...]:
+    """SmolLM3's layers that do not rotate (NoPE): every fourth, unless a list has a 1 for each that rotates."""
+    if settings.flag("use_sliding_window", False):
+        raise ModelError(f"{settings.source} asks for use_sliding_window, which is not supported for this family")
+    turning = settings.get("no_rope_layers")
+    if turning is None:
+        every = settings.integer("no_rope_layer_interval", 4)
+        if every < 1:
+            raise ModelError(f"{settings.source}: no_rope_layer_interval must be positive, got {every}")
+        turning = [int((layer + 1) % every != 0) for layer in range(num_layers)]
+    if not isinstance(turning, list) or len(turning) < num_layers or not all(it in (0, 1) for it in turning):
+        raise ModelError(f"{settings.source}: no_rope_layers must be 0 or 1 for each of the {num_layers} layers")
+    return tuple(layer for layer in range(num_layers) if not turning[layer])
 
 
 def _kv_sources(settings: Settings, windows: list[int]) -> list[int]:

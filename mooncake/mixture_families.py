@@ -1,4 +1,4 @@
-"""Mixtures of experts with extra parts: gpt-oss and Qwen2-MoE. Torch-free."""
+"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, OLMoE and Granite's. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, gated_shapes, linear_shapes, llama_top
 from mooncake.gated_families import (
     attention_shapes,
+    layer_norms,
     moe_layer,
+    norms_over_heads,
+    read_granite,
     read_qwen_moe,
     read_silu,
+    router_shape,
     windows_in_turn,
 )
 from mooncake.model_config import ModelConfig, Settings
@@ -72,7 +76,51 @@ def _qwen2_moe_layer(config: ModelConfig) -> Shapes:
     return {**moe_layer(config), **shared, "mlp.shared_expert_gate.weight": (1, config.hidden_size)}
 
 
+# OLMoE (Muennighoff et al. 2024) and Granite's mixtures (Granite team, IBM 2024)
+
+
+def _read_olmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attention_bias", "clip_qkv"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    return {
+        **read_silu(settings, shapes),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qk_norm": True,
+        "num_experts": settings.integer("num_experts", 64),
+        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "norm_expert_weights": settings.flag("norm_topk_prob", False),
+    }
+
+
+def _olmoe_layer(config: ModelConfig) -> Shapes:
+    return moe_layer(config) | norms_over_heads(config)
+
+
+def _read_granite_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **read_granite(settings, shapes),
+        "num_experts": settings.integer("num_local_experts", 8),
+        "experts_per_token": settings.integer("num_experts_per_tok", 2),
+        "norm_expert_weights": True,
+    }
+
+
+def _granite_moe_layer(config: ModelConfig) -> Shapes:
+    """Experts are in one tensor, each with gates above ups."""
+    hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
+    return {
+        **attention_shapes(config),
+        **layer_norms(config),
+        **router_shape(config),
+        "block_sparse_moe.input_linear.weight": (count, 2 * inner, hidden),
+        "block_sparse_moe.output_linear.weight": (count, hidden, inner),
+    }
+
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
+    "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
+    "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
     "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
 }

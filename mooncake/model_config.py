@@ -36,10 +36,14 @@ class Routing:
 
     num_dense_layers: int  # at the start; their MLPs are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
-    scoring: str  # "softmax", or "sigmoid" with a bias that only affects the choice
+    scoring: str  # "softmax", or with a bias that only affects the choice "sigmoid" or "biased_softmax"
     factor: float  # applied to the sum of experts
     num_groups: int = 1  # groups of experts
     top_groups: int = 1  # groups of which a token uses experts
+
+    @property
+    def has_choice_bias(self) -> bool:
+        return self.scoring != "softmax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class ModelConfig:
     sliding_window: int | None  # tokens a query sees, itself included; None: all
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    activation: str = "silu"  # of the MLP: silu, relu, gelu, gelu_tanh
+    activation: str = "silu"  # of the MLP: silu, relu, relu2 (squared), gelu, gelu_tanh
     rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
     layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own sliding window, 0 for none
@@ -88,6 +92,7 @@ class ModelConfig:
     mlp_has_norm: bool = True  # False: the MLP reads the output of attention's norm (small Falcons)
     latent: LatentAttention | None = None
     routing: Routing | None = None  # None: as in Qwen3 and Mixtral, in every layer
+    still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
 
     @property
     def softmax_scale(self) -> float:

@@ -1,4 +1,5 @@
-"""Families with DeepSeek's mixtures: DeepSeek-V2 and -V3 (R1, Moonlight, Kimi K2) and GLM-4.5. Torch-free."""
+"""Families with DeepSeek's mixtures: DeepSeek-V2 and -V3 (R1, Moonlight, Kimi K2), GLM-4.5, dots.llm1, ERNIE 4.5 and
+MiniMax-M2. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +7,15 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.family import Family, Shapes, activation, gated_shapes, llama_top
-from mooncake.gated_families import attention_shapes, read_silu
+from mooncake.gated_families import (
+    attention_shapes,
+    expert_names,
+    expert_shapes,
+    layer_norms,
+    norms_over_heads,
+    read_silu,
+    router_shape,
+)
 from mooncake.model_config import LatentAttention, ModelConfig, Routing, Settings
 from mooncake.rope_settings import Rope, read_rope, yarn_sharpness
 
@@ -123,7 +132,7 @@ def _layer(config: ModelConfig) -> Shapes:
     return _attention(config) | _mixture(config)
 
 
-# GLM-4.5 (GLM team 2025)
+# GLM-4.5 (GLM team 2025), dots.llm1 (rednote 2025), ERNIE 4.5 (Baidu 2025) and MiniMax-M2 (MiniMax 2025)
 
 
 def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -137,9 +146,67 @@ def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
     }
 
 
+def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    kinds, num_layers = settings.get("layer_types"), settings.integer("num_hidden_layers")
+    if kinds is None and settings.get("sliding_window") and settings.integer("max_window_layers", 62) < num_layers:
+        kinds = ["sliding_attention"]
+    if settings.flag("attention_bias", False) or (isinstance(kinds, list) and "sliding_attention" in kinds):
+        raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
+    settings = Settings({"norm_topk_prob": False, **settings.tree}, settings.source)
+    return {
+        **read_silu(settings, shapes),
+        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qk_norm": True,
+    }
+
+
+def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.flag("use_bias", False):
+        raise ModelError(f"{settings.source} asks for use_bias, which is not supported")
+    num_layers = settings.integer("num_hidden_layers")
+    if settings.integer("moe_layer_end_index", -1) not in (-1, num_layers - 1):
+        raise ModelError(f"{settings.source} gives its last layers no experts, which is not supported")
+    mixture = {
+        "n_routed_experts": settings.integer("moe_num_experts", 64),
+        "num_experts_per_tok": settings.integer("moe_k", 6),
+        "n_shared_experts": settings.integer("moe_num_shared_experts", 2),
+        "first_k_dense_replace": settings.integer("moe_layer_start_index", 1),
+        "moe_layer_freq": settings.integer("moe_layer_interval", 1),
+        "norm_topk_prob": True,
+    }
+    settings = Settings({**settings.tree, **mixture}, settings.source)
+    return {
+        **read_silu(settings, shapes, default_theta=500_000.0),
+        **_read_mixture(settings, "biased_softmax", factor=1.0, is_grouped=False),
+        "intermediate_size": settings.integer("intermediate_size"),
+    }
+
+
+def _read_minimax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """``rotary_dim`` is that of the released models."""
+    share = settings.integer("rotary_dim", 0) / max(settings.integer("head_dim", 128), 1)
+    mixture = {
+        "n_routed_experts": settings.integer("num_local_experts", 256),
+        "num_experts_per_tok": settings.integer("num_experts_per_tok", 8),
+        "moe_intermediate_size": settings.integer("intermediate_size"),
+    }
+    partial = {"partial_rotary_factor": share} if share else {}
+    settings = Settings({**settings.tree, **mixture, **partial}, settings.source)
+    return {
+        **read_silu(settings, shapes, default_theta=5_000_000.0, partial=True),
+        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=False),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qk_norm": True,
+    }
+
+
+def _minimax_layer(config: ModelConfig) -> Shapes:
+    return _glm_layer(config) | norms_over_heads(config)
+
+
 def _glm_attention(config: ModelConfig) -> Shapes:
-    norms = {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
-    return attention_shapes(config) | norms
+    return attention_shapes(config) | layer_norms(config)
 
 
 def _glm_first_layer(config: ModelConfig) -> Shapes:
@@ -184,11 +251,10 @@ def _read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: b
 def _mixture(config: ModelConfig) -> Shapes:
     routing, hidden, shared = config.routing, config.hidden_size, config.shared_expert_size
     assert routing is not None
-    shapes: Shapes = {"mlp.gate.weight": (config.num_experts, hidden)}
-    if routing.scoring == "sigmoid":
-        shapes["mlp.gate.e_score_correction_bias"] = (config.num_experts,)
-    for expert in range(config.num_experts):
-        shapes |= gated_shapes(f"mlp.experts.{expert}", hidden, routing.expert_size)
+    shapes = router_shape(config) | expert_shapes(config, routing.expert_size)
+    if routing.has_choice_bias:
+        one = (1,) if config.architecture == "ernie4_5_moe" else ()
+        shapes[expert_names(config).choice_bias] = (*one, config.num_experts)
     return shapes | (gated_shapes("mlp.shared_experts", hidden, shared) if shared else {})
 
 
@@ -197,4 +263,7 @@ ROUTED_FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
     "kimi_k2": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
     "glm4_moe": Family(_read_glm, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
+    "dots1": Family(_read_dots, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
+    "ernie4_5_moe": Family(_read_ernie, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
+    "minimax_m2": Family(_read_minimax, _minimax_layer, "model.layers", llama_top),
 }

@@ -29,6 +29,7 @@ from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
+from mooncake.model.rope import Tables
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -39,7 +40,7 @@ class _Layer(ctypes.Structure):
     """Mirrors ``DecoderLayer`` of decoder.h; the next three mirror their namesakes."""
 
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "cos", "sin")),
         *((name, _POINTER) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _INT) for name in ("kv_layer", "owns_kv", "window")),
     ]
@@ -47,7 +48,7 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "cos", "sin", "kept")),
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "kept")),
         *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
         ("num_kept", _LONG),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "last_owner")),
@@ -89,7 +90,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
 
 
 class CpuDecoder:
-    """Llama, Mistral, Qwen2 and Qwen3 over packed weights, if ``takes`` says so."""
+    """The Llama family over packed weights, if ``takes`` says so."""
 
     def __init__(
         self,
@@ -97,14 +98,14 @@ class CpuDecoder:
         weights: Weights,
         places: range,
         layers: Iterable[LayerWeights],
-        tables: tuple[torch.Tensor, torch.Tensor],
+        tables: Sequence[Tables],
         kernels: CpuKernels,
         coding: Coding = "",
         adapters: Sequence[Sequence[LayerAdapter]] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are cosines and sines
-        of all positions. Raises ModelError when a weight is missing."""
+        """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are those of every layer
+        of the model. Raises ModelError when a weight is missing."""
         check_mirrors(kernels.library, _MIRRORS)
         self._forward = kernels.library.mc_forward
         self._vocab = config.vocab_size
@@ -115,7 +116,10 @@ class CpuDecoder:
         self._tables = tables
         # What follows refers by address to what is before it, which is kept as long as this decoder.
         self._layers = (_Layer * len(places))(
-            *(_layer(self._weights, config, index, layer) for index, layer in zip(places, layers, strict=True))
+            *(
+                _layer(self._weights, config, index, layer, tables[index])
+                for index, layer in zip(places, layers, strict=True)
+            )
         )
         self._adapters = [
             (_LayerAdapter * len(places))(*(_layer_adapter(self._adapter_weights, adapter[place]) for place in places))
@@ -127,19 +131,16 @@ class CpuDecoder:
 
     def _described(self, config: ModelConfig, weights: Weights, places: range) -> _Decoder:
         embedding, head = embedding_and_head(weights, config, places, self._weights.product)
-        cos, sin = self._tables
         return _Decoder(
             layers=ctypes.addressof(self._layers),
             embedding=embedding,
             head=head,
             adapters=ctypes.addressof(self._adapter_table),
             final_norm=self._weights.vector(weight(weights, "model.norm.weight")),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
             kept=ctypes.addressof(self._kept_layers),
             num_adapters=len(self._adapters),
             num_layers=len(places),
-            num_positions=cos.shape[0],
+            num_positions=len(self._tables[0][0]),
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
@@ -250,12 +251,14 @@ class _Packed:
         return self._matrices[-1].address
 
 
-def _layer(packed: _Packed, config: ModelConfig, index: int, layer: LayerWeights) -> _Layer:
+def _layer(packed: _Packed, config: ModelConfig, index: int, layer: LayerWeights, tables: Tables) -> _Layer:
     return _Layer(
         attention_norm=packed.vector(layer.attention_norm),
         mlp_norm=packed.vector(layer.mlp_norm),
         query_norm=packed.vector(layer.query_norm),
         key_norm=packed.vector(layer.key_norm),
+        cos=tables[0].data_ptr(),
+        sin=tables[1].data_ptr(),
         qkv=packed.product(layer.qkv, layer.qkv_bias),
         output=packed.product(layer.output),
         gate_up=packed.product(layer.gate_up, is_gated=True),

@@ -7,16 +7,17 @@ is the only access to the cache. The Llama family has its own, faster pass in ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mooncake.errors import ModelError
+from mooncake.gated_families import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
-from mooncake.model.rope import Tables
+from mooncake.model.rope import Tables, tables_by_layer
 from mooncake.model_config import ModelConfig
 
 
@@ -29,29 +30,33 @@ class Step:
     batch: ForwardBatch
     cache_layers: tuple[torch.Tensor, ...]
     hook: LayerHook
+    tables: Sequence[Tables]  # of each layer
     attention: Attention | None = None
 
     def attend(
         self,
         layer: int,
         qkv: torch.Tensor,
-        tables: Tables,
         query_norm: torch.Tensor | None = None,
         key_norm: torch.Tensor | None = None,
         sinks: torch.Tensor | None = None,
+        query_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the step's keys and values of ``layer`` and attend over the whole context: ``[T, Hq * D]``.
 
         ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten. ``sinks`` as in ``reference.paged_attention``.
+        ``query_scale`` ``[D]`` is applied to queries after their rotation.
         """
         batch = self.batch
         row, block_tables, slots = batch.pages_of(layer)
         cache = self.cache_layers[row]
         self.hook.before_layer(layer)
         query = self.kernels.rope_write_kv(
-            qkv, *tables, batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
+            qkv, *self.tables[layer], batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
         )
         self.hook.after_layer(layer)
+        if query_scale is not None:
+            query = query * query_scale
         if self.attention is not None:
             return self.attention(layer, query, sinks).flatten(1)
         mixed = self.kernels.paged_attention(
@@ -90,10 +95,12 @@ class Decoder(ABC):
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()
+        self.is_part = reduce is not None
         self.reduce = reduce or (lambda values: values)
         self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
+        self._tables = tables_by_layer(config, self.max_model_len, getattr(self.kernels, "device", None))
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -125,7 +132,7 @@ class Decoder(ABC):
         attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, attention)
+        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, self._tables, attention)
         hidden = self._embed(batch) if entering is None else entering.to(self.stream)
         for index in self.places:
             hidden = self._layer(index, hidden, step)
@@ -147,17 +154,15 @@ class Decoder(ABC):
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.kernels.linear(matrix(self._weights, *(f"{name}.weight" for name in names)), bias)
 
-    def take_experts(self, prefix: str, gate: str, up: str, down: str) -> Experts:
-        """Those of a layer that are here, which are published one by one with these names."""
-        names = [f"{prefix}.{expert}." for expert in self.experts_here]
-        gate_up = MatricesOnDemand(self._weights, [(f"{name}{gate}.weight", f"{name}{up}.weight") for name in names])
-        downs = MatricesOnDemand(self._weights, [(f"{name}{down}.weight",) for name in names])
+    def take_experts(self, prefix: str) -> Experts:
+        """Those of a layer that are here, which are published one by one."""
+        names = expert_names(self.config)
+        here = [f"{prefix}{names.experts}.{expert}." for expert in self.experts_here]
+        gate_up = MatricesOnDemand(
+            self._weights, [(f"{expert}{names.gate}.weight", f"{expert}{names.up}.weight") for expert in here]
+        )
+        downs = MatricesOnDemand(self._weights, [(f"{expert}{names.down}.weight",) for expert in here])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
-
-    def tables(self, made: Tables) -> Tables:
-        """The tables on the kernels' device."""
-        cos, sin = (table.to(getattr(self.kernels, "device", table.device)) for table in made)
-        return cos, sin
 
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Layer normalisation with its own weight and bias (Ba et al. 2016)."""
@@ -170,6 +175,7 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": torch.nn.functional.silu,
         "relu": torch.nn.functional.relu,
+        "relu2": lambda values: torch.nn.functional.relu(values).square(),
         "gelu": torch.nn.functional.gelu,
         "gelu_tanh": lambda values: torch.nn.functional.gelu(values, approximate="tanh"),
     }

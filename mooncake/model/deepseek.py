@@ -68,7 +68,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
             value_up=[self.kernels.linear(head.contiguous()) for head in value_up],
             output=self.linear(attention + "o_proj"),
             mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
-            mlp=self._take_mlp(prefix + "mlp."),
+            mlp=self._take_mlp(prefix),
         )
 
     def _by_part(self, query: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ class DeepSeek(RoutedDecoder[_Layer]):
         rows = _rows(
             torch.cat([rotated, turning], 1).view(len(normed), heads + 1, -1), torch.stack([*queries, vector], 1)
         )
-        mixed = step.attend(index, rows.flatten(1), self._tables).view(len(normed), heads, -1)
+        mixed = step.attend(index, rows.flatten(1)).view(len(normed), heads, -1)
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
         return self.reduce(layer.output(torch.cat(values, 1)))

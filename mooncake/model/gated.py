@@ -1,4 +1,5 @@
-"""Granite and OLMo-2 over a paged cache: Llama's parts in other combinations. Mixture models share this frame."""
+"""Granite, Hunyuan, EXAONE 4 and OLMo over a paged cache: Llama's parts in other combinations. Mixture models share
+this frame."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.layers import embedding_and_head
-from mooncake.model.rope import rope_tables
+from mooncake.model.rope import heads_in_order
 
 Layer = TypeVar("Layer")
 
@@ -27,9 +28,6 @@ class GatedDecoder(Decoder, Generic[Layer]):
         )
         self._final_norm = self.vector("model.norm.weight")
         self.stream = self._final_norm.dtype
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim)
-        )
         self._layers = {index: self._take(f"model.layers.{index}.") for index in self.places}
 
     @abstractmethod
@@ -38,25 +36,46 @@ class GatedDecoder(Decoder, Generic[Layer]):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         assert self._embedding is not None, "a stage with layers before it is given what they left"
-        return self._embedding.rows(batch.tokens)
+        rows, factor = self._embedding.rows(batch.tokens), self.config.embedding_factor
+        return rows if factor == 1.0 else rows * factor
+
+    def _add(self, hidden: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        """The residual stream with what attention or an MLP adds to it."""
+        return torch.add(hidden, update, alpha=self.config.residual_factor)
+
+    def _norm_over_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
+        """``qkv`` with all queries of a token normalised together, and so its keys."""
+        width, kv_width = len(query_norm), len(key_norm)
+        query, key, value = torch.tensor_split(qkv, (width, width + kv_width), dim=-1)
+        if not self.is_part:
+            query, key = self._norm(query.contiguous(), query_norm), self._norm(key.contiguous(), key_norm)
+            return torch.cat([query, key, value], dim=-1)
+        # Every rank has equally many heads, so the mean over all heads is the mean of the ranks' means.
+        means = [part.float().square().mean(-1, keepdim=True) for part in (query, key)]
+        sums = self.reduce(torch.cat([*means, torch.ones_like(means[0])], dim=-1))
+        query_mean, key_mean, size = sums[:, :1], sums[:, 1:2], sums[:, 2:]
+        scaled = (
+            part * torch.rsqrt(mean / size + self.config.rms_eps) * norm
+            for part, mean, norm in ((query, query_mean, query_norm), (key, key_mean, key_norm))
+        )
+        return torch.cat([*scaled, value], dim=-1).to(qkv.dtype)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "a stage with layers behind it gives no logits"
-        return self._head(self._norm(hidden, self._final_norm))
+        logits, divisor = self._head(self._norm(hidden, self._final_norm)), self.config.logit_divisor
+        return logits if divisor == 1.0 else logits / divisor
 
 
 def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: bool) -> Linear:
     """The query, key and value projections below ``attention`` as one, with each query and key head in ``order``
     ``[D]``."""
-    head_dim = model.config.head_dim
 
     def stacked(part: str) -> torch.Tensor:
         query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
-        turned = (rows.view(-1, head_dim, *rows.shape[1:])[:, order].flatten(0, 1) for rows in (query, key))
-        return torch.cat([*turned, value])
+        return torch.cat([heads_in_order(query, order), heads_in_order(key, order), value])
 
     return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
 
@@ -65,7 +84,7 @@ def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: b
 class _Layer:
     attention_norm: torch.Tensor
     qkv: Linear
-    query_norm: torch.Tensor | None  # over all heads together; OLMo-2
+    query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
     output: Linear
     mlp_norm: torch.Tensor
@@ -73,60 +92,74 @@ class _Layer:
     down: Linear
 
 
-class _Dense(GatedDecoder[_Layer]):
-    _norm_names: ClassVar[tuple[str, str]]  # before attention and before the MLP
-    _has_query_norm: ClassVar[bool]
+class Dense(GatedDecoder[_Layer]):
+    """Norms before attention and the MLP, as in Llama. Granite 3 (Granite team, IBM 2024) has nothing else."""
+
+    _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
+    _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
 
     def _take(self, prefix: str) -> _Layer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         attention_norm, mlp_norm = self._norm_names
+        query_norm, key_norm = (
+            self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
+        )
         return _Layer(
             self.vector(f"{prefix}{attention_norm}.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
-            self.vector(attention + "q_norm.weight") if self._has_query_norm else None,
-            self.vector(attention + "k_norm.weight") if self._has_query_norm else None,
+            query_norm,
+            key_norm,
             self.linear(attention + "o_proj"),
             self.vector(f"{prefix}{mlp_norm}.weight"),
             self.linear(mlp + "gate_proj", mlp + "up_proj"),
             self.linear(mlp + "down_proj"),
         )
 
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        hidden = self._add(hidden, self._attention(index, self._norm(hidden, layer.attention_norm), step))
+        return self._add(hidden, self._mlp(layer, self._norm(hidden, layer.mlp_norm)))
+
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        return layer.output(step.attend(index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
+
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
 
 
-class Granite(_Dense):
-    """Granite 3 (Granite team, IBM 2024): factors for embeddings, for each layer's contributions, and for logits."""
+class Hunyuan(Dense):
+    """Hunyuan's dense models (Tencent 2025): queries and keys are normalised after they are rotated.
 
-    _norm_names = "input_layernorm", "post_attention_layernorm"
-    _has_query_norm = False
+    That only changes what their norms' weights act on. Both act on queries here, so the kernel can normalise first.
+    """
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return super()._embed(batch) * self.config.embedding_factor
+    _head_norm_names = "query_layernorm", "key_layernorm"
 
-    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        layer, factor = self._layers[index], self.config.residual_factor
-        attended = step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), self._tables)
-        hidden = hidden + layer.output(attended) * factor
-        return hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm)) * factor
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super()._logits(hidden) / self.config.logit_divisor
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        plain = torch.ones_like(layer.query_norm)
+        attended = step.attend(index, layer.qkv(hidden), plain, plain, query_scale=layer.query_norm * layer.key_norm)
+        return layer.output(attended)
 
 
-class Olmo2(_Dense):
-    """OLMo-2 (OLMo team 2025): norms after attention and the MLP, and over all queries and all keys of a token."""
+class Exaone4(Dense):
+    """EXAONE 4 (LG AI Research 2025): norms after attention and the MLP."""
 
     _norm_names = "post_attention_layernorm", "post_feedforward_layernorm"
-    _has_query_norm = True
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
-        width, kv_width = len(layer.query_norm), len(layer.key_norm)
-        query, key, value = torch.tensor_split(layer.qkv(hidden), (width, width + kv_width), dim=-1)
-        query = self._norm(query.contiguous(), layer.query_norm)
-        key = self._norm(key.contiguous(), layer.key_norm)
-        attended = step.attend(index, torch.cat([query, key, value], dim=-1), self._tables)
-        hidden = hidden + self._norm(layer.output(attended), layer.attention_norm)
+        hidden = hidden + self._norm(self._attention(index, hidden, step), layer.attention_norm)
         return hidden + self._norm(self._mlp(layer, hidden), layer.mlp_norm)
+
+
+class Olmo2(Exaone4):
+    """OLMo-2 and OLMo-3 (OLMo team 2025): also norms over all queries and over all keys of a token."""
+
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        qkv = self._norm_over_heads(layer.qkv(hidden), layer.query_norm, layer.key_norm)
+        return layer.output(step.attend(index, qkv))

@@ -15,7 +15,6 @@ from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
 from mooncake.model.layers import vector
-from mooncake.model.rope import rope_tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +41,6 @@ class Gemma(Decoder):
         # As published: the factor is rounded to the weights' type.
         self._embedding_scale = torch.tensor(config.hidden_size**0.5, dtype=self.weight("model.norm.weight").dtype)
         self._final_norm = self._norm("model.norm")
-        self._global_tables, self._local_tables = (
-            self.tables(rope_tables(config.head_dim, self.max_model_len, theta, None))
-            for theta in (config.rope_theta, config.local_rope_theta)
-        )
         self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
 
     def _norm(self, name: str) -> torch.Tensor:
@@ -72,9 +67,8 @@ class Gemma(Decoder):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer, norm, eps = self._layers[index], self.kernels.rms_norm, self.config.rms_eps
-        tables = self._local_tables if self.config.window_of(index) else self._global_tables
         qkv = layer.qkv(norm(hidden, layer.attention_norm, eps))
-        attended = layer.output(step.attend(index, qkv, tables, layer.query_norm, layer.key_norm))
+        attended = layer.output(step.attend(index, qkv, layer.query_norm, layer.key_norm))
         hidden = hidden + norm(attended, layer.behind_attention_norm, eps)
         gate, up = layer.gate_up(norm(hidden, layer.mlp_norm, eps)).chunk(2, dim=-1)
         return hidden + norm(layer.down(self._activation(gate) * up), layer.behind_mlp_norm, eps)

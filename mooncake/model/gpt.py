@@ -1,21 +1,25 @@
-"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon and StarCoder2.
+"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM and Nemotron.
 
-Layer norms, often biases, an MLP without a gate.
+Layer norms, often biases, an MLP mostly without a gate.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from mooncake.families import OPT_POSITION_OFFSET
+from mooncake.families import OPT_POSITION_OFFSET, OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.gated import reordered_qkv
 from mooncake.model.interleaved import interleaved_qkv
-from mooncake.model.rope import no_rotation, rope_tables, rotary_order
+from mooncake.model.layers import vector
+from mooncake.model.rope import rotary_order
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -33,11 +37,35 @@ class _Layer:
 class _Gpt(Decoder):
     """A layer of this line: attention, then the MLP, each after its norm; in parallel if the model says so."""
 
-    _layers: list[_Layer]
+    _names: ClassVar[tuple[str, str, str]]  # embeddings, final norm and head
+    _has_head_bias: ClassVar[bool] = False
+
+    def _build(self) -> None:
+        config, (embedding, final_norm, head) = self.config, self._names
+        self._activation = activation(config.activation)
+        self._embedding = self._head = self.linear(embedding)
+        if not config.tie_embeddings:
+            self._head = self.linear(head, biased=self._has_head_bias)
+        self._final_norm = self.layer_norm(final_norm)
+        layers_at = OTHER_FAMILIES[config.architecture].layers_at
+        self._layers = [self._take(f"{layers_at}.{index}.") for index in range(config.num_layers)]
+
+    @abstractmethod
+    def _take(self, prefix: str) -> _Layer:
+        """The layer whose weights' names begin with ``prefix``."""
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding.rows(batch.tokens)
+
+    def _qkv(self, attention: str) -> Linear:
+        """The projections below ``attention``, of heads of which the first elements rotate."""
+        config = self.config
+        turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
+        return reordered_qkv(self, attention, rotary_order(config.head_dim, turning), config.qkv_bias)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = layer.output(step.attend(index, layer.qkv(layer.attention_norm(hidden)), self._tables))
+        attended = layer.output(step.attend(index, layer.qkv(layer.attention_norm(hidden))))
         if self.config.parallel_residual:
             return hidden + attended + self._mlp(layer, hidden)
         hidden = hidden + attended
@@ -49,22 +77,15 @@ class _Gpt(Decoder):
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head(self._final_norm(hidden))
 
-    def _finish(self, embedding: str, final_norm: str, head: str, has_head_bias: bool = False) -> None:
-        self._activation = activation(self.config.activation)
-        self._embedding = self._head = self.linear(embedding)
-        if not self.config.tie_embeddings:
-            self._head = self.linear(head, biased=has_head_bias)
-        self._final_norm = self.layer_norm(final_norm)
-        self._tables = self.tables(no_rotation(self.max_model_len, self.config.head_dim))
-
 
 class Gpt2(_Gpt):
     """GPT-2 (Radford et al. 2019): learned positions; matrices stored ``[in, out]``."""
 
+    _names = "transformer.wte", "transformer.ln_f", "lm_head"
+
     def _build(self) -> None:
-        self._finish("transformer.wte", "transformer.ln_f", head="lm_head")
+        super()._build()
         self._positions = self.vector("transformer.wpe.weight")
-        self._layers = [self._take(f"transformer.h.{index}.") for index in range(self.config.num_layers)]
 
     def _take(self, prefix: str) -> _Layer:
         def transposed(name: str) -> Linear:
@@ -82,19 +103,14 @@ class Gpt2(_Gpt):
         )
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens) + self._positions[batch.positions]
+        return super()._embed(batch) + self._positions[batch.positions]
 
 
 class GptJ(_Gpt):
     """GPT-J (Wang and Komatsuzaki 2021): attention and MLP share one norm, and only part of each head rotates."""
 
-    def _build(self) -> None:
-        self._finish("transformer.wte", "transformer.ln_f", head="lm_head", has_head_bias=True)
-        config = self.config
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None, config.rotary_dim)
-        )
-        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+    _names = "transformer.wte", "transformer.ln_f", "lm_head"
+    _has_head_bias = True
 
     def _take(self, prefix: str) -> _Layer:
         norm = self.layer_norm(prefix + "ln_1")
@@ -107,18 +123,15 @@ class GptJ(_Gpt):
             self.linear(prefix + "mlp.fc_out", biased=True),
         )
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
-
 
 class Opt(_Gpt):
     """OPT (Zhang et al. 2022): learned positions, offset by two unused rows."""
 
+    _names = "model.decoder.embed_tokens", "model.decoder.final_layer_norm", "lm_head"
+
     def _build(self) -> None:
-        top = "model.decoder."
-        self._finish(top + "embed_tokens", top + "final_layer_norm", head="lm_head")
-        self._positions = self.vector(top + "embed_positions.weight")
-        self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
+        super()._build()
+        self._positions = self.vector("model.decoder.embed_positions.weight")
 
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
@@ -132,20 +145,13 @@ class Opt(_Gpt):
         )
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens) + self._positions[batch.positions + OPT_POSITION_OFFSET]
+        return super()._embed(batch) + self._positions[batch.positions + OPT_POSITION_OFFSET]
 
 
 class GptNeoX(_Gpt):
     """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only part of each head rotates."""
 
-    def _build(self) -> None:
-        top = "gpt_neox."
-        self._finish(top + "embed_in", top + "final_layer_norm", head="embed_out")
-        config = self.config
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, None, config.rotary_dim)
-        )
-        self._layers = [self._take(f"{top}layers.{index}.") for index in range(self.config.num_layers)]
+    _names = "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
 
     def _take(self, prefix: str) -> _Layer:
         qkv = prefix + "attention.query_key_value"
@@ -166,20 +172,11 @@ class GptNeoX(_Gpt):
         order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
-
 
 class Falcon(_Gpt):
     """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few."""
 
-    def _build(self) -> None:
-        config = self.config
-        self._finish("transformer.word_embeddings", "transformer.ln_f", head="lm_head")
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        )
-        self._layers = [self._take(f"transformer.h.{index}.") for index in range(config.num_layers)]
+    _names = "transformer.word_embeddings", "transformer.ln_f", "lm_head"
 
     def _take(self, prefix: str) -> _Layer:
         attention, has_two = prefix + "self_attention.", self.config.mlp_has_norm
@@ -200,20 +197,11 @@ class Falcon(_Gpt):
         rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
         return torch.cat([part.reshape(-1, config.hidden_size) for part in torch.split(rows, [group, 1, 1], dim=1)])
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
-
 
 class StarCoder2(_Gpt):
     """StarCoder2 (Lozhkov et al. 2024): grouped-query attention, and a window."""
 
-    def _build(self) -> None:
-        config = self.config
-        self._finish("model.embed_tokens", "model.norm", head="lm_head")
-        self._tables = self.tables(
-            rope_tables(config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling)
-        )
-        self._layers = [self._take(f"model.layers.{index}.") for index in range(config.num_layers)]
+    _names = "model.embed_tokens", "model.norm", "lm_head"
 
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
@@ -226,5 +214,62 @@ class StarCoder2(_Gpt):
             self.linear(prefix + "mlp.c_proj", biased=True),
         )
 
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        return self._embedding.rows(batch.tokens)
+
+class Phi(_Gpt):
+    """Phi-1, Phi-1.5 (Li et al. 2023) and Phi-2: as GPT-J, with biases everywhere."""
+
+    _names = "model.embed_tokens", "model.final_layernorm", "lm_head"
+    _has_head_bias = True
+
+    def _take(self, prefix: str) -> _Layer:
+        norm = self.layer_norm(prefix + "input_layernorm")
+        return _Layer(
+            norm,
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.dense", biased=True),
+            norm,
+            self.linear(prefix + "mlp.fc1", biased=True),
+            self.linear(prefix + "mlp.fc2", biased=True),
+        )
+
+
+class StableLm(_Gpt):
+    """StableLM (Stability AI 2023, 2024): a gated MLP; in parallel with attention it shares its norm."""
+
+    _names = "model.embed_tokens", "model.norm", "lm_head"
+
+    def _build(self) -> None:
+        super()._build()
+        self._activation = self.kernels.silu_mul
+
+    def _take(self, prefix: str) -> _Layer:
+        mlp, norm = prefix + "mlp.", self.layer_norm(prefix + "input_layernorm")
+        return _Layer(
+            norm,
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.o_proj"),
+            norm if self.config.parallel_residual else self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(mlp + "gate_proj", mlp + "up_proj"),
+            self.linear(mlp + "down_proj"),
+        )
+
+
+class Nemotron(_Gpt):
+    """Nemotron (NVIDIA 2024; Minitron): stored norm weights have 1 subtracted."""
+
+    _names = "model.embed_tokens", "model.norm", "lm_head"
+
+    def layer_norm(self, name: str) -> Norm:
+        scale, shift = vector(1.0 + self.weight(f"{name}.weight"), self.kernels), self.vector(f"{name}.bias")
+        eps = self.config.rms_eps
+        return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, shift, eps)
+
+    def _take(self, prefix: str) -> _Layer:
+        return _Layer(
+            self.layer_norm(prefix + "input_layernorm"),
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.o_proj"),
+            self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(prefix + "mlp.up_proj"),
+            self.linear(prefix + "mlp.down_proj"),
+        )

@@ -63,7 +63,7 @@ class GptOss(GatedDecoder[_Layer]):
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
-        hidden = hidden + self.reduce(layer.output(step.attend(index, qkv, self._tables, sinks=layer.sinks)))
+        hidden = hidden + self.reduce(layer.output(step.attend(index, qkv, sinks=layer.sinks)))
         normed = self._norm(hidden, layer.mlp_norm)
         chosen, experts = layer.router(normed).float().topk(self.config.experts_per_token, dim=-1)  # [T, k] each
         return hidden + self.reduce(layer.experts(normed, experts, chosen.softmax(-1)))

@@ -13,7 +13,7 @@ from mooncake.kernels import Linear
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.gated import GatedDecoder, reordered_qkv
 from mooncake.model.layers import vector
-from mooncake.model.rope import no_rotation, rotary_order
+from mooncake.model.rope import rotary_order
 from mooncake.model_config import ModelConfig
 
 
@@ -58,7 +58,7 @@ class Glm(GatedDecoder[_GlmLayer]):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = layer.output(step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), self._tables))
+        attended = layer.output(step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm))))
         hidden = hidden + self._behind(attended, layer.behind_attention_norm)
         mixed = layer.down(self.kernels.silu_mul(layer.gate_up(self._norm(hidden, layer.mlp_norm))))
         return hidden + self._behind(mixed, layer.behind_mlp_norm)
@@ -79,13 +79,6 @@ class _CohereLayer:
 
 class Cohere(GatedDecoder[_CohereLayer]):
     """Command R (Cohere 2024): attention and MLP share one norm. In "cohere2" only layers with a window rotate."""
-
-    def _build(self) -> None:
-        super()._build()
-        config, still = self.config, self._tables
-        if config.architecture == "cohere2":
-            still = self.tables(no_rotation(self.max_model_len, config.head_dim))
-        self._tables_of = [self._tables if config.window_of(layer) else still for layer in range(config.num_layers)]
 
     def _take(self, prefix: str) -> _CohereLayer:
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
@@ -118,8 +111,5 @@ class Cohere(GatedDecoder[_CohereLayer]):
         qkv = layer.qkv(normed)
         if layer.qk_norm is not None:
             qkv = self._normed_heads(qkv, layer.qk_norm)
-        attended = step.attend(index, qkv, self._tables_of[index])
+        attended = step.attend(index, qkv)
         return hidden + layer.output(attended) + layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super()._logits(hidden) / self.config.logit_divisor

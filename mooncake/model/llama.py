@@ -1,4 +1,4 @@
-"""The Llama family over a paged KV cache: Llama, SmolLM2, Mistral, Qwen2, Qwen3, distinguished by configuration alone.
+"""The Llama family over a paged KV cache, whose members are distinguished by configuration alone.
 
 The forward pass computes one ragged batch, writes its keys and values into the given cache, and returns logits. It
 knows nothing of requests, scheduling, transfer or files; a hook is told when each layer touches the cache.
@@ -30,7 +30,7 @@ from mooncake.model.layers import (
     weight,
 )
 from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
-from mooncake.model.rope import rope_tables
+from mooncake.model.rope import tables_by_layer
 
 T = TypeVar("T")
 
@@ -63,10 +63,7 @@ class CausalLM:
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels = kernels or choose_kernels()
-        tables = rope_tables(
-            config.head_dim, self.max_model_len, config.rope_theta, config.rope_scaling, config.rotary_dim
-        )
-        self._cos, self._sin = (table.to(getattr(kernels, "device", table.device)) for table in tables)
+        self._tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
         self._reduce = reduce or _as_it_is
         self._places = places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
@@ -78,11 +75,13 @@ class CausalLM:
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, places, read, tables, kernels, coding, adapters, keep_hidden)
+            self._fused = CpuDecoder(
+                config, weights, places, read, self._tables, kernels, coding, adapters, keep_hidden
+            )
             return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
         self._adapters = AdapterLayers(adapters, kernels, dtype)
-        self._turns = turns(self._cos, self._sin)
+        self._turns = turns(*self._tables[0])
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
         complete = vocabulary or _as_it_is
@@ -218,8 +217,7 @@ class CausalLM:
             blending.fill(cache_layer)
         query = self._kernels.rope_write_kv(
             qkv,
-            self._cos,
-            self._sin,
+            *self._tables[index],
             positions,
             cache_layer,
             slots,

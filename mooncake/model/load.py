@@ -13,16 +13,16 @@ from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek
-from mooncake.model.gated import GatedDecoder, Granite, Olmo2
+from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Opt, StarCoder2
+from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import MixtureOfExperts
-from mooncake.model.routed import GlmMoe
+from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe
+from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.vocabulary import Ranks, VocabularyPart
 from mooncake.model.weights import load_weights
@@ -37,13 +37,21 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
     "mixtral": MixtureOfExperts,
-    "granite": Granite,
+    "granite": Dense,
+    "hunyuan_v1_dense": Hunyuan,
     "olmo2": Olmo2,
+    "olmo3": Olmo2,
+    "exaone4": Exaone4,
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
     "glm4_moe": GlmMoe,
     "gpt_oss": GptOss,
+    "olmoe": Olmoe,
+    "granitemoe": GraniteMoe,
+    "dots1": GlmMoe,
+    "minimax_m2": MiniMax,
+    "ernie4_5_moe": Ernie,
     "qwen2_moe": MixtureOfExperts,
     "glm": Glm,
     "glm4": Glm,
@@ -51,6 +59,9 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "cohere2": Cohere,
     "gptj": GptJ,
     "falcon": Falcon,
+    "phi": Phi,
+    "stablelm": StableLm,
+    "nemotron": Nemotron,
 }
 
 
@@ -81,10 +92,10 @@ def load_model(
     config = checkpoint.config
     family = OTHER_FAMILIES.get(config.architecture)
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
-    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources):
+    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources or config.still_layers):
         raise ModelError(
-            "chunks are blended for the Llama family, with full attention and KV of each layer's own, without "
-            "model.key_scales"
+            "chunks are blended for the Llama family, with full attention, rotation and KV of each layer's own, "
+            "without model.key_scales"
         )
     if keep_hidden and family is not None:
         raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")

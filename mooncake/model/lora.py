@@ -21,6 +21,8 @@ from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
+from mooncake.model.as_llama import head_order
+from mooncake.model.rope import heads_in_order
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, inputs] and scaled B [outputs, r], float32
 
@@ -66,6 +68,7 @@ def _layer(
 ) -> LayerAdapter:
     hidden, inner = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    order = head_order(config)
     if not owns_kv and (set(halves) & {"k", "v"}):
         raise ModelError(f"the adapter {adapter.name} adapts keys or values of a layer that has none of its own")
 
@@ -83,7 +86,8 @@ def _layer(
             if pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
                 raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
             downs.append(pair["A"])
-            ups.append(pair["B"] * adapter.scale(rank))
+            rows = pair["B"] if order is None or projection not in "qk" else heads_in_order(pair["B"], order)
+            ups.append(rows * adapter.scale(rank))
         return (torch.cat(downs), _block_diagonal(ups)) if downs else None
 
     return LayerAdapter(

@@ -1,4 +1,4 @@
-"""Mixtures of experts over a paged cache, Qwen's and Mixtral: a token uses a few of each MLP's experts.
+"""Mixtures of experts over a paged cache (Qwen's, Mixtral, OLMoE, Granite's): a token uses few of an MLP's experts.
 
 A step computes each expert once, for the tokens that chose it (``reference.Experts``).
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.gated_families import EXPERT_NAMES
+from mooncake.gated_families import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
@@ -39,7 +39,7 @@ class _Layer:
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
     def _take(self, prefix: str) -> _Layer:
-        attention, names, has_norms = prefix + "self_attn.", EXPERT_NAMES[self.config.architecture], self.config.qk_norm
+        attention, has_norms = prefix + "self_attn.", self.config.qk_norm
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
@@ -47,10 +47,13 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.vector(attention + "k_norm.weight") if has_norms else None,
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
-            self.linear(prefix + names.router),
-            self.take_experts(f"{prefix}{names.experts}", names.gate, names.up, names.down),
+            self.linear(prefix + expert_names(self.config).router),
+            self._experts(prefix),
             self._shared(prefix + "mlp.shared_expert") if self.config.shared_expert_size else None,
         )
+
+    def _experts(self, prefix: str) -> Experts:
+        return self.take_experts(prefix)
 
     def _shared(self, name: str) -> _Shared:
         gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
@@ -58,15 +61,18 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
-        attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
-        hidden = hidden + self.reduce(layer.output(attended))
+        attended = self._attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), step)
+        hidden = self._add(hidden, self.reduce(layer.output(attended)))
         normed = self._norm(hidden, layer.mlp_norm)
         mixed = self._mixture(layer, normed)
         if layer.shared is not None:
             shared = layer.shared.down(self.kernels.silu_mul(layer.shared.gate_up(normed)))
             mixed = mixed + layer.shared.share(normed).sigmoid() * shared
-        return hidden + self.reduce(mixed)
+        return self._add(hidden, self.reduce(mixed))
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        return step.attend(index, qkv, layer.query_norm, layer.key_norm)
 
     def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
         shares = layer.router(normed).float().softmax(-1)
@@ -74,3 +80,22 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         if self.config.norm_expert_weights:
             chosen = chosen / chosen.sum(-1, keepdim=True)
         return layer.experts(normed, experts, chosen)
+
+
+class Olmoe(MixtureOfExperts):
+    """OLMoE (Muennighoff et al. 2024): norms over all queries and over all keys of a token."""
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
+
+
+class GraniteMoe(MixtureOfExperts):
+    """Granite's mixtures (Granite team, IBM 2024): factors as in Granite, and all experts in one tensor."""
+
+    def _experts(self, prefix: str) -> Experts:
+        gate_up, down = (
+            self.weight(f"{prefix}block_sparse_moe.{name}_linear.weight").unbind() for name in ("input", "output")
+        )
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from mooncake.errors import ModelError
+from mooncake.model_config import ModelConfig
 
 Tables = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, float32 [P, D / 2]
 
@@ -33,6 +34,24 @@ def rope_tables(
     return torch.cat([cos, still_cos], 1), torch.cat([sin, still_sin], 1)
 
 
+def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> list[Tables]:
+    """Each layer's tables; layers that rotate alike share them. Raises ModelError for an unknown scaling."""
+    dim, turning = config.head_dim, config.rotary_dim
+
+    def there(tables: Tables) -> Tables:
+        cos, sin = (table.to(device) for table in tables)
+        return cos, sin
+
+    widely = locally = there(rope_tables(dim, num_positions, config.rope_theta, config.rope_scaling, turning))
+    if config.local_rope_theta:
+        locally = there(rope_tables(dim, num_positions, config.local_rope_theta, None, turning))
+    still = there(no_rotation(num_positions, dim)) if config.still_layers else widely
+    return [
+        still if layer in config.still_layers else locally if config.window_of(layer) else widely
+        for layer in range(config.num_layers)
+    ]
+
+
 def no_rotation(num_positions: int, head_dim: int) -> Tables:
     """Tables that leave every element unchanged, bit for bit: models with learned positions rotate nothing."""
     half = head_dim // 2
@@ -50,6 +69,11 @@ def rotary_order(head_dim: int, rotary_dim: int, in_turn: bool = False) -> torch
     turning, still = torch.arange(2 * pairs), torch.arange(2 * pairs, head_dim)
     first, second = (turning[::2], turning[1::2]) if in_turn else turning.chunk(2)
     return torch.cat([first, still[: half - pairs], second, still[half - pairs :]])
+
+
+def heads_in_order(rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``rows`` ``[heads * D, …]`` with those of each head in ``order`` ``[D]``."""
+    return rows.view(-1, len(order), *rows.shape[1:])[:, order].flatten(0, 1)
 
 
 def _frequencies(periods: torch.Tensor, theta: float, scaling: Mapping[str, object]) -> torch.Tensor:

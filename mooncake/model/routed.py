@@ -1,5 +1,5 @@
-"""Shared by DeepSeek's mixtures of experts; and GLM-4.5 over a paged cache, which combines them with ordinary
-attention.
+"""Shared by DeepSeek's mixtures of experts; and GLM-4.5, dots.llm1, ERNIE 4.5 and MiniMax-M2 over a paged cache, which
+combine them with ordinary attention.
 
 The first layers have a dense MLP. In the others a router chooses each token's experts from some groups of them, and all
 tokens use one more (DeepSeek-V3 2024, section 2.1.2).
@@ -8,14 +8,16 @@ tokens use one more (DeepSeek-V3 2024, section 2.1.2).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from mooncake.gated_families import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder, Layer, reordered_qkv
 from mooncake.model.layers import vector
-from mooncake.model.rope import rotary_order
+from mooncake.model.rope import heads_in_order, rotary_order
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +38,17 @@ class RoutedDecoder(GatedDecoder[Layer]):
     """Layers of one kind, except for their MLPs."""
 
     def _take_mlp(self, prefix: str) -> Mlp | Mixture:
-        routing = self.config.routing
-        if routing is None or prefix + "gate.weight" not in self._weights:
-            return self._take_gated(prefix)
-        bias = prefix + "gate.e_score_correction_bias"
+        """Of the layer whose weights' names begin with ``prefix``."""
+        routing, names = self.config.routing, expert_names(self.config)
+        router, bias = f"{prefix}{names.router}.weight", prefix + names.choice_bias
+        if routing is None or router not in self._weights:
+            return self._take_gated(prefix + "mlp.")
         return Mixture(
             # in float32, as published: what is nearly as good is nearly always another expert
-            router=self.kernels.linear(self.weight(prefix + "gate.weight").float()),
-            choice_bias=self.vector(bias).float() if routing.scoring == "sigmoid" else None,
-            experts=self.take_experts(prefix + "experts", "gate_proj", "up_proj", "down_proj"),
-            shared=self._take_gated(prefix + "shared_experts.") if self.config.shared_expert_size else None,
+            router=self.kernels.linear(self.weight(router).float()),
+            choice_bias=self.vector(bias).float().flatten() if routing.has_choice_bias else None,
+            experts=self.take_experts(prefix),
+            shared=self._take_gated(prefix + "mlp.shared_experts.") if self.config.shared_expert_size else None,
         )
 
     def _take_gated(self, prefix: str) -> Mlp:
@@ -67,7 +70,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
         routing, count = self.config.routing, self.config.experts_per_token
         assert routing is not None
         logits = mlp.router(normed.float())
-        scores = logits.softmax(-1) if mlp.choice_bias is None else logits.sigmoid()
+        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
         ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
         if routing.num_groups > 1:
             grouped = ranks.view(len(ranks), routing.num_groups, -1)
@@ -94,13 +97,18 @@ class _Layer:
 
 
 class GlmMoe(RoutedDecoder[_Layer]):
-    """GLM-4.5 (GLM team 2025): half of each head rotates."""
+    """GLM-4.5 (GLM team 2025): half of each head rotates. dots.llm1 (rednote 2025) differs in settings alone."""
+
+    _rotates_in_turn: ClassVar[bool] = False  # neighbouring elements with each other
 
     def _take(self, prefix: str) -> _Layer:
         config, attention = self.config, prefix + "self_attn."
-        order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
+        turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
+        order = rotary_order(config.head_dim, turning, self._rotates_in_turn)
         query_norm, key_norm = (
-            vector(self.weight(f"{attention}{name}_norm.weight")[order], self.kernels) if config.qk_norm else None
+            vector(heads_in_order(self.weight(f"{attention}{name}_norm.weight"), order), self.kernels)
+            if config.qk_norm
+            else None
             for name in "qk"
         )
         return _Layer(
@@ -110,12 +118,30 @@ class GlmMoe(RoutedDecoder[_Layer]):
             key_norm=key_norm,
             output=self.linear(attention + "o_proj"),
             mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
-            mlp=self._take_mlp(prefix + "mlp."),
+            mlp=self._take_mlp(prefix),
         )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
-        attended = step.attend(index, qkv, self._tables, layer.query_norm, layer.key_norm)
+        attended = self._attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), step)
         hidden = hidden + self.reduce(layer.output(attended))
         return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        return step.attend(index, qkv, layer.query_norm, layer.key_norm)
+
+
+class Ernie(GlmMoe):
+    """ERNIE 4.5 (Baidu 2025)."""
+
+    _rotates_in_turn = True
+
+
+class MiniMax(GlmMoe):
+    """MiniMax-M2 (MiniMax 2025): norms over all queries and over all keys of a token."""
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))

@@ -16,15 +16,17 @@ from dataclasses import replace
 
 import torch
 
-from mooncake.checkpoint import FAMILIES, ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, Coding, quantise_rows
+from mooncake.llama_family import FAMILIES
 from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model_config import ModelConfig
 
 _ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")
 _ENTRIES = ("sinks",)  # one per head
+_ALL_EXPERTS = ("experts", "input_linear", "output_linear")  # in one tensor (gpt-oss, Granite)
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -86,8 +88,11 @@ def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int, c
         kind, rows, columns = name.split(".")[-2], slice(None), slice(None)
         if _expert_of(name) is not None:
             pass
-        elif kind == "experts":  # all in one tensor (gpt-oss)
+        elif kind in _ALL_EXPERTS:
             rows = slice(here.start, here.stop)
+        elif kind in ("q_norm", "k_norm"):  # of each head, or of all heads together (OLMoE, MiniMax-M2)
+            if shape[0] > config.head_dim:
+                rows = kv if kind == "k_norm" else _share(shape[0], rank, size)
         elif kind in ("k_proj", "v_proj"):
             rows = kv
         elif kind in _ROWS or name.endswith(_ENTRIES):

@@ -28,10 +28,11 @@ from mooncake.gguf_config import keeps_groups as of_kept_groups
 from mooncake.gguf_file import GGUFFile, TensorInfo
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
+from mooncake.llama_family import REARRANGED
+from mooncake.model.as_llama import as_llama
 from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
 from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.model.phi3 import as_llama
 from mooncake.precision import Coding
 from mooncake.quantised import zero_biases
 
@@ -56,7 +57,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_g
     not keep them longer than needed. Raises ModelError, in some cases only on access.
     """
     weights = _stored_weights(checkpoint, getattr(torch, dtype), codes, keeps_groups)
-    return as_llama(weights, checkpoint.config) if checkpoint.config.architecture == "phi3" else weights
+    return as_llama(weights, checkpoint.config) if checkpoint.config.architecture in REARRANGED else weights
 
 
 def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:

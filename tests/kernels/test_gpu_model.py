@@ -77,12 +77,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
     "starcoder2": LLAMA | {"qkv_bias": True, "activation": "gelu_tanh", "sliding_window": 24},
     "granite": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
-    "olmo2": LLAMA,
+    "olmo2": LLAMA | {"qk_norm": True},
+    "olmo3": LLAMA | {"qk_norm": True, "layer_windows": (24, 0), "local_rope_theta": 1000.0},
+    "exaone4": LLAMA | {"qk_norm": True, "layer_windows": (24, 0), "still_layers": (1,)},
+    "hunyuan_v1_dense": LLAMA | {"qk_norm": True},
+    "smollm3": LLAMA | {"tie_embeddings": True, "still_layers": (1,)},
+    "phi": LLAMA | {"qkv_bias": True, "rotary_dim": 8, "activation": "gelu_tanh", "parallel_residual": True},
+    "stablelm": LLAMA | {"qkv_bias": True, "rotary_dim": 4},
+    "nemotron": LLAMA | {"rotary_dim": 8, "activation": "relu2"},
     "qwen3_moe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True},
     "mixtral": LLAMA | {"num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True, "sliding_window": 24},
+    "olmoe": LLAMA | {"qk_norm": True, "num_experts": 3, "experts_per_token": 2},
+    "granitemoe": LLAMA
+    | {"num_experts": 3, "experts_per_token": 2, "norm_expert_weights": True}
+    | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
     "qwen2_moe": LLAMA | {"qkv_bias": True, "num_experts": 3, "experts_per_token": 2, "shared_expert_size": 32},
     "glm4": LLAMA | {"qkv_bias": True, "rotary_dim": 8},
-    "cohere2": LLAMA | {"tie_embeddings": True, "layer_windows": (24, 0), "logit_divisor": 4.0},
+    "cohere2": LLAMA | {"tie_embeddings": True, "layer_windows": (24, 0), "still_layers": (1,), "logit_divisor": 4.0},
     "deepseek_v3": LATENT
     | {"num_experts": 6, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
     | {
@@ -93,6 +104,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
     | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
+    "ernie4_5_moe": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 32}
+    | {"routing": Routing(1, expert_size=32, scoring="biased_softmax", factor=1.0)},
+    "minimax_m2": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "qk_norm": True}
+    | {"routing": Routing(0, expert_size=32, scoring="sigmoid", factor=1.0)},
     "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 

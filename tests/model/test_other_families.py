@@ -2,61 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Cohere2Config,
-    Cohere2ForCausalLM,
-    CohereConfig,
-    CohereForCausalLM,
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GlmConfig,
-    GlmForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Starcoder2Config,
-    Starcoder2ForCausalLM,
-)
+from tiny_families import FAMILIES, NEW_TOKENS, VOCAB, YARN, Published
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.engine import Engine, EngineConfig
@@ -68,288 +21,6 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.types import SamplingParams
-
-VOCAB = 97
-NEW_TOKENS = 12
-IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
-EVEN = {"vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, **IDS}
-GATED = {**EVEN, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
-
-LATENT = {
-    **{**EVEN, "num_hidden_layers": 4},
-    **{"intermediate_size": 160, "moe_intermediate_size": 48, "num_experts_per_tok": 3, "n_shared_experts": 2},
-    **{"first_k_dense_replace": 1, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24},
-    **{"v_head_dim": 20, "max_position_embeddings": 512, "initializer_range": 0.2},
-}
-GLM_MOE = {
-    **GATED,
-    **{"moe_intermediate_size": 48, "num_experts_per_tok": 3, "n_routed_experts": 6, "first_k_dense_replace": 1},
-    "initializer_range": 0.2,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "beta_slow": 1,
-}
-
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=VOCAB, n_embd=96, n_layer=3, n_head=6, n_positions=512, initializer_range=0.15, **IDS)
-    ),
-    "opt": lambda: OPTForCausalLM(
-        OPTConfig(**EVEN, ffn_dim=160, word_embed_proj_dim=96, max_position_embeddings=512, init_std=0.15)
-    ),
-    "gpt2-with-a-head": lambda: GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=96,
-            n_layer=3,
-            n_head=6,
-            n_positions=512,
-            initializer_range=0.15,
-            scale_attn_weights=False,
-            tie_word_embeddings=False,
-            **IDS,
-        )
-    ),
-    "opt-with-a-head": lambda: OPTForCausalLM(
-        OPTConfig(
-            **EVEN,
-            ffn_dim=160,
-            word_embed_proj_dim=96,
-            max_position_embeddings=512,
-            init_std=0.15,
-            tie_word_embeddings=False,
-        )
-    ),
-    "gpt-neox": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(**EVEN, intermediate_size=160, max_position_embeddings=512, initializer_range=0.15)
-    ),
-    "gpt-neox-in-turn": lambda: GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            **EVEN,
-            intermediate_size=160,
-            max_position_embeddings=512,
-            use_parallel_residual=False,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 1.0},
-            initializer_range=0.15,
-        )
-    ),
-    "starcoder2": lambda: Starcoder2ForCausalLM(
-        Starcoder2Config(
-            **EVEN,
-            num_key_value_heads=2,
-            intermediate_size=160,
-            max_position_embeddings=512,
-            sliding_window=20,
-            initializer_range=0.15,
-        )
-    ),
-    "granite": lambda: GraniteForCausalLM(
-        GraniteConfig(
-            **GATED,
-            tie_word_embeddings=True,
-            embedding_multiplier=3.0,
-            attention_multiplier=0.15,
-            residual_multiplier=0.4,
-            logits_scaling=2.0,
-            initializer_range=0.2,
-        )
-    ),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**GATED, initializer_range=0.2)),
-    "gemma2": lambda: Gemma2ForCausalLM(
-        Gemma2Config(
-            **GATED,
-            sliding_window=20,
-            query_pre_attn_scalar=24,
-            attn_logit_softcapping=2.0,
-            final_logit_softcapping=3.0,
-            initializer_range=0.2,
-        )
-    ),
-    "gemma2-without-caps": lambda: Gemma2ForCausalLM(
-        Gemma2Config(
-            **GATED,
-            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-            sliding_window=33,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=None,
-            initializer_range=0.2,
-        )
-    ),
-    "gemma3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            **GATED,
-            sliding_window=20,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            query_pre_attn_scalar=24,
-            initializer_range=0.15,
-        )
-    ),
-    "qwen3-moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            **GATED,
-            moe_intermediate_size=48,
-            num_experts=6,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            initializer_range=0.2,
-        )
-    ),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**GATED, num_local_experts=6, num_experts_per_tok=2, sliding_window=20, initializer_range=0.2)
-    ),
-    "deepseek-v2": lambda: DeepseekV2ForCausalLM(DeepseekV2Config(**LATENT, q_lora_rank=None, n_routed_experts=6)),
-    "deepseek-v2-in-groups": lambda: DeepseekV2ForCausalLM(
-        DeepseekV2Config(
-            **LATENT,
-            q_lora_rank=24,
-            n_routed_experts=8,
-            topk_method="group_limited_greedy",
-            n_group=4,
-            topk_group=2,
-            routed_scaling_factor=3.0,
-            rope_parameters=YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
-        )
-    ),
-    "deepseek-v3": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **LATENT,
-            q_lora_rank=24,
-            n_routed_experts=8,
-            n_group=4,
-            topk_group=2,
-            rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
-        )
-    ),
-    "glm-4.5": lambda: Glm4MoeForCausalLM(
-        Glm4MoeConfig(**GLM_MOE, use_qk_norm=True, attention_bias=True, routed_scaling_factor=2.5)
-    ),
-    "glm-4.5-air": lambda: Glm4MoeForCausalLM(
-        Glm4MoeConfig(
-            **GLM_MOE,
-            attention_bias=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
-        )
-    ),
-    "moonlight": lambda: DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **LATENT, q_lora_rank=None, n_routed_experts=6, n_group=1, topk_group=1, routed_scaling_factor=2.446
-        )
-    ),
-    "gpt-oss": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **GATED,
-            num_local_experts=6,
-            num_experts_per_tok=2,
-            sliding_window=20,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 150_000.0,
-                "factor": 8.0,
-                "truncate": False,
-                "original_max_position_embeddings": 64,
-            },
-            initializer_range=0.4,
-        )
-    ),
-    "qwen2-moe": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            **GATED,
-            moe_intermediate_size=48,
-            shared_expert_intermediate_size=112,
-            num_experts=6,
-            num_experts_per_tok=2,
-            initializer_range=0.2,
-        )
-    ),
-    "glm": lambda: GlmForCausalLM(GlmConfig(**GATED, attention_bias=False, initializer_range=0.2)),
-    "glm4": lambda: Glm4ForCausalLM(Glm4Config(**GATED, partial_rotary_factor=0.75, initializer_range=0.2)),
-    "cohere": lambda: CohereForCausalLM(CohereConfig(**GATED, logit_scale=0.25, initializer_range=0.2)),
-    "cohere-plus": lambda: CohereForCausalLM(CohereConfig(**GATED, use_qk_norm=True, initializer_range=0.2)),
-    "cohere2": lambda: Cohere2ForCausalLM(
-        Cohere2Config(
-            **GATED,
-            sliding_window=20,
-            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-            initializer_range=0.2,
-        )
-    ),
-    "gptj": lambda: GPTJForCausalLM(
-        GPTJConfig(
-            vocab_size=VOCAB,
-            n_embd=96,
-            n_layer=3,
-            n_head=6,
-            n_positions=512,
-            rotary_dim=8,
-            initializer_range=0.15,
-            **IDS,
-        )
-    ),
-    "falcon-7b": lambda: FalconForCausalLM(FalconConfig(**EVEN, initializer_range=0.15)),
-    "falcon-40b": lambda: FalconForCausalLM(
-        FalconConfig(
-            **EVEN,
-            new_decoder_architecture=True,
-            num_kv_heads=2,
-            ffn_hidden_size=160,
-            tie_word_embeddings=False,
-            initializer_range=0.15,
-        )
-    ),
-    "falcon2-11b": lambda: FalconForCausalLM(
-        FalconConfig(
-            **EVEN, new_decoder_architecture=True, num_ln_in_parallel_attn=1, num_kv_heads=2, initializer_range=0.15
-        )
-    ),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**GATED, sliding_window=20, initializer_range=0.2)),
-    "phi4-mini": lambda: Phi3ForCausalLM(
-        Phi3Config(
-            **GATED,
-            tie_word_embeddings=True,
-            sliding_window=4096,
-            original_max_position_embeddings=128,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 10_000.0,
-                "partial_rotary_factor": 0.75,
-                "short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
-                "long_factor": [1.0, 1.5, 2.5, 5.0, 9.0, 15.0],
-            },
-            initializer_range=0.2,
-        )
-    ),
-}
-
-
-class Published:
-    """A random model of transformers', and the folder that its publisher would upload."""
-
-    def __init__(self, family: str, folder: Path) -> None:
-        torch.manual_seed(7)
-        self.theirs = FAMILIES[family]().eval()
-        with torch.no_grad():  # published models have neither zero biases nor all-one norms
-            biases = [b for name, b in self.theirs.named_buffers() if name.endswith("e_score_correction_bias")]
-            for parameter in (*self.theirs.parameters(), *biases):
-                if parameter.ndim == 1 or (parameter == 1).all():
-                    parameter.add_(torch.randn_like(parameter) * 0.3)
-        self.theirs.save_pretrained(folder)
-        self.folder = folder
-
-    @property
-    def checkpoint(self) -> Checkpoint:
-        return open_checkpoint(str(self.folder))
-
-    @torch.no_grad()
-    def greedy(self, prompt: list[int]) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tokens[len(prompt) :]
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -427,24 +98,48 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     published = Published("deepseek-v3", tmp_path)
-    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    file = tmp_path / "model.safetensors"
     guessing = {"model.layers.4.eh_proj.weight": torch.ones(96, 192), "model.layers.4.enorm.weight": torch.ones(96)}
     save_file(load_file(file) | guessing, file)
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 1}))
+    published.rewrite(num_nextn_predict_layers=1)
     assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0, "num_mtp_layers": 0}))
+    published.rewrite(num_nextn_predict_layers=0, num_mtp_layers=0)
     with pytest.raises(ModelError, match=r"model\.layers\.4\.\w+\.weight, which its"):
         open_checkpoint(str(tmp_path))
 
 
+def test_what_guesses_tokens_in_ernie_is_left_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    published = Published("ernie-4.5-moe", tmp_path)
+    file, config = tmp_path / "model.safetensors", published.checkpoint.config
+    save_file(load_file(file) | {"model.mtp_emb_norm.0.weight": torch.ones(96)}, file)
+    assert published.checkpoint.config == config
+    assert answers(published.checkpoint, [[5, 6, 7]], 32, False) == [published.greedy([5, 6, 7])]
+
+
 def test_command_r_reads_as_much_as_its_publisher_says_and_not_what_it_was_trained_on(tmp_path: Path) -> None:
     published = Published("cohere", tmp_path)
-    config = tmp_path / "config.json"
-    lengths = {"max_position_embeddings": 24, "model_max_length": 200}
-    config.write_text(json.dumps(json.loads(config.read_text()) | lengths))
+    published.rewrite(max_position_embeddings=24, model_max_length=200)
     assert published.checkpoint.config.max_model_len == 200
     prompt = list(range(5, 65))
     assert answers(published.checkpoint, [prompt], 32, False) == [published.greedy(prompt)]
+
+
+def test_olmo3_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
+    published = Published("olmo3", tmp_path)
+    expected = published.checkpoint.config
+    scaling = {name: value for name, value in YARN.items() if name != "rope_theta"}
+    published.rewrite(rope_parameters=None, rope_theta=YARN["rope_theta"], rope_scaling=scaling)
+    assert published.checkpoint.config == replace(expected, local_rope_theta=expected.rope_theta)
+
+
+def test_minimax_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
+    published = Published("minimax-m2", tmp_path)
+    expected = published.checkpoint.config
+    assert expected.rotary_dim == 8
+    published.rewrite(rope_parameters=None, rope_theta=expected.rope_theta, rotary_dim=8)
+    assert published.checkpoint.config == expected
 
 
 def test_what_chooses_experts_is_not_rounded(tmp_path: Path) -> None:
@@ -471,6 +166,9 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("granite", {"residual_multiplier": 0.0}, "must be positive"),
         ("granite", {"mlp_bias": True}, "asks for mlp_bias"),
         ("olmo2", {"attention_bias": True}, "asks for attention_bias"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "scales its positions"),
+        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": None}}, "by 'dynamic'"),
+        ("exaone-4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
         ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "not supported for this family"),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
@@ -495,6 +193,13 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("gpt-oss", {"swiglu_limit": 5.0}, "asks for a swiglu_limit of 5.0; supported: 7.0"),
         ("gpt-oss", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("gpt-oss", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "'chunked_attention'"),
+        ("olmoe", {"clip_qkv": 8.0}, "asks for clip_qkv"),
+        ("granite-moe", {"num_local_experts": 5}, "block_sparse_moe.router.layer.weight has the shape"),
+        ("dots1", {"layer_types": ["full_attention", "full_attention", "sliding_attention"]}, "a sliding window"),
+        ("dots1", {"layer_types": None, "max_window_layers": 1}, "a sliding window"),
+        ("ernie-4.5-moe", {"moe_layer_end_index": 1}, "gives its last layers no experts"),
+        ("ernie-4.5-moe", {"moe_layer_interval": 2}, "only some layers experts"),
+        ("minimax-m2", {"rope_parameters": None, "rotary_dim": 7}, "rotates 7 of a head's 16 elements"),
         ("glm4", {"attention_bias": False}, "k_proj.bias, which its"),
         ("cohere", {"attention_bias": True}, "asks for attention_bias"),
         ("cohere", {"use_qk_norm": True}, "lacks the weight model.layers.0.self_attn.q_norm.weight"),
@@ -515,6 +220,19 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("glm4", {"rope_parameters": {"partial_rotary_factor": math.nan}}, "partial_rotary_factor"),
         ("glm4", {"rope_parameters": {"partial_rotary_factor": -1e308}}, "partial_rotary_factor"),
         ("cohere2", {"sliding_window_pattern": 0, "layer_types": None}, "sliding_window_pattern must be positive"),
+        ("phi", {"qk_layernorm": True}, "asks for qk_layernorm"),
+        ("stablelm", {"qk_layernorm": True}, "asks for qk_layernorm"),
+        ("stablelm", {"hidden_act": "gelu"}, "other than silu"),
+        ("stablelm", {"use_parallel_residual": True}, "post_attention_layernorm.bias, which its"),
+        ("nemotron", {"mlp_bias": True}, "asks for mlp_bias"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1 for each of the 3 layers"),
+        ("smollm3", {"no_rope_layers": [1, 0, 2]}, "no_rope_layers must be 0 or 1"),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval must be positive"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 20}, "asks for use_sliding_window"),
+        ("smollm3", {"use_cla": True, "cla_share_factor": 2}, "not supported for smollm3"),
+        ("seed-oss", {"attention_bias": False}, "k_proj.bias, which its"),
+        ("seed-oss", {"attention_out_bias": True}, "asks for attention_out_bias"),
+        ("ernie-4.5", {"use_bias": True}, "asks for use_bias"),
         ("phi3", {"attention_bias": True}, "asks for attention_bias"),
         ("phi3", {"num_key_value_heads": 3}, "qkv_proj.weight has the shape"),
         ("phi3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "longrope, the family's only way"),
@@ -525,8 +243,6 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
 def test_what_is_not_supported_is_one_sentence(
     family: str, change: dict[str, object], sentence: str, tmp_path: Path
 ) -> None:
-    Published(family, tmp_path)
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    Published(family, tmp_path).rewrite(**change)
     with pytest.raises(ModelError, match=sentence):
         open_checkpoint(str(tmp_path))

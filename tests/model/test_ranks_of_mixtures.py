@@ -134,7 +134,11 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
         pieces = [part[name] for part in parts if name in part]
         if ".experts." in name and name.split(".experts.")[1][0].isdigit():
             assert len(pieces) == 1 and torch.equal(pieces[0], tensor), "an expert lives on one rank"
-        elif re.search(r"\.experts\.|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks|embed_tokens|lm_head", name):
+        elif name.endswith("_norm.weight") and len(tensor) > config.head_dim:  # over all heads
+            assert torch.equal(torch.cat(pieces[:: 4 * len(pieces[0]) // len(tensor)]), tensor)
+        elif re.search(
+            r"\.experts\.|_linear|q_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|sinks|embed_tokens|lm_head", name
+        ):
             assert torch.equal(torch.cat(pieces), tensor)
         elif name.endswith(("o_proj.weight", "down_proj.weight")):
             assert torch.equal(torch.cat(pieces, dim=1), tensor)

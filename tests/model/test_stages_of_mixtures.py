@@ -45,7 +45,15 @@ def test_stages_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> No
     assert found == [published.greedy(prompt) for prompt in PROMPTS]
 
 
-OTHERS = {"granite": {}, "olmo2": {}, "glm4": {"attention_bias": True}, "cohere": {"logit_scale": 0.25}}
+OTHERS: dict[str, dict[str, object]] = {
+    "granite": {},
+    "olmo2": {},
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20},
+    "hunyuan_v1_dense": {},
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20},
+    "glm4": {"attention_bias": True},
+    "cohere": {"logit_scale": 0.25},
+}
 
 
 @pytest.mark.parametrize("name", [*MIXTURES, *OTHERS])

@@ -35,6 +35,17 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe": ("qwen3_moe", WIDE | {"num_experts": 6, "moe_intermediate_size": 20, "norm_topk_prob": True}),
     "mixtral": ("mixtral", WIDE | {"num_local_experts": 5, "sliding_window": 20}),
+    "olmoe": ("olmoe", WIDE | {"num_experts": 6, "intermediate_size": 24}),
+    "granite-moe": (
+        "granitemoe",
+        WIDE | {"num_local_experts": 6, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    ),
+    "ernie-4.5": (
+        "ernie4_5_moe",
+        {"initializer_range": 0.2, "num_hidden_layers": 3}
+        | {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 2},
+    ),
+    "minimax-m2": ("minimax_m2", WIDE | {"num_local_experts": 6, "rotary_dim": 4, "intermediate_size": 24}),
     "gpt-oss": (
         "gpt_oss",
         WIDE | {"initializer_range": 0.4, "num_local_experts": 6, "sliding_window": 20, "rope_parameters": YARN},

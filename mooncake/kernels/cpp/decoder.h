@@ -1,4 +1,4 @@
-// A whole forward pass of a pre-norm decoder with gated MLPs (Llama, Mistral, Qwen2, Qwen3) in one call. What follows a
+// A whole forward pass of a pre-norm decoder with gated MLPs (the Llama family) in one call. What follows a
 // product is done while its results are in registers, and only the hooks, if any, return to Python.
 //
 // It computes what mooncake/model/llama.py does step by step, with the same functions, bit for bit.
@@ -13,6 +13,7 @@ namespace mooncake {
 // Mirrored in cpu_decoder.py, as are the next three.
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
+    const float *cos, *sin;                                          // [num_positions][head_dim / 2]
     const PackedLinear *qkv, *output, *gate_up, *down;  // in a layer without its own KV, `qkv` is queries only
     int32_t kv_layer, owns_kv, window;                  // the cache layer it attends to; window 0: full attention
 };
@@ -21,7 +22,7 @@ struct Decoder {
     const DecoderLayer* layers;
     const PackedLinear *embedding, *head;
     const LayerAdapter* const* adapters;  // by index, then by layer; null if there are none
-    const float *final_norm, *cos, *sin;
+    const float* final_norm;
     const int64_t* kept;  // layers whose inputs are kept in the cache, after the KV of all layers
     int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab, num_kept;
     int32_t num_heads, num_kv_heads, head_dim, last_owner;  // last_owner: the last layer with its own KV, counted from the first one here
@@ -144,7 +145,7 @@ private:
     }
 
     Rope rope(const DecoderLayer& layer) const {
-        return {model_.cos, model_.sin, model_.num_positions, layer.query_norm, layer.key_norm, model_.eps};
+        return {layer.cos, layer.sin, model_.num_positions, layer.query_norm, layer.key_norm, model_.eps};
     }
 
     void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, const Target& target) {

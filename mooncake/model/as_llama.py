@@ -1,7 +1,7 @@
-"""Phi-3's weights (Abdin et al. 2024) as those of the Llama family, whose arithmetic it shares.
+"""Weights of families that store Llama's differently and share its arithmetic.
 
-It publishes the query, key and value projections as one matrix and gate and up as another, and Phi-4-mini rotates only
-the first elements of each head.
+Phi-3 (Abdin et al. 2024) publishes the query, key and value projections as one matrix and gate and up as another, and
+Phi-4-mini rotates only the first elements of each head. ERNIE 4.5 (Baidu 2025) rotates neighbouring elements.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.model.rope import rotary_order
+from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model_config import ModelConfig
 
 
@@ -25,7 +25,7 @@ def as_llama(weights: Weights, config: ModelConfig) -> Weights:
         },
         "gate_up_proj": {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)},
     }
-    order = rotary_order(dim, config.rotary_dim) if config.rotary_dim >= 0 else None
+    order = head_order(config)
     places: dict[str, tuple[str, slice]] = {}
     for name in weights:
         kind = name.split(".")[-2]
@@ -36,7 +36,14 @@ def as_llama(weights: Weights, config: ModelConfig) -> Weights:
         stored, rows = places[name]
         values = weights[stored][rows]
         if order is not None and name.split(".")[-2] in ("q_proj", "k_proj"):
-            values = values.view(-1, dim, values.shape[1])[:, order].flatten(0, 1)
+            values = heads_in_order(values, order)
         return values
 
     return WeightsOnDemand(places, make)
+
+
+def head_order(config: ModelConfig) -> torch.Tensor | None:
+    """int64 ``[D]``: the order of the published elements of a query's or key's head; None: as they are."""
+    if config.architecture == "ernie4_5":
+        return rotary_order(config.head_dim, config.head_dim, in_turn=True)
+    return rotary_order(config.head_dim, config.rotary_dim) if config.rotary_dim >= 0 else None

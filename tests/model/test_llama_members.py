@@ -1,0 +1,67 @@
+"""Families that are Llama's but for settings, or for the order in which weights are stored: over ranks, in stages, with
+int8 weights and with adapters, as transformers has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_lora import greedy, write_adapter
+from tiny_model import write_tiny_model
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.errors import ModelError
+from mooncake.kernels.reference import quantise_rows
+from mooncake.llm import LLM
+from mooncake.model.load import load_model
+from mooncake.types import SamplingParams
+
+MEMBERS: dict[str, dict[str, Any]] = {"smollm3": {"no_rope_layers": [1, 0, 1]}, "seed_oss": {}, "ernie4_5": {}}
+SHAPE = {"num_hidden_layers": 3, "head_dim": 16, "initializer_range": 0.2}
+NEW = 12
+GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+PROMPT = np.random.default_rng(5).integers(3, 320, 40).tolist()
+
+
+@pytest.fixture(params=MEMBERS)
+def theirs(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return write_tiny_model(tmp_path, request.param, **SHAPE, **MEMBERS[request.param])
+
+
+def answer(folder: Path, adapter: str = "", **settings: Any) -> list[int]:
+    with LLM(str(folder), kv_gb=0.01, block_tokens=8, chunk_tokens=16, threads=1, **settings) as llm:
+        [found] = llm.generate([PROMPT], GREEDY, adapter=adapter, use_tqdm=False)
+    return list(found.token_ids)
+
+
+@pytest.mark.parametrize("setting", ["tensor_parallel", "pipeline_parallel_size", "context_parallel_size"])
+def test_two_processes_give_the_tokens_of_transformers(theirs: Any, setting: str, tmp_path: Path) -> None:
+    assert answer(tmp_path, **{setting: 2}) == greedy(theirs, PROMPT, NEW)
+
+
+def test_int8_weights_are_those_of_the_model(theirs: Any, tmp_path: Path) -> None:
+    with torch.no_grad():
+        for matrix in (parameter for parameter in theirs.parameters() if parameter.ndim == 2):
+            codes, scales = quantise_rows(matrix)
+            matrix.copy_(codes * scales[:, None])
+    assert answer(tmp_path, weights="int8") == greedy(theirs, PROMPT, NEW)
+
+
+def test_an_adapter_answers_as_if_it_were_merged(theirs: Any, tmp_path: Path) -> None:
+    merged = write_adapter(tmp_path / "adapter", theirs)
+    wanted = greedy(merged, PROMPT, NEW)
+    assert wanted != greedy(theirs, PROMPT, NEW)
+    assert answer(tmp_path, "own", adapters={"own": str(tmp_path / "adapter")}) == wanted
+
+
+def test_layers_without_rotation_are_not_blended(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "smollm3", **SHAPE)
+    assert open_checkpoint(str(tmp_path)).config.still_layers == ()
+    write_tiny_model(tmp_path, "smollm3", **(SHAPE | {"num_hidden_layers": 4}))
+    checkpoint = open_checkpoint(str(tmp_path))
+    assert checkpoint.config.still_layers == (3,)
+    with pytest.raises(ModelError, match="chunks are blended for"):
+        load_model(checkpoint, "float32", can_blend=True)
