@@ -53,6 +53,8 @@ class Core:
             section.heartbeat_interval_s,
             section.node_timeout_s,
             model.max_model_len,
+            model.settings,
+            model.page_bytes,
         )
         self.index = PrefixIndex()
         self.costs = CostModel()

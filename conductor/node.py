@@ -18,6 +18,7 @@ from conductor.ingress.app import Ingress
 from conductor.placer import ModelFacts
 from conductor.service import ClusterServicer
 from conductor.view import Shape
+from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
@@ -117,4 +118,6 @@ def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
         ),
         eos_ids=checkpoint.config.eos_ids,
         max_model_len=checkpoint.config.context(config.model.max_model_len),
+        settings=node_settings(config, checkpoint),
+        page_bytes=layout.block_bytes,
     )

@@ -7,8 +7,8 @@ from the request's journey.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from conductor.fleet import Fleet
 from conductor.journey import Journey
@@ -27,13 +27,15 @@ from mooncake.types import Role
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the dispatcher needs to know of the model: the seed of block names, block sizes, and the end-of-sequence
-    ids."""
+    """What the conductor needs to know of the model: the seed of block names, block sizes, the end-of-sequence ids, and
+    what it compares nodes with."""
 
     kv_fingerprint: str
     shape: Shape
     eos_ids: tuple[int, ...]
     max_model_len: int = 0  # tokens of prompt plus answer; 0: not said
+    settings: Mapping[str, str] = field(default_factory=dict)  # that nodes must have in common
+    page_bytes: int = 0  # that a store's slot must hold
 
 
 class Placer:

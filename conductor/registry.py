@@ -7,7 +7,7 @@ newer one of the same id is refused for ever, so that the two cannot take turns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -76,6 +76,7 @@ class NodeInfo:
     can_switch: bool = False  # between prefill and decode
     device: str = ""  # the device it computes on
     max_model_len: int = 0  # tokens of prompt plus answer, as configured; 0: not said
+    settings: tuple[tuple[str, str], ...] = ()  # (name, value) of those that nodes must have in common
 
     @property
     def host_id(self) -> str:
@@ -123,10 +124,20 @@ class Registry:
     """One owner. Methods that need the time take it as an argument (seconds, monotonic)."""
 
     def __init__(
-        self, kv_fingerprint: str, block_tokens: int, interval_s: float, timeout_s: float, max_model_len: int = 0
+        self,
+        kv_fingerprint: str,
+        block_tokens: int,
+        interval_s: float,
+        timeout_s: float,
+        max_model_len: int = 0,
+        settings: Mapping[str, str] | None = None,
+        slot_bytes: int = 0,
     ) -> None:
+        """``settings`` are those that nodes must have in common; ``slot_bytes`` is what a store's slot must hold."""
         self._fingerprint = kv_fingerprint
         self._max_model_len = max_model_len
+        self._settings = settings or {}
+        self._slot_bytes = slot_bytes
         self.block_tokens = block_tokens
         self._late_s = min(MISSED_HEARTBEATS * interval_s, timeout_s)
         self._timeout_s = timeout_s
@@ -139,8 +150,8 @@ class Registry:
     def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
         """Add a node. Returns the incarnation it replaces, if any.
 
-        Raises ConfigError when its KV fingerprint differs or the cluster is full; StaleEpoch when it was itself
-        replaced.
+        Raises ConfigError when something differs that nodes must have in common, or the cluster is full; StaleEpoch
+        when it was itself replaced.
         """
         self._check_kind(info)
         self._refuse_replaced(info.node_id, info.incarnation)
@@ -249,7 +260,15 @@ class Registry:
     def _check_kind(self, info: NodeInfo) -> None:
         if not info.node_id or not info.control_address:
             raise ConfigError("a node must register with an id and a control address")
+        others = [
+            f"{name} = {value} where this cluster has {self._settings[name]}"
+            for name, value in info.settings
+            if self._settings.get(name, value) != value
+        ]
+        if others:
+            raise ConfigError(f"node {info.node_id!r} has {', '.join(others)}: give every node the same configuration")
         if info.role is Role.STORE:
+            self._check_slots(info)
             return
         if info.block_tokens != self.block_tokens:
             raise ConfigError(
@@ -265,4 +284,11 @@ class Registry:
             raise ConfigError(
                 f"node {info.node_id!r} has a context of {info.max_model_len} tokens, this cluster "
                 f"{self._max_model_len}: give every node the same max_model_len"
+            )
+
+    def _check_slots(self, store: NodeInfo) -> None:
+        if store.segment is not None and store.segment.block_bytes < self._slot_bytes:
+            raise ConfigError(
+                f"node {store.node_id!r} has slots of {store.segment.block_bytes} bytes, too few for this cluster's "
+                f"blocks of {self._slot_bytes}: leave store.block_bytes out, or raise it"
             )

@@ -27,6 +27,7 @@ def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
         can_switch=message.can_switch,
         device=message.device,
         max_model_len=message.max_model_len,
+        settings=tuple(sorted(message.settings.items())),
     )
 
 
@@ -43,6 +44,7 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
         can_switch=info.can_switch,
         device=info.device,
         max_model_len=info.max_model_len,
+        settings=dict(info.settings),
     )
 
 

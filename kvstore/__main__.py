@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvstore.node import StoreNode
+from mooncake.alike import block_settings
 from mooncake.app.role_main import run_role
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
@@ -16,7 +17,7 @@ def build(config: Config) -> StoreNode:
     checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     page = config.page_groups(checkpoint.config).page_layout(block)
-    return StoreNode(config, page.block_bytes, config.store.join)
+    return StoreNode(config, page.block_bytes, config.store.join, block_settings(config, checkpoint))
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from kvstore.client_far import INLINE_BYTES as FAR_INLINE_BYTES
 from kvstore.client_far import FarStore
 from kvstore.client_near import NearStore
 from kvstore.client_ranges import RangeClient
-from kvstore.client_types import StoreStats, room_in, stats_from_wire
+from kvstore.client_types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
-from mooncake.errors import ChecksumMismatch, InvalidRequest
+from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
@@ -246,10 +246,8 @@ class StoreClient(RangeClient):
             lengths = await self._far.read(keys, room, deadline)
         else:
             lengths = await self._near.read(keys, room)
-        missing = [index for index, length in enumerate(lengths) if length is None]
-        if missing:
-            wanted = [keys[index] for index in missing]
-            asked, _ = await self._get_leased(wanted, lambda index, length: room(missing[index], length), deadline)
+        for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
+            asked, _ = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
             for index, length in zip(missing, asked, strict=True):
                 lengths[index] = length
         return lengths
@@ -291,8 +289,7 @@ class StoreClient(RangeClient):
         known = self._near.exists(keys)
         if self._far is not None and self._near.board is None and self._far.is_open:
             known = await self._far.exists(keys, deadline)
-        if None in known:
-            missing = [index for index, is_here in enumerate(known) if is_here is None]
+        for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
             response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
             for index, is_stored in zip(missing, response.stored, strict=True):
@@ -301,23 +298,32 @@ class StoreClient(RangeClient):
 
     async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Make blocks unreadable. Those being read keep their slots until then. Returns how many there were."""
-        response = await self._calls.call(self._calls.stub.Remove(pb.RemoveRequest(keys=keys), timeout=timeout_s))
-        return response.removed
+        deadline, removed = time.monotonic() + timeout_s, 0
+        for part in in_batches(keys):
+            request = pb.RemoveRequest(keys=part)
+            removed += (await self._calls.call(self._calls.stub.Remove(request, timeout=left_s(deadline)))).removed
+        return removed
 
     async def pin(
         self, keys: Sequence[bytes], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> int:
         """Keep blocks in the store's DRAM for ``ttl_s``: never evicted when ``hard``, otherwise last of all. Blocks
         that are only on the SSD are loaded. Returns how many are pinned. Raises OutOfBlocks when hard pins would
-        hold more than half of the store."""
-        level = pb.PinRequest.HARD if hard else pb.PinRequest.SOFT
-        request = pb.PinRequest(keys=keys, level=level, ttl_s=ttl_s)
-        return (await self._calls.call(self._calls.stub.Pin(request, timeout=timeout_s))).pinned
+        hold more than half of the store; what was pinned in batches before stays pinned."""
+        return await self._pin(keys, pb.PinRequest.HARD if hard else pb.PinRequest.SOFT, ttl_s, timeout_s)
 
     async def unpin(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Returns how many were pinned."""
-        request = pb.PinRequest(keys=keys, level=pb.PinRequest.NONE)
-        return (await self._calls.call(self._calls.stub.Pin(request, timeout=timeout_s))).pinned
+        return await self._pin(keys, pb.PinRequest.NONE, 0.0, timeout_s)
+
+    async def _pin(
+        self, keys: Sequence[bytes], level: pb.PinRequest.Level.ValueType, ttl_s: float, timeout_s: float
+    ) -> int:
+        deadline, pinned = time.monotonic() + timeout_s, 0
+        for part in in_batches(keys):
+            request = pb.PinRequest(keys=part, level=level, ttl_s=ttl_s)
+            pinned += (await self._calls.call(self._calls.stub.Pin(request, timeout=left_s(deadline)))).pinned
+        return pinned
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
         self._life = self._life or UNHEARD
@@ -360,8 +366,32 @@ class StoreClient(RangeClient):
         deadline: float,
         durable: bool = False,
     ) -> tuple[list[bool], dict[int, bool]]:
-        """Returns whether each was stored before, and, by index, whether each reserved one was sealed. On any error
-        the reservations are aborted."""
+        """Returns whether each was stored before, and, by index, whether each reserved one was sealed. Raises
+        OutOfBlocks when there was room for none."""
+        stored: list[bool] = []
+        sealed: dict[int, bool] = {}
+        full: OutOfBlocks | None = None
+        for at in in_batches(range(len(names))):
+            part = slice(at[0], at[-1] + 1)
+            try:
+                here, new = await self._put_part(names[part], views[part], checksums[part], deadline, durable)
+            except OutOfBlocks as error:
+                full, here, new = error, [False] * len(at), {}
+            stored += here
+            sealed.update((at[index], is_sealed) for index, is_sealed in new.items())
+        if full is not None and not any(stored) and not any(sealed.values()):
+            raise full
+        return stored, sealed
+
+    async def _put_part(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        deadline: float,
+        durable: bool,
+    ) -> tuple[list[bool], dict[int, bool]]:
+        """``_put`` for one batch. On any error the reservations are aborted."""
         slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
         mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
         if not mine:
@@ -371,7 +401,7 @@ class StoreClient(RangeClient):
             await self._write(next(iter(mine.values())).segment, ranges, deadline)
             seal_s = left_s(deadline)
         except BaseException:
-            self._calls.later(self._calls.abort(mine.values()))  # nothing is being written any more
+            self._abort_later(slots)  # nothing is being written any more
             raise
         sealings = [(slot, checksums[index]) for index, slot in mine.items()]
         sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)

@@ -11,11 +11,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 import grpc
 
-from kvstore.client_types import Lease, Reservation, reservations_from_wire, slot_to_wire
+from kvstore.client_types import Lease, Reservation, in_batches, reservations_from_wire, slot_to_wire
 from kvstore.fast_rpc import FastRpc
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
@@ -151,9 +152,11 @@ class StoreCalls:
         await self._abort(list(reservations), [], timeout_s)
 
     async def _abort(self, slots: list[Reservation], numbers: list[int], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-        request = pb.AbortRequest(slots=map(slot_to_wire, slots), writer_id=self._writer_id, numbers=numbers)
+        deadline = time.monotonic() + timeout_s
         with self.owing(slots, numbers):
-            await self.call(self.fast.Abort(request, timeout=timeout_s))
+            for some, few in zip_longest(in_batches(slots), in_batches(numbers), fillvalue=()):
+                request = pb.AbortRequest(slots=map(slot_to_wire, some), writer_id=self._writer_id, numbers=few)
+                await self.call(self.fast.Abort(request, timeout=left_s(deadline)))
 
     @contextlib.contextmanager
     def owing(self, slots: list[Reservation], numbers: Sequence[int] = ()) -> Iterator[None]:
@@ -193,9 +196,10 @@ class StoreCalls:
     async def release(
         self, lease_ids: Iterable[int], corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        request = pb.ReleaseRequest(lease_ids=lease_ids, corrupt_keys=corrupt_keys)
-        if request.lease_ids or request.corrupt_keys:
-            await self.call(self.fast.Release(request, timeout=timeout_s))
+        deadline = time.monotonic() + timeout_s
+        for ids, keys in zip_longest(in_batches(list(lease_ids)), in_batches(list(corrupt_keys)), fillvalue=()):
+            request = pb.ReleaseRequest(lease_ids=ids, corrupt_keys=keys)
+            await self.call(self.fast.Release(request, timeout=left_s(deadline)))
 
     async def report_corrupt(self, keys: Iterable[bytes], lease_ids: Iterable[int] = ()) -> None:
         """Nobody finds the corrupt blocks after this returns."""
@@ -204,7 +208,7 @@ class StoreCalls:
 
     def release_soon(self, lease: Lease) -> None:
         """With the next ``acquire``, or after a moment."""
-        self._ended.append(lease.lease_id)
+        self._ended += lease.lease_ids
         if self._ending is None:
             self._ending = asyncio.get_running_loop().call_later(END_LEASES_AFTER_S, self._end_leases)
 

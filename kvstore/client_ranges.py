@@ -18,6 +18,7 @@ from kvstore.client_types import (
     Reservation,
     StoredBlock,
     in_batches,
+    joined,
     lease_from_wire,
     reservations_from_wire,
     slot_to_wire,
@@ -63,9 +64,25 @@ class RangeClient(ABC):
         """A slot for each (key, parent) that is neither stored nor being written; None for the others. With
         ``into_dram``, blocks that are only on the SSD get one too, to be in both tiers.
 
-        ``length`` is the bytes of each block, which seal verifies as ``ranges`` equal parts. Raises OutOfBlocks.
+        ``length`` is the bytes of each block, which seal verifies as ``ranges`` equal parts. Raises OutOfBlocks when
+        there is room for none of them.
         """
-        slots, _ = await self._reserve(names, length, ranges, time.monotonic() + timeout_s, into_dram)
+        deadline = time.monotonic() + timeout_s
+        slots: list[Reservation | None] = []
+        full: OutOfBlocks | None = None
+        try:
+            for part in in_batches(names):
+                found: list[Reservation | None] = [None] * len(part)
+                try:
+                    found, _ = await self._reserve(part, length, ranges, deadline, into_dram)
+                except OutOfBlocks as error:
+                    full = error
+                slots += found
+        except BaseException:  # the caller will never learn of these
+            self._abort_later(slots)
+            raise
+        if full is not None and not any(slots):
+            raise full
         return slots
 
     async def write_ranges(
@@ -104,6 +121,10 @@ class RangeClient(ABC):
         """Abort reservations. The writer must have stopped writing into them. Repeated until it gets through."""
         await self._calls.abort(reservations, timeout_s)
 
+    def _abort_later(self, slots: Iterable[Reservation | None]) -> None:
+        if mine := [slot for slot in slots if slot is not None]:
+            self._calls.later(self._calls.abort(mine))
+
     # Reading in ranges: acquire (or acquire_all), read_ranges as often as needed, then release
 
     async def acquire(
@@ -118,31 +139,31 @@ class RangeClient(ABC):
         block: the lease then has one block per key, of length 0 where there is none.
 
         Blocks only on the SSD are loaded first, but only as far as that is faster than recomputing the run, which costs
-        the caller ``recompute_ms`` per block (0: it cannot be computed).
-        """
-        ended = self._calls.take_ended()
-        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
-        asked_s = time.monotonic()
-        response = await self._calls.acquire(request, timeout_s)
-        self._met(response.segment.incarnation)
-        return lease_from_wire(response, asked_s)
-
-    async def acquire_all(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[Lease]:
-        """Lease all of a chain's blocks, in as many leases as its length asks for, which together are in order.
-
-        Raises KVLoadFailed, and leaves no lease, when a block is missing or the store was restarted meanwhile.
+        the caller ``recompute_ms`` per block (0: it cannot be computed). Raises KVLoadFailed when the store was
+        restarted between two batches of keys.
         """
         deadline = time.monotonic() + timeout_s
         leases: list[Lease] = []
         try:
-            for part in in_batches(keys):
-                leases.append(lease := await self.acquire(part, timeout_s=left_s(deadline)))
-                if len(lease.blocks) < len(part) or lease.segment != leases[0].segment:
-                    raise KVLoadFailed(f"not all of {len(keys)} stored blocks are still there")
+            for part in list(in_batches(keys)) or [keys]:
+                leases.append(lease := await self._acquire(part, recompute_ms, scattered, left_s(deadline)))
+                if lease.segment != leases[0].segment:
+                    raise KVLoadFailed("the store was restarted while its blocks were leased")
+                if len(lease.blocks) < len(part):
+                    break
         except BaseException:
             self._calls.later(self.release(leases))
             raise
-        return leases
+        return joined(leases)
+
+    async def acquire_all(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Lease:
+        """Lease all of a chain's blocks. Raises KVLoadFailed, and leaves no lease, when a block is missing or the store
+        was restarted meanwhile."""
+        lease = await self.acquire(keys, timeout_s=timeout_s)
+        if len(lease.blocks) < len(keys):
+            self._calls.release_soon(lease)
+            raise KVLoadFailed(f"not all of {len(keys)} stored blocks are still there")
+        return lease
 
     async def read_ranges(
         self, lease: Lease, ranges: Sequence[ReadRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -165,7 +186,7 @@ class RangeClient(ABC):
     ) -> None:
         """End leases; harmless for expired ones. ``corrupt_keys`` names blocks whose bytes were wrong: the store
         drops them at once."""
-        ids = [lease.lease_id for lease in leases if lease.lease_id]
+        ids = [lease_id for lease in leases for lease_id in lease.lease_ids]
         await self._calls.release(ids, corrupt_keys, timeout_s)
 
     async def release_ids(
@@ -178,8 +199,8 @@ class RangeClient(ABC):
         """End a lease without waiting, unless blocks were corrupt: then nobody finds those after this returns. If
         the store misses the message, the lease expires."""
         if corrupt_keys:
-            await self._calls.report_corrupt(corrupt_keys, [lease.lease_id])
-        elif lease.lease_id:
+            await self._calls.report_corrupt(corrupt_keys, lease.lease_ids)
+        elif lease.lease_ids:
             self._calls.release_soon(lease)
 
     async def get_range_into(
@@ -233,7 +254,7 @@ class RangeClient(ABC):
         deadline: float,
         into_dram: bool = False,
     ) -> tuple[list[Reservation | None], list[bool]]:
-        """The slots, and whether each block is stored already."""
+        """The slots of one batch, and whether each block is stored already."""
         request = pb.ReserveRequest(
             writer_id=self.writer_id,
             blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
@@ -246,6 +267,15 @@ class RangeClient(ABC):
         response = await self._calls.reserve(request, left_s(deadline))
         self._met(response.segment.incarnation)
         return reservations_from_wire(response), [slot.stored for slot in response.slots]
+
+    async def _acquire(self, keys: Sequence[bytes], recompute_ms: float, scattered: bool, timeout_s: float) -> Lease:
+        """``acquire`` for one batch."""
+        ended = self._calls.take_ended()
+        request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
+        asked_s = time.monotonic()
+        response = await self._calls.acquire(request, timeout_s)
+        self._met(response.segment.incarnation)
+        return lease_from_wire(response, asked_s)
 
 
 def _covering(block: StoredBlock, offset: int, length: int) -> tuple[int, int, int]:

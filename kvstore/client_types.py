@@ -5,7 +5,7 @@ They know neither connections nor the memory that blocks are read into.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -40,10 +40,11 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to read ``blocks`` until ``expires_s`` (this process's monotonic clock, conservatively)."""
+    """The right to read ``blocks`` until ``expires_s`` (this process's monotonic clock, conservatively). The store
+    knows it by ``lease_ids``: one for each batch of blocks, none when there is nothing to read."""
 
     segment: SegmentAddress
-    lease_id: int
+    lease_ids: tuple[int, ...]
     expires_s: float
     blocks: tuple[StoredBlock, ...]
 
@@ -78,6 +79,11 @@ def room_in(into: memoryview, length: int) -> memoryview:
     return into[:length]
 
 
+def renumbered(room: Callable[[int, int], memoryview], numbers: Sequence[int]) -> Callable[[int, int], memoryview]:
+    """``room(index, length)`` for whoever knows the blocks ``numbers`` as 0, 1, …"""
+    return lambda index, length: room(numbers[index], length)
+
+
 def slot_to_wire(slot: Reservation) -> pb.Slot:
     return pb.Slot(index=slot.index, epoch=slot.epoch)
 
@@ -95,7 +101,20 @@ def lease_from_wire(response: pb.AcquireResponse, asked_s: float) -> Lease:
     blocks = tuple(
         StoredBlock(block.slot, block.length, checksums_from_wire(block.checksums)) for block in response.blocks
     )
-    return Lease(segment_from_wire(response.segment), response.lease_id, asked_s + response.lease_s, blocks)
+    ids = (response.lease_id,) if response.lease_id else ()
+    return Lease(segment_from_wire(response.segment), ids, asked_s + response.lease_s, blocks)
+
+
+def joined(leases: Sequence[Lease]) -> Lease:
+    """One lease of all their blocks, which are of one segment."""
+    if len(leases) == 1:
+        return leases[0]
+    return Lease(
+        leases[0].segment,
+        tuple(lease_id for lease in leases for lease_id in lease.lease_ids),
+        min(lease.expires_s for lease in leases),
+        tuple(block for lease in leases for block in lease.blocks),
+    )
 
 
 def stats_from_wire(response: pb.StatsResponse) -> StoreStats:

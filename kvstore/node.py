@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from kvstore.board import MAX_NOTES, Board
@@ -44,14 +45,18 @@ MIN_PADDED_BYTES = 16 * PAGE  # padding would waste too much of smaller blocks
 class StoreNode:
     """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError.
 
-    ``block_bytes`` is the size of a slot. With ``join_cluster=False`` the node serves on its own, without a conductor.
+    ``block_bytes`` is the size of a slot; ``settings`` are those of the blocks it is meant for, if they are of one
+    model. With ``join_cluster=False`` the node serves on its own, without a conductor.
     """
 
-    def __init__(self, config: Config, block_bytes: int, join_cluster: bool = True) -> None:
+    def __init__(
+        self, config: Config, block_bytes: int, join_cluster: bool = True, settings: Mapping[str, str] | None = None
+    ) -> None:
         self.config = config
         self.node_id = config.node.id or f"store-{os.getpid()}"
         self.control_address = ""
         self._block_bytes = block_bytes
+        self._settings = settings or {}
         self._join_cluster = join_cluster
         self._puts: WirePuts | None = None  # if there is a board
         self._membership: Membership | None = None
@@ -172,6 +177,7 @@ class StoreNode:
             control_address=self.control_address,
             segment=segment_to_wire(self._segment_server.address),
             block_tokens=self.config.block.tokens,
+            settings=self._settings,
         )
         self._membership = Membership(self.config, info, self._report)
         self._cleanup.push_async_callback(self._membership.stop)

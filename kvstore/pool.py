@@ -23,7 +23,7 @@ from typing import TypeVar
 from kvstore.checksum import range_checksums
 from kvstore.client import StoreClient, ways
 from kvstore.client_calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client_types import MAX_BATCH, StoreStats, room_in
+from kvstore.client_types import MAX_BATCH, StoreStats, renumbered, room_in
 from kvstore.memory import Memory, readable, writable
 from kvstore.pool_answers import OUTAGES, Told, answers_of, grouped, share_s
 from kvstore.pool_keys import Key, PoolKeys
@@ -380,7 +380,7 @@ class Client:
             groups = grouped((homes[index][turn], index) for index, length in enumerate(lengths) if length is None)
             left = share_s(deadline, self._replicas - turn)
             calls = [
-                self._stores[address].get_all([wires[i] for i in mine], _renumbered(room, mine), timeout_s=left)
+                self._stores[address].get_all([wires[i] for i in mine], renumbered(room, mine), timeout_s=left)
                 for address, mine in groups
             ]
             for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
@@ -390,10 +390,6 @@ class Client:
                 break
         told.check()
         return lengths
-
-
-def _renumbered(room: Callable[[int, int], memoryview], numbers: list[int]) -> Callable[[int, int], memoryview]:
-    return lambda index, length: room(numbers[index], length)
 
 
 def _checked_views(data: Sequence[Memory]) -> list[memoryview]:

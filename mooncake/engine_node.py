@@ -155,6 +155,7 @@ class EngineNode:
             max_sequences=self._section.max_sequences,
             device=self.host.device,
             max_model_len=self.host.max_model_len,
+            settings=self.host.settings,
         )
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:

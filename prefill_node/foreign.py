@@ -70,7 +70,7 @@ class ForeignLease:
 
     @property
     def lease_ids(self) -> list[int]:
-        return [lease.lease_id for lease in self.leases]
+        return [lease_id for lease in self.leases for lease_id in lease.lease_ids]
 
     def key_of(self, slot: int) -> BlockKey:
         """The key of the stored block in a leased slot."""
@@ -110,18 +110,16 @@ class ForeignPrefix:
             *(self._store.acquire_all(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
             return_exceptions=True,
         )
-        by_rank = [answer for answer in answers if not isinstance(answer, BaseException)]
-        leases = tuple(lease for parts in by_rank for lease in parts)
+        leases = tuple(answer for answer in answers if not isinstance(answer, BaseException))
         for failure in answers:
             if isinstance(failure, BaseException):
                 await self._store.release(leases)
                 raise failure
-        shards = {rank: _shard_of(parts) for rank, parts in zip(self._keys, by_rank, strict=True)}
+        shards = {rank: _shard_of(lease) for rank, lease in zip(self._keys, leases, strict=True)}
         expires_s = min(lease.expires_s for lease in leases)
         return ForeignLease(self._plan, num_blocks, expires_s, shards, self._keys, leases)
 
 
-def _shard_of(leases: list[Lease]) -> Shard:
+def _shard_of(lease: Lease) -> Shard:
     """One rank's blocks, in order."""
-    blocks = [block for lease in leases for block in lease.blocks]
-    return Shard(leases[0].segment, [block.slot for block in blocks], [block.checksums for block in blocks])
+    return Shard(lease.segment, [block.slot for block in lease.blocks], [block.checksums for block in lease.blocks])

@@ -46,14 +46,13 @@ class Leases:
 
 
 async def _acquire(store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-    leases = await store.acquire_all(keys, timeout_s=CONTROL_TIMEOUT_S)
-    blocks = [block for lease in leases for block in lease.blocks]
+    lease = await store.acquire_all(keys, timeout_s=CONTROL_TIMEOUT_S)
     return LeasedPrefix(
-        leases[0].segment,
-        [lease.lease_id for lease in leases],
-        min(lease.expires_s for lease in leases),
-        [block.slot for block in blocks],
-        [block.checksums for block in blocks],
+        lease.segment,
+        lease.lease_ids,
+        lease.expires_s,
+        [block.slot for block in lease.blocks],
+        [block.checksums for block in lease.blocks],
     )
 
 

@@ -39,7 +39,7 @@ class LeasedPrefix:
     """Stored blocks that may be read until ``expires_s`` (monotonic). Lists run over the prefix's blocks."""
 
     address: SegmentAddress
-    lease_ids: list[int]
+    lease_ids: Sequence[int]
     expires_s: float
     slots: list[int]
     checksums: list[npt.NDArray[np.uint64]]

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
+from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
@@ -157,6 +158,7 @@ class EngineHost:
         self.content = self._precision.identity(checkpoint.digest)
         self.fingerprint = kv_fingerprint(self.content, plan.layout, plan.groups.name)
         self.max_model_len = checkpoint.config.context(config.model.max_model_len)  # asked for: the plan's may be less
+        self.settings = node_settings(config, checkpoint)
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section

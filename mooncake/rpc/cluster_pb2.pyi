@@ -23,6 +23,26 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class NodeInfo(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SettingsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     NODE_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -34,6 +54,7 @@ class NodeInfo(_message.Message):
     CAN_SWITCH_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    SETTINGS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode", "store" """
@@ -52,6 +73,10 @@ class NodeInfo(_message.Message):
     """prompt plus answer, as configured; a node with a shorter one than the cluster is refused"""
     @_builtins.property
     def segment(self) -> _common_pb2.SegmentAddress: ...
+    @_builtins.property
+    def settings(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """that nodes must have in common, by name; one with another value is refused"""
+
     def __init__(
         self,
         *,
@@ -66,10 +91,11 @@ class NodeInfo(_message.Message):
         can_switch: _builtins.bool = ...,
         device: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
+        settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

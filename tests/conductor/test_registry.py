@@ -1,5 +1,6 @@
 """The registry: who is in the cluster, who gets work, who is refused."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from conductor.health import Health
 from conductor.registry import TRANSITIONS, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
 from mooncake.errors import ConfigError, StaleEpoch
-from mooncake.types import Role
+from mooncake.types import Role, SegmentAddress
+
+SETTINGS = {"model.dtype": "float32", "block.windows": "on"}
 
 
 def prefill(node_id: str = "p0", incarnation: int = 1, **changes: object) -> NodeInfo:
@@ -24,7 +27,7 @@ def prefill(node_id: str = "p0", incarnation: int = 1, **changes: object) -> Nod
 
 
 def registry() -> Registry:
-    return Registry("kv", 64, interval_s=0.5, timeout_s=5.0, max_model_len=256)
+    return Registry("kv", 64, interval_s=0.5, timeout_s=5.0, max_model_len=256, settings=SETTINGS, slot_bytes=1024)
 
 
 def beat(nodes: Registry, now: float, node_id: str = "p0", incarnation: int = 1, draining: bool = False) -> bool:
@@ -164,6 +167,10 @@ def test_a_sick_node_works_only_when_there_is_no_other() -> None:
         ({"kv_fingerprint": "other"}, "the same model"),
         ({"block_tokens": 16}, "blocks of 16"),
         ({"max_model_len": 64}, "a context of 64 tokens, this cluster 256"),
+        (
+            {"settings": (("model.dtype", "bfloat16"),)},
+            "'p0' has model.dtype = bfloat16 where this cluster has float32:",
+        ),
         ({"node_id": ""}, "an id"),
         ({"control_address": ""}, "control address"),
     ],
@@ -179,6 +186,19 @@ def test_a_store_keeps_blocks_of_any_kind() -> None:
     nodes = registry()
     nodes.register(prefill("s0", role=Role.STORE, kv_fingerprint="", block_tokens=0), now=0.0)
     assert [node.info.node_id for node in nodes.usable(Role.STORE)] == ["s0"]
+    roomy = SegmentAddress("s1", 1, "host", "127.0.0.1:1", "", 1024, 8)
+    nodes.register(prefill("s1", role=Role.STORE, kv_fingerprint="", segment=roomy), now=0.0)
+    with pytest.raises(ConfigError, match="slots of 1023 bytes, too few for this cluster's blocks of 1024"):
+        nodes.register(prefill("s2", role=Role.STORE, segment=replace(roomy, block_bytes=1023)), now=0.0)
+
+
+def test_all_that_differs_is_said_and_what_a_node_does_not_say_is_no_difference() -> None:
+    nodes = registry()
+    nodes.register(prefill("p0", settings=(("model.dtype", "float32"), ("new here", "1"))), now=0.0)
+    both = (("block.windows", "off"), ("model.dtype", "bfloat16"))
+    words = "has block.windows = off where this cluster has on, model.dtype = bfloat16 where this cluster has float32: "
+    with pytest.raises(ConfigError, match=words):
+        nodes.register(prefill("s0", role=Role.STORE, settings=both), now=0.0)
 
 
 def test_the_state_table_is_complete() -> None:

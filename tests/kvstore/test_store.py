@@ -553,14 +553,55 @@ async def test_more_blocks_than_one_message_holds_the_checksums_of_are_sealed_an
         ranges = [WriteRange(slot.index, 0, block, slot.epoch) for slot in slots]
         await client.write_ranges(slots[0].segment, ranges)
         assert all(await client.seal([(slot, sums) for slot in slots], timeout_s=30))
-        leases = await client.acquire_all([name(i) for i in range(num_blocks)], timeout_s=30)
-        leased = [found for lease in leases for found in lease.blocks]
-        assert [found.slot for found in leased] == [slot.index for slot in slots]
-        assert all(np.array_equal(found.checksums, sums) for found in leased)
-        assert store.ask("counts")["leases"] == len(leases) > 1
-        await client.release(leases)
+        lease = await client.acquire_all([name(i) for i in range(num_blocks)], timeout_s=30)
+        assert [found.slot for found in lease.blocks] == [slot.index for slot in slots]
+        assert all(np.array_equal(found.checksums, sums) for found in lease.blocks)
+        assert store.ask("counts")["leases"] == len(lease.lease_ids) > 1
+        await client.release([lease])
         with pytest.raises(KVLoadFailed, match=f"not all of {num_blocks + 1}"):
             await client.acquire_all([name(i) for i in range(num_blocks + 1)], timeout_s=30)
         async with asyncio.timeout(5):
             while store.ask("counts")["leases"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@BOTH
+async def test_calls_take_more_keys_than_a_message_may(keep, transport):
+    """A message may name 65,536 keys."""
+    num_keys, size = 70_000, 512
+    keys = [name(i) for i in range(num_keys)]
+    names = [(key, b"") for key in keys]
+    stored = range(0, num_keys, 10_000)
+    is_here = [i in stored for i in range(num_keys)]
+    store = keep(num_blocks=16)
+    async with await join(store, transport) as client:
+        for i in stored:
+            assert await client.put(name(i), data(i, size))
+        assert await client.exists(keys, timeout_s=60) == is_here
+        into = {i: bytearray(size) for i in stored}
+        lengths = await client.get_all(keys, lambda index, length: memoryview(into[index])[:length], timeout_s=60)
+        assert lengths == [size if here else None for here in is_here]
+        assert all(into[i] == data(i, size) for i in stored)
+        assert await client.pin(keys, timeout_s=60) == await client.unpin(keys, timeout_s=60) == len(stored)
+
+        lease = await client.acquire(keys, scattered=True, timeout_s=60)
+        assert [block.length > 0 for block in lease.blocks] == is_here
+        run = await client.acquire(keys, timeout_s=60)
+        assert len(run.blocks) == 1 and store.ask("counts")["leases"] == len(stored) + 1
+        await client.release([lease, run])
+
+        assert await client.pin(keys, hard=True, timeout_s=60) == len(stored)
+        slots = await client.reserve(names, size, 1, timeout_s=60)
+        assert [i for i, slot in enumerate(slots) if slot] == list(range(1, 10))  # in the nine slots that are left
+        await client.abort([slot for slot in slots if slot] * 10_000, timeout_s=60)
+        assert (store.ask("counts")["reserved"], store.ask("counts")["free"]) == (0, 9)
+
+        block = memoryview(data(1, size))
+        put = await client.put_all(names, [block] * num_keys, [range_checksums(block, 1)] * num_keys, timeout_s=60)
+        left = [i for i, here in enumerate(await client.exists(keys, timeout_s=60)) if here]
+        assert len(left) == 16 and set(stored) < set(left) and all(put[i] for i in left)
+        assert await client.unpin(keys, timeout_s=60) == len(stored)
+        await client.release_ids(range(1, num_keys), corrupt_keys=keys[1:], timeout_s=60)
+        assert await client.remove(keys, timeout_s=60) == 1
+    counts = store.ask("counts")
+    assert (counts["free"], counts["reserved"], counts["leases"]) == (16, 0, 0)
