@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.accounts import Ticket
 from conductor.appointments import Appointments
+from conductor.bookings import Booking
 from conductor.fairness import Band
 from conductor.lengths import Kind, OutputLengths, Turns, sample_beyond
 from conductor.scheduler import Placement
@@ -117,7 +117,7 @@ class Admission:
         self.rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # running mean of a request's decode time
         self._refused: deque[tuple[float, float, str]] = deque(maxlen=MAX_REFUSED)
-        self._prompts: dict[Ticket, bytes] = {}  # the last full block of each prompt
+        self._prompts: dict[Booking, bytes] = {}  # the last full block of each prompt
 
     @property
     def looks_late(self) -> bool:
@@ -176,33 +176,37 @@ class Admission:
         fits = self.rule is no_rule or max(prefill_load, decode_load) <= 1.0
         return Verdict(fits, prefill_load, decode_load)
 
-    def admitted(self, ticket: Ticket, facts: RequestFacts, max_tokens: int, placement: Placement, now: float) -> None:
+    def admitted(
+        self, booking: Booking, facts: RequestFacts, max_tokens: int, placement: Placement, now: float
+    ) -> None:
         """The request was placed and booked."""
         if facts.keys:
-            self._prompts[ticket] = facts.keys[-1]
-        if not ticket.decode_id:
+            self._prompts[booking] = facts.keys[-1]
+        if not booking.decode_id:
             return
         joins_at = now + (placement.predicted_ttft_ms + placement.breakdown.handoff_ms) / 1e3
         kind = self.turns.kind(facts.keys, facts.num_tokens)
         lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self.rng)
-        self.flights.add(ticket, kind, max_tokens, joins_at, lengths)
+        self.flights.add(booking, kind, max_tokens, joins_at, lengths)
 
-    def prefill_ended(self, ticket: Ticket, question: Question | None, now: float) -> bool:
+    def prefill_ended(self, booking: Booking, question: Question | None, now: float) -> bool:
         """The first token is there. Returns False to drop the request. Only a rule that ``looks_late`` gets a
         question."""
-        self.flights.joined(ticket, now)
-        if question is None or not ticket.decode_id:
+        self.flights.joined(booking, now)
+        if question is None or not booking.decode_id:
             return True
-        decode = question.view.decode_at.get(ticket.decode_id, NONE)
-        keeps = decode == NONE or _step_load(self, question, decode, self.flights.on(ticket.decode_id, now), 0.0) <= 1.0
+        decode = question.view.decode_at.get(booking.decode_id, NONE)
+        keeps = (
+            decode == NONE or _step_load(self, question, decode, self.flights.on(booking.decode_id, now), 0.0) <= 1.0
+        )
         if not keeps:
             self.stats.refused_after_prefill += 1
         return keeps or self.mode is Mode.OFF
 
-    def finished(self, ticket: Ticket, now: float, output_tokens: int = 0) -> None:
+    def finished(self, booking: Booking, now: float, output_tokens: int = 0) -> None:
         """The request has ended; ``output_tokens`` is the length of a complete answer, or 0 if it was cut short."""
-        kind, joined_at = self.flights.remove(ticket)
-        last = self._prompts.pop(ticket, None)
+        kind, joined_at = self.flights.remove(booking)
+        last = self._prompts.pop(booking, None)
         if last is not None and output_tokens:
             self.turns.observe(last, output_tokens)
         if kind is not None and output_tokens:
@@ -338,7 +342,7 @@ class Flights:
     """Admitted requests from placement to end, stored as columns: KV held, time of joining, possible lengths."""
 
     def __init__(self) -> None:
-        self._row: dict[Ticket, int] = {}
+        self._row: dict[Booking, int] = {}
         self._by_node: dict[str, dict[int, None]] = {}
         self._kinds: dict[int, Kind] = {}
         self._free: list[int] = []
@@ -353,32 +357,32 @@ class Flights:
     def __len__(self) -> int:
         return len(self._row)
 
-    def add(self, ticket: Ticket, kind: Kind, max_tokens: int, joins_at: float, lengths: Floats) -> None:
+    def add(self, booking: Booking, kind: Kind, max_tokens: int, joins_at: float, lengths: Floats) -> None:
         if not self._free:
             self._grow(2 * len(self.context))
-        row = self._row[ticket] = self._free.pop()
+        row = self._row[booking] = self._free.pop()
         self._kinds[row] = kind
-        self._by_node.setdefault(ticket.decode_id, {})[row] = None
+        self._by_node.setdefault(booking.decode_id, {})[row] = None
         self.is_open[row], self.is_decoding[row] = True, False
-        self.joins_at[row], self.context[row], self.limit[row] = joins_at, ticket.context_tokens, max_tokens
+        self.joins_at[row], self.context[row], self.limit[row] = joins_at, booking.context_tokens, max_tokens
         self.lengths[row] = lengths
 
-    def joined(self, ticket: Ticket, now: float) -> None:
-        row = self._row.get(ticket)
+    def joined(self, booking: Booking, now: float) -> None:
+        row = self._row.get(booking)
         if row is not None and not self.is_decoding[row]:
             self.is_decoding[row], self.joins_at[row] = True, now
 
-    def remove(self, ticket: Ticket) -> tuple[Kind | None, float]:
+    def remove(self, booking: Booking) -> tuple[Kind | None, float]:
         """Returns its kind and when it joined (inf: never); None if it is unknown or already removed."""
-        row = self._row.pop(ticket, None)
+        row = self._row.pop(booking, None)
         if row is None:
             return None, np.inf
         joined_at = float(self.joins_at[row]) if self.is_decoding[row] else np.inf
         self.is_open[row] = self.is_decoding[row] = False
-        rows = self._by_node[ticket.decode_id]
+        rows = self._by_node[booking.decode_id]
         del rows[row]
         if not rows:
-            del self._by_node[ticket.decode_id]
+            del self._by_node[booking.decode_id]
         self._free.append(row)
         return self._kinds.pop(row), joined_at
 

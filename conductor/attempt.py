@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from conductor.accounts import Ticket
 from conductor.api import Delta
+from conductor.bookings import Booking
 from conductor.lifecycle import HandoffState
 from conductor.merge import Merger
 from conductor.node_call import Call, Ended, Inbox, Message, NodeCall, ReportIsLate
@@ -53,7 +53,7 @@ class Attempt:
         self,
         channels: Channels,
         placement: Placement,
-        ticket: Ticket,
+        booking: Booking,
         requests: NodeRequests,
         merger: Merger,
         deadline: float,
@@ -63,7 +63,7 @@ class Attempt:
         on_lost: Callable[[NodeInfo], None],
     ) -> None:
         self.placement = placement
-        self.ticket = ticket
+        self.booking = booking
         self.merger = merger
         self._deadline = deadline
         self._handoff_timeout_s = handoff_timeout_s

@@ -117,7 +117,7 @@ class Core:
         """Returns whether the node is known. Raises StaleEpoch when it was replaced."""
         known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
         if known:
-            self.fleet.heard(node_id, load)
+            self.fleet.heartbeat(node_id, load)
         return known
 
     def _restore(self, known: KnownNode) -> None:

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from conductor.absence import Absence
-from conductor.accounts import Ticket
 from conductor.api import Delta, InferenceRequest
 from conductor.attempt import Attempt, AttemptFailed
+from conductor.bookings import Booking
 from conductor.door import Door
 from conductor.fairness import band_of
 from conductor.fleet import Fleet
@@ -193,9 +193,9 @@ class Dispatcher:
         """Whether nothing placed from here runs on the node."""
         return info.incarnation not in self._attempts
 
-    def _prefilled(self, ticket: Ticket) -> None:
-        self.placer.scheduler.prefill_done(ticket, self._clock())
-        self.door.joined(ticket)
+    def _prefilled(self, booking: Booking) -> None:
+        self.placer.scheduler.prefill_done(booking, self._clock())
+        self.door.joined(booking)
 
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
@@ -249,12 +249,12 @@ class Dispatcher:
         placement = self.placer.place(facts, journey, now)
         # before booking: it may exceed the message size
         requests = node_requests(request, journey.tokens, placement, next(self._epochs))
-        ticket = self._book(facts, placement, request.sampling.max_tokens, now)
+        booking = self._book(facts, placement, request.sampling.max_tokens, now)
         journey.placed(placement)
         log.debug("%s placed: %s", request.request_id, placement)
-        return self._call(journey, placement, ticket, requests)
+        return self._call(journey, placement, booking, requests)
 
-    def _call(self, journey: _Running, placement: Placement, ticket: Ticket, requests: NodeRequests) -> Attempt:
+    def _call(self, journey: _Running, placement: Placement, booking: Booking, requests: NodeRequests) -> Attempt:
         request = journey.request
         merger = Merger(
             expected=[len(answer) for answer in journey.emitted],
@@ -265,13 +265,13 @@ class Dispatcher:
         attempt = Attempt(
             channels=self._channels,
             placement=placement,
-            ticket=ticket,
+            booking=booking,
             requests=requests,
             merger=merger,
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,
             clock=self._clock,
-            on_prefilled=lambda: self._prefilled(ticket),
+            on_prefilled=lambda: self._prefilled(booking),
             on_lost=self._lost,
         )
         for choice in journey.ended:
@@ -280,13 +280,13 @@ class Dispatcher:
             self._attempts.setdefault(info.incarnation, set()).add(attempt)
         return attempt
 
-    def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Ticket:
+    def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Booking:
         stays = placement.prefill.role is Role.DECODE  # its decode steps run there as well
         booked = placement._replace(decode=placement.prefill) if stays else placement
-        ticket = self.placer.scheduler.book(facts, booked, now)
+        booking = self.placer.scheduler.book(facts, booked, now)
         self.stats.tails += stays
-        self.door.booked(ticket, facts, placement, max_tokens)
-        return ticket
+        self.door.booked(booking, facts, placement, max_tokens)
+        return booking
 
     def _note(self, journey: _Running, attempt: Attempt, delta: Delta) -> Delta:
         """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
@@ -304,7 +304,7 @@ class Dispatcher:
         """The first token is there. Raises Overloaded like ``Door.look_late``."""
         now = self._clock()
         if self.door.looks_late:
-            self.door.look_late(attempt.ticket, self.placer.facts(journey, now))
+            self.door.look_late(attempt.booking, self.placer.facts(journey, now))
         if attempt.placement.is_known:
             self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
 
@@ -332,8 +332,8 @@ class Dispatcher:
 
     def _end_attempt(self, journey: _Running, attempt: Attempt) -> None:
         attempt.close()
-        self.placer.scheduler.close(attempt.ticket, self._clock())
-        self.door.ended(attempt.ticket, journey.num_emitted if journey.is_whole else 0)
+        self.placer.scheduler.close(attempt.booking, self._clock())
+        self.door.ended(attempt.booking, journey.num_emitted if journey.is_whole else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
         for info in attempt.nodes:

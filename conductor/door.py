@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from conductor.accounts import Ticket
 from conductor.admission import ADMISSIONS, Admission, Limits, Mode, Verdict
+from conductor.bookings import Booking
 from conductor.fairness import Band, Waiting, WaitingRoom
 from conductor.scheduler import Placement, Scheduler
 from conductor.view import RequestFacts
@@ -68,32 +68,32 @@ class Door:
         guest = _Guest(facts, max_tokens, asyncio.get_running_loop().create_future())
         await self._wait(guest, deadline, tenant, band)
 
-    def booked(self, ticket: Ticket, facts: RequestFacts, placement: Placement, max_tokens: int) -> None:
+    def booked(self, booking: Booking, facts: RequestFacts, placement: Placement, max_tokens: int) -> None:
         if not self.is_open:
-            self.admission.admitted(ticket, facts, max_tokens, placement, self._clock())
+            self.admission.admitted(booking, facts, max_tokens, placement, self._clock())
             self._look()
 
-    def joined(self, ticket: Ticket) -> None:
+    def joined(self, booking: Booking) -> None:
         """The request's prompt is computed."""
         if not self.is_open:
-            self.admission.prefill_ended(ticket, None, self._clock())
+            self.admission.prefill_ended(booking, None, self._clock())
             self._look()
 
     @property
     def looks_late(self) -> bool:
         return self.admission.looks_late and not self.is_open
 
-    def look_late(self, ticket: Ticket, facts: RequestFacts) -> None:
+    def look_late(self, booking: Booking, facts: RequestFacts) -> None:
         """The first token is there. Raises Overloaded when decoding has no room for it after all."""
         now, admission = self._clock(), self.admission
-        keeps = admission.prefill_ended(ticket, self._scheduler.ask(facts, now), now)
+        keeps = admission.prefill_ended(booking, self._scheduler.ask(facts, now), now)
         if not keeps and admission.mode is Mode.HARD:
             raise Overloaded("the time between tokens is past its limit", admission.decode_s)
 
-    def ended(self, ticket: Ticket, output_tokens: int) -> None:
+    def ended(self, booking: Booking, output_tokens: int) -> None:
         """``output_tokens`` is the length of a complete answer, or 0 for one that was cut short."""
         if not self.is_open:
-            self.admission.finished(ticket, self._clock(), output_tokens)
+            self.admission.finished(booking, self._clock(), output_tokens)
             self._look()
 
     def _ask(self, facts: RequestFacts, max_tokens: int, band: Band) -> Verdict:

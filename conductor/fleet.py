@@ -1,14 +1,14 @@
-"""What the scheduler sees of the cluster: the view, plus placements the nodes have not reported yet.
+"""The cluster as the scheduler sees it: nodes, their costs and caches, and the work booked on them.
 
-Pure. Every placement is booked here at once, in the ``accounts`` of its nodes, and released when its work ends; the
-``view_keeper`` carries each change into the arrays that decisions read.
+Pure. Every placement is booked here at once and released when its work ends (``bookings``); ``view_keeper`` writes each
+change into the arrays that policies read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 
-from conductor.accounts import Account, Ticket
+from conductor.bookings import Booking, NodeBookings
 from conductor.cost import CostModel
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeLoad, Registry
@@ -34,21 +34,21 @@ class Fleet:
         self.costs = costs
         self.index = index
         self._ssd_byte_ms = 1e-3 / ssd_mb_per_s
-        self._accounts: defaultdict[str, Account] = defaultdict(Account)
-        self._keeper = ViewKeeper(registry, costs, index, self._accounts, chunk_tokens, self._ssd_byte_ms)
+        self._bookings: defaultdict[str, NodeBookings] = defaultdict(NodeBookings)
+        self._keeper = ViewKeeper(registry, costs, index, self._bookings, chunk_tokens, self._ssd_byte_ms)
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # where each one's last request went
 
     def view(self, now: float) -> View:
         """The cluster as it is. The same object, updated in place, until a node comes or goes."""
-        return self._keeper.look(now)
+        return self._keeper.current(now)
 
-    def account(self, node_id: str) -> Account:
-        return self._accounts[node_id]
+    def booked(self, node_id: str) -> NodeBookings:
+        return self._bookings[node_id]
 
     @property
-    def open_work(self) -> dict[str, Account]:
+    def open_work(self) -> dict[str, NodeBookings]:
         """Nodes with bookings that were not released. Empty when no request runs."""
-        return {node_id: account for node_id, account in self._accounts.items() if not account.is_empty}
+        return {node_id: booked for node_id, booked in self._bookings.items() if not booked.is_empty}
 
     def session(self, session: str) -> tuple[int, int]:
         """Where the session's last request was placed, in the current view: (prefill, decode); NONE if that node is
@@ -59,59 +59,59 @@ class Fleet:
             return NONE, NONE
         return view.prefill_at.get(prefill_id, NONE), view.decode_at.get(decode_id, NONE)
 
-    def book(self, ticket: Ticket, now: float, session: str = "") -> None:
-        account = self._accounts[ticket.prefill_id]
-        account.add_prefill(ticket, now)
-        self._keeper.show_prefill(ticket.prefill_id, account)
-        if ticket.source_id:
-            account = self._accounts[ticket.source_id]
-            account.add_read(ticket, now, self._ssd_byte_ms)
-            self._keeper.show_store(ticket.source_id, account)
-        if ticket.decode_id:
-            account = self._accounts[ticket.decode_id]
-            account.add_decode(ticket)
-            self._keeper.show_decode(ticket.decode_id, account)
+    def book(self, booking: Booking, now: float, session: str = "") -> None:
+        booked = self._bookings[booking.prefill_id]
+        booked.add_prefill(booking, now)
+        self._keeper.update_prefill(booking.prefill_id, booked)
+        if booking.source_id:
+            booked = self._bookings[booking.source_id]
+            booked.add_read(booking, now, self._ssd_byte_ms)
+            self._keeper.update_store(booking.source_id, booked)
+        if booking.decode_id:
+            booked = self._bookings[booking.decode_id]
+            booked.add_decode(booking)
+            self._keeper.update_decode(booking.decode_id, booked)
         if session:
-            self._sessions[session] = (ticket.prefill_id, ticket.decode_id)
+            self._sessions[session] = (booking.prefill_id, booking.decode_id)
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def prefill_done(self, ticket: Ticket, now: float) -> None:
-        if not ticket.open_prefill:
+    def prefill_done(self, booking: Booking, now: float) -> None:
+        if not booking.open_prefill:
             return
-        ticket.open_prefill = False
-        account = self._accounts[ticket.prefill_id]
-        account.remove_prefill(ticket, now)
-        self._keeper.show_prefill(ticket.prefill_id, account)
-        if ticket.source_id:
-            account = self._accounts[ticket.source_id]
-            account.remove_read(ticket)
-            self._keeper.show_store(ticket.source_id, account)
+        booking.open_prefill = False
+        booked = self._bookings[booking.prefill_id]
+        booked.remove_prefill(booking, now)
+        self._keeper.update_prefill(booking.prefill_id, booked)
+        if booking.source_id:
+            booked = self._bookings[booking.source_id]
+            booked.remove_read(booking)
+            self._keeper.update_store(booking.source_id, booked)
 
-    def close(self, ticket: Ticket, now: float) -> None:
+    def close(self, booking: Booking, now: float) -> None:
         """The placement's work has ended, for whatever reason."""
-        self.prefill_done(ticket, now)
-        if ticket.decode_id and ticket.open_decode:
-            account = self._accounts[ticket.decode_id]
-            account.remove_decode(ticket)
-            self._keeper.show_decode(ticket.decode_id, account)
-        ticket.open_decode = False
-        for node_id in (ticket.prefill_id, ticket.decode_id, ticket.source_id):
+        self.prefill_done(booking, now)
+        if booking.decode_id and booking.open_decode:
+            booked = self._bookings[booking.decode_id]
+            booked.remove_decode(booking)
+            self._keeper.update_decode(booking.decode_id, booked)
+        booking.open_decode = False
+        for node_id in (booking.prefill_id, booking.decode_id, booking.source_id):
             if node_id and self.registry.get(node_id) is None:
                 self.forget(node_id)
 
-    def heard(self, node_id: str, load: NodeLoad) -> None:
-        """A heartbeat: load the node reports beyond our own placements is foreign."""
-        if self._accounts[node_id].hear(load):
-            self._keeper.show(node_id)
+    def heartbeat(self, node_id: str, load: NodeLoad) -> None:
+        """Load the node reports beyond its bookings counts as unbooked."""
+        if self._bookings[node_id].reported(load):
+            self._keeper.update(node_id)
 
     def forget(self, node_id: str) -> None:
-        """The node is gone. Bookings still open there are released by their tickets, which keep the account alive."""
-        account = self._accounts.get(node_id)
-        if account is None:
+        """The node is gone. Its entry stays until the bookings still open on it are closed."""
+        booked = self._bookings.get(node_id)
+        if booked is None:
             return
-        account.forget_reports()
+        booked.forget_reported()
         self._keeper.forget(node_id)
-        if account.is_empty:
-            del self._accounts[node_id]
+        if booked.is_empty:
+            del self._bookings[node_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.view import Floats, View
 
 MARK_TOKENS = 1024  # distance between two marks
@@ -22,36 +22,36 @@ def stride_blocks(block_tokens: int) -> int:
 
 
 class Promises:
-    """One owner. A ticket's marks stand until ``kept``, which may be called more than once."""
+    """One owner. A booking's marks stand until ``kept``, which may be called more than once."""
 
     def __init__(self, block_tokens: int) -> None:
         self._stride = stride_blocks(block_tokens)
         self._nodes: dict[bytes, tuple[str, ...]] = {}  # by mark: the node of each waiting prompt that has it
-        self._marks: dict[Ticket, tuple[list[bytes], int]] = {}  # and length in blocks if between two
+        self._marks: dict[Booking, tuple[list[bytes], int]] = {}  # and length in blocks if between two
         self._ends: dict[int, int] = {}  # number of prompts of each length in blocks
 
     def __len__(self) -> int:
         return len(self._marks)
 
-    def give(self, ticket: Ticket, keys: Sequence[bytes], held: int) -> None:
-        """The ticket's node holds ``held`` leading blocks of ``keys`` and will hold all of them."""
+    def give(self, booking: Booking, keys: Sequence[bytes], held: int) -> None:
+        """The booking's node holds ``held`` leading blocks of ``keys`` and will hold all of them."""
         stride = self._stride
         marks = list(keys[(held // stride + 1) * stride - 1 :: stride])
         end = len(keys) if len(keys) > held and len(keys) % stride else 0
         if end:
             marks.append(keys[-1])
             self._ends[end] = self._ends.get(end, 0) + 1
-        nodes, here = self._nodes, (ticket.prefill_id,)
+        nodes, here = self._nodes, (booking.prefill_id,)
         for mark in marks:
             waiting = nodes.setdefault(mark, here)
             if waiting is not here:
                 nodes[mark] = waiting + here
-        self._marks[ticket] = (marks, end)
+        self._marks[booking] = (marks, end)
 
-    def kept(self, ticket: Ticket) -> None:
+    def kept(self, booking: Booking) -> None:
         """The prompt is computed, or never will be."""
         nodes = self._nodes
-        marks, end = self._marks.pop(ticket, ((), 0))
+        marks, end = self._marks.pop(booking, ((), 0))
         if end:
             self._ends[end] -= 1
             if not self._ends[end]:
@@ -61,7 +61,7 @@ class Promises:
             if len(waiting) == 1:
                 del nodes[mark]
             else:
-                at = waiting.index(ticket.prefill_id)
+                at = waiting.index(booking.prefill_id)
                 nodes[mark] = waiting[:at] + waiting[at + 1 :]
 
     def count(self, keys: Sequence[bytes], view: View, runs: Floats, longest: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.native import load_or_warn
 from conductor.promises import Promises, stride_blocks
 from conductor.view import Floats, View
@@ -34,23 +34,23 @@ class NativePromises:
     def __init__(self, library: ModuleType, block_tokens: int) -> None:
         self._give, self._keep, self._deepest = library.give, library.keep, library.deepest
         self._all: int = library.new_promises(stride_blocks(block_tokens))
-        self._numbers: dict[Ticket, int] = {}
+        self._numbers: dict[Booking, int] = {}
         self._node_ids: list[str] = [""]  # by number; numbers are reused
         weakref.finalize(self, library.delete_promises, self._all)
 
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def give(self, ticket: Ticket, keys: Sequence[bytes], held: int) -> None:
+    def give(self, booking: Booking, keys: Sequence[bytes], held: int) -> None:
         number: int = self._give(self._all, keys, held)
-        self._numbers[ticket] = number
+        self._numbers[booking] = number
         if number < len(self._node_ids):
-            self._node_ids[number] = ticket.prefill_id
+            self._node_ids[number] = booking.prefill_id
         else:
-            self._node_ids.append(ticket.prefill_id)
+            self._node_ids.append(booking.prefill_id)
 
-    def kept(self, ticket: Ticket) -> None:
-        number = self._numbers.pop(ticket, 0)
+    def kept(self, booking: Booking) -> None:
+        number = self._numbers.pop(booking, 0)
         if number:
             self._keep(self._all, number)
 

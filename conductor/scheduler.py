@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.fleet import Fleet
 from conductor.native import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
@@ -101,11 +101,11 @@ class Scheduler:
         choice = self.policy(question, self._rng)
         return describe(question, choice, explain(question, choice))
 
-    def book(self, facts: RequestFacts, placement: Placement, now: float) -> Ticket:
+    def book(self, facts: RequestFacts, placement: Placement, now: float) -> Booking:
         """Count the placement on its nodes, until ``prefill_done`` and ``close``."""
         parts = placement.breakdown
         source = placement.pools[0] if placement.fetched_tokens else None
-        ticket = Ticket(
+        booking = Booking(
             placement.prefill.node_id,
             placement.decode.node_id if placement.decode else "",
             placement.new_tokens,
@@ -116,21 +116,21 @@ class Scheduler:
             placement.fetched_tokens * self.shape.block_bytes / self.shape.block_tokens,
             placement.ssd_tokens * self.shape.block_bytes / self.shape.block_tokens,
         )
-        self.fleet.book(ticket, now, facts.session)
+        self.fleet.book(booking, now, facts.session)
         if self._promises is not None:
             held = (placement.local_tokens + placement.fetched_tokens) // self.shape.block_tokens
-            self._promises.give(ticket, facts.keys, held)
-        return ticket
+            self._promises.give(booking, facts.keys, held)
+        return booking
 
-    def prefill_done(self, ticket: Ticket, now: float) -> None:
+    def prefill_done(self, booking: Booking, now: float) -> None:
         if self._promises is not None:
-            self._promises.kept(ticket)
-        self.fleet.prefill_done(ticket, now)
+            self._promises.kept(booking)
+        self.fleet.prefill_done(booking, now)
 
-    def close(self, ticket: Ticket, now: float) -> None:
-        if self._promises is not None and ticket.open_prefill:
-            self._promises.kept(ticket)
-        self.fleet.close(ticket, now)
+    def close(self, booking: Booking, now: float) -> None:
+        if self._promises is not None and booking.open_prefill:
+            self._promises.kept(booking)
+        self.fleet.close(booking, now)
 
 
 def describe(question: Question, choice: Choice, found: Prediction) -> Placement:

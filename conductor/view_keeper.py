@@ -1,6 +1,6 @@
 """Keeps the view up to date: builds it when a node comes or goes, and otherwise updates single numbers in place.
 
-Pure. It decides nothing and books nothing: it carries what the registry, costs and accounts say into arrays.
+Pure. It decides nothing: it copies what the registry, the cost model and the bookings say into the view's arrays.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from conductor.accounts import Account
+from conductor.bookings import NodeBookings
 from conductor.cost import ALL_NODES, MAX_FITS, Changed, CostModel, TransferCost
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
@@ -25,29 +25,29 @@ Nodes = tuple[NodeInfo, ...]
 
 
 class ViewKeeper:
-    """One owner: the fleet. ``accounts`` returns a node's account, creating it if needed."""
+    """One owner: the fleet. ``bookings``: outstanding work by node id; a missing entry is created on access."""
 
     def __init__(
         self,
         registry: Registry,
         costs: CostModel,
         index: PrefixIndex,
-        accounts: Mapping[str, Account],
+        bookings: Mapping[str, NodeBookings],
         chunk_tokens: int,
         ssd_byte_ms: float,
     ) -> None:
         self._registry = registry
         self._costs = costs
         self._index = index
-        self._accounts = accounts
+        self._bookings = bookings
         self._chunk_tokens = chunk_tokens
         self._ssd_byte_ms = ssd_byte_ms
-        self._has_foreign_tokens: dict[str, None] = {}
+        self._has_unbooked_tokens: dict[str, None] = {}
         self._built_from = (-1, -1)
         self._refreshed_at = 0.0
         self.view: View | None = None  # the last one returned
 
-    def look(self, now: float) -> View:
+    def current(self, now: float) -> View:
         """The cluster as it is. The same object, updated in place, until a node comes or goes."""
         view, versions = self.view, (self._registry.version, self._index.version)
         if view is None or versions != self._built_from:
@@ -61,77 +61,77 @@ class ViewKeeper:
                 self._set_cost(view, changed)
         return view
 
-    def show(self, node_id: str) -> None:
-        """Carry one node's account into the view, after anything in it has changed."""
-        account = self._accounts[node_id]
-        if account.foreign_tokens:
-            self._has_foreign_tokens[node_id] = None
+    def update(self, node_id: str) -> None:
+        """Update a node's numbers after anything in its bookings has changed."""
+        booked = self._bookings[node_id]
+        if booked.unbooked_tokens:
+            self._has_unbooked_tokens[node_id] = None
         else:
-            self._has_foreign_tokens.pop(node_id, None)
+            self._has_unbooked_tokens.pop(node_id, None)
         view = self.view
         if view is None:
             return
         if node_id in view.prefill_at:
-            self.show_prefill(node_id, account)
+            self.update_prefill(node_id, booked)
         elif node_id in view.decode_at:
-            self.show_decode(node_id, account)
+            self.update_decode(node_id, booked)
         elif node_id in view.store_at:
-            self.show_store(node_id, account)
+            self.update_store(node_id, booked)
 
-    def show_prefill(self, node_id: str, account: Account) -> None:
-        """Like ``show``, after prompts have come or gone."""
+    def update_prefill(self, node_id: str, booked: NodeBookings) -> None:
+        """Like ``update``, for a prefill node whose queued prompts have changed."""
         view = self.view
         if view is None or (at := view.prefill_at.get(node_id)) is None:
             return
         side = view.prefill
-        queued_ms = account.prefill_ms
-        if account.foreign_tokens:
-            queued_ms += float(side.costs[1, at]) * account.foreign_tokens
-        requests, head_ms = len(account.prefills), 0.0
+        queued_ms = booked.prefill_ms
+        if booked.unbooked_tokens:
+            queued_ms += float(side.costs[1, at]) * booked.unbooked_tokens
+        requests, head_ms = len(booked.prefills), 0.0
         if requests:
-            head_ms = next(iter(account.prefills)).prefill_ms
-        tokens = account.prefill_tokens + account.foreign_tokens
+            head_ms = next(iter(booked.prefills)).prefill_ms
+        tokens = booked.prefill_tokens + booked.unbooked_tokens
         side.queued_requests[at] = requests
         side.queued_tokens[at] = tokens
         side.queued_ms[at] = queued_ms
         side.tail_ms[at] = queued_ms - head_ms if queued_ms > head_ms else 0.0
-        side.ready_at_ms[at] = account.busy_since * 1e3 + queued_ms
+        side.ready_at_ms[at] = booked.busy_since * 1e3 + queued_ms
         side.tie_ms[at] = TIE_TOKEN_MS * tokens + TIE_REQUEST_MS * requests
 
-    def show_decode(self, node_id: str, account: Account) -> None:
-        """Like ``show``, after sequences have come or gone."""
+    def update_decode(self, node_id: str, booked: NodeBookings) -> None:
+        """Like ``update``, for a decode node whose sequences have changed."""
         view = self.view
         if view is None or (at := view.decode_at.get(node_id)) is None:
             return
         side = view.decode
         node = self._registry.get(node_id)
         load = node.load if node is not None else _NO_LOAD
-        sequences = account.decodes + account.foreign_decodes
-        context_tokens = account.decode_tokens + account.foreign_context
+        sequences = booked.decodes + booked.unbooked_decodes
+        context_tokens = booked.decode_tokens + booked.unbooked_context
         side.sequences[at] = sequences
         side.context_tokens[at] = context_tokens
         fixed, of_sequences = side.step_ms.item(at), side.sequence_ms.item(at) * (sequences + 1)
         side.next_step_ms[at] = fixed + of_sequences + side.context_ms.item(at) * context_tokens
-        total, available = account.blocks = load.blocks_total, load.blocks_free + load.blocks_cached
-        free = available - account.unseen_blocks if total else np.inf
+        total, available = booked.viewed_blocks = load.blocks_total, load.blocks_free + load.blocks_cached
+        free = available - booked.unreported_blocks if total else np.inf
         side.free_blocks[at] = -1.0 if 0 < side.nodes[at].max_sequences <= sequences else free
         side.total_blocks[at] = total
         side.tie_ms[at] = TIE_REQUEST_MS * sequences + TIE_TOKEN_MS * context_tokens
 
-    def show_store(self, node_id: str, account: Account) -> None:
-        """Like ``show``, after reads have started or ended."""
+    def update_store(self, node_id: str, booked: NodeBookings) -> None:
+        """Like ``update``, for a store whose reads have changed."""
         view = self.view
         if view is None or (at := view.store_at.get(node_id)) is None:
             return
         side = view.stores
-        side.sending_flows[at] = account.sending_flows
-        side.sending_bytes[at] = account.sending_bytes
-        side.idleness[at] = -min(account.sending_flows, 1000) / 1024
-        side.ssd_ready_at_ms[at] = account.ssd_ready_at_ms
+        side.sending_flows[at] = booked.sending_flows
+        side.sending_bytes[at] = booked.sending_bytes
+        side.idleness[at] = -min(booked.sending_flows, 1000) / 1024
+        side.ssd_ready_at_ms[at] = booked.ssd_ready_at_ms
 
     def forget(self, node_id: str) -> None:
-        """The node is gone; the next ``look`` notices that."""
-        self._has_foreign_tokens.pop(node_id, None)
+        """The node is gone; the next ``current`` rebuilds the view without it."""
+        self._has_unbooked_tokens.pop(node_id, None)
 
     def _build(self) -> View:
         prefill, decode, stores = map(self._usable, (Role.PREFILL, Role.DECODE, Role.STORE))
@@ -139,7 +139,7 @@ class ViewKeeper:
             self._index.join(info.node_id, is_tiered=True)
         view = self.view = self._empty_view(prefill, decode, stores)
         for info in (*prefill, *decode, *stores):
-            self.show(info.node_id)
+            self.update(info.node_id)
         self._set_prefill_cost(view, ALL_NODES)
         self._set_decode_cost(view, ALL_NODES)
         for info in prefill:
@@ -148,7 +148,7 @@ class ViewKeeper:
         for info in decode:
             if self._costs.has_measured("decode", info.node_id):
                 self._set_decode_cost(view, info.node_id)
-        self._set_usual_link(view)
+        self._set_default_link(view)
         for node_id, peer in self._costs.measured_pairs():
             self._set_link(view, node_id, peer)
         return view
@@ -198,21 +198,21 @@ class ViewKeeper:
         return np.array([self._index.slot(info.node_id) for info in nodes], dtype=np.int64)
 
     def _set_cost(self, view: View, changed: Changed) -> None:
-        """Carry new coefficients into the view."""
+        """Write new coefficients into the view."""
         kind, node_id, peer = changed
         if kind == "prefill":
             self._set_prefill_cost(view, node_id)
         elif kind == "decode":
             self._set_decode_cost(view, node_id)
         elif node_id == ALL_NODES:
-            self._set_usual_link(view)
+            self._set_default_link(view)
         else:
             self._set_link(view, node_id, peer)
 
     def _set_prefill_cost(self, view: View, node_id: str) -> None:
         """Update one node; with ALL_NODES, all nodes without samples of their own."""
         side, chunk = view.prefill, self._chunk_tokens
-        at = _meant(node_id, view.prefill_at, side.measured)
+        at = _selected(node_id, view.prefill_at, side.measured)
         if at is None:
             return
         side.measured[at] = node_id != ALL_NODES and self._costs.has_measured("prefill", node_id)
@@ -221,13 +221,13 @@ class ViewKeeper:
         for row, value in enumerate((step, cost.token_ms + spread, cost.pair_ms / 2)):
             side.costs[row, at] = value
         side.known[at] = cost.is_known
-        for name in self._has_foreign_tokens:  # foreign tokens are priced by the cost per token
-            self.show(name)
+        for name in self._has_unbooked_tokens:  # unbooked tokens are priced by the cost per token
+            self.update(name)
 
     def _set_decode_cost(self, view: View, node_id: str) -> None:
         """Like ``_set_prefill_cost``."""
         side = view.decode
-        at = _meant(node_id, view.decode_at, side.measured)
+        at = _selected(node_id, view.decode_at, side.measured)
         if at is None:
             return
         side.measured[at] = node_id != ALL_NODES and self._costs.has_measured("decode", node_id)
@@ -236,10 +236,10 @@ class ViewKeeper:
         of_sequences = cost.sequence_ms * (side.sequences[at] + 1)
         side.next_step_ms[at] = cost.step_ms + of_sequences + cost.context_ms * side.context_tokens[at]
 
-    def _set_usual_link(self, view: View) -> None:
-        """Pairs that have moved nothing yet get the fit over all pairs."""
-        usual = self._costs.transfer_of_all()
-        view.links[0] = usual.latency_ms, usual.byte_ms
+    def _set_default_link(self, view: View) -> None:
+        """Set the link of pairs without a transfer so far: the fit over all pairs."""
+        default = self._costs.transfer_of_all()
+        view.links[0] = default.latency_ms, default.byte_ms
         view.least_send[:] = view.links[0]
         if view.has_sent.any():
             shown = view.send_link[view.has_sent]
@@ -268,8 +268,8 @@ def _set_own_link(view: View, links: Links, row: int, column: int, cost: Transfe
     view.links[link] = cost.latency_ms, cost.byte_ms
 
 
-def _meant(node_id: str, known: dict[str, int], measured: Bools) -> int | Bools | None:
-    """Which nodes' costs change with those of ``node_id``, as an index; None: nobody's."""
+def _selected(node_id: str, known: dict[str, int], measured: Bools) -> int | Bools | None:
+    """Index of the nodes whose costs change with those of ``node_id``; None: no node's."""
     if node_id != ALL_NODES:
         return known.get(node_id)
     return None if measured.all() else ~measured

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.fleet import Fleet
 from conductor.policies import DEFAULT_POLICY, POLICIES
@@ -184,7 +184,7 @@ class BusyCluster:
     prompts: list[Prompt] = field(init=False)
     now: float = 1000.0
     number: int = 0
-    open: list[Ticket] = field(default_factory=list)
+    open: list[Booking] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         rng = random.Random(self.options.seed)
@@ -215,18 +215,18 @@ class BusyCluster:
             keys = extend_chain(seed, prompt.tokens, BLOCK_TOKENS) if hashed else prompt.keys
             facts = RequestFacts(len(prompt.tokens), keys, 200.0, session=f"s{self.number % 5000}", number=self.number)
             placement = scheduler.place(facts, self.now)
-            ticket = scheduler.book(facts, placement, self.now)
+            booking = scheduler.book(facts, placement, self.now)
             times.append(time.perf_counter() - begin)
             core_s += time.thread_time() - core_begin
-            self.open.append(ticket)
+            self.open.append(booking)
             self._live_on()
         return times, core_s
 
     def _live_on(self) -> None:
         """End requests and report samples of nodes."""
         if len(self.open) > OPEN_A_NODE * self.num_nodes:
-            for ticket in self.open[: self.num_nodes]:
-                self.scheduler.close(ticket, self.now)
+            for booking in self.open[: self.num_nodes]:
+                self.scheduler.close(booking, self.now)
             del self.open[: self.num_nodes]
         if self.number % HEARTBEATS_EVERY == 0:
             costs, at = self.scheduler.fleet.costs, self.number // HEARTBEATS_EVERY % (self.num_nodes // 2)

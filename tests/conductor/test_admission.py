@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import Cluster
 
-from conductor.accounts import Ticket
 from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, peak_tokens
+from conductor.bookings import Booking
 from conductor.fairness import Band
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
@@ -27,7 +27,7 @@ class Door:
             costs.observe_decode("d0", size, 640 * size, 10.0 + size)
             costs.observe_transfer("p0", "d0", size << 20, 0.01 * size)
         self.admission = Admission(ADMISSIONS[rule], Limits(ttft_ms, tbt_ms), mode)
-        self.open: list[Ticket] = []
+        self.open: list[Booking] = []
 
     @property
     def now(self) -> float:
@@ -40,7 +40,7 @@ class Door:
         enter: bool = True,
         facts: RequestFacts | None = None,
         band: Band = Band.NORMAL,
-    ) -> tuple[bool, float, Ticket | None]:
+    ) -> tuple[bool, float, Booking | None]:
         facts = facts or self.cluster.facts(num_tokens)
         scheduler = self.cluster.scheduler
         question = scheduler.ask(facts, self.now)
@@ -48,23 +48,23 @@ class Door:
         verdict = self.admission.decide(question, placement, self.now, max_tokens, band)
         if not (verdict.is_admitted and enter):
             return verdict.is_admitted, verdict.retry_after_s, None
-        ticket = scheduler.book(facts, placement, self.now)
-        self.admission.admitted(ticket, facts, max_tokens, placement, self.now)
-        self.open.append(ticket)
-        return True, 0.0, ticket
+        booking = scheduler.book(facts, placement, self.now)
+        self.admission.admitted(booking, facts, max_tokens, placement, self.now)
+        self.open.append(booking)
+        return True, 0.0, booking
 
-    def joins(self, ticket: Ticket | None) -> bool:
-        assert ticket is not None
-        self.cluster.scheduler.prefill_done(ticket, self.now)
+    def joins(self, booking: Booking | None) -> bool:
+        assert booking is not None
+        self.cluster.scheduler.prefill_done(booking, self.now)
         late = self.admission.looks_late
         question = self.cluster.scheduler.ask(self.cluster.facts(), self.now) if late else None
-        return self.admission.prefill_ended(ticket, question, self.now)
+        return self.admission.prefill_ended(booking, question, self.now)
 
-    def ends(self, ticket: Ticket | None, output_tokens: int = 0) -> None:
-        assert ticket is not None
-        self.cluster.scheduler.close(ticket, self.now)
-        self.admission.finished(ticket, self.now, output_tokens)
-        self.open.remove(ticket)
+    def ends(self, booking: Booking | None, output_tokens: int = 0) -> None:
+        assert booking is not None
+        self.cluster.scheduler.close(booking, self.now)
+        self.admission.finished(booking, self.now, output_tokens)
+        self.open.remove(booking)
 
 
 def test_nobody_is_refused_without_a_rule_or_with_the_mode_off() -> None:
@@ -84,9 +84,9 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_that_the_que
     refused, wait_s, _ = door.ask()
     assert not refused
     assert wait_s == pytest.approx(0.0625 if wait_s < 0.06 else 8 * 0.064 - 0.5, abs=0.05)
-    for ticket in list(door.open):
+    for booking in list(door.open):
         door.cluster.now += 0.064
-        door.joins(ticket)
+        door.joins(booking)
     assert door.ask()[0]
 
 
@@ -114,8 +114,8 @@ def test_prediction_lets_in_who_joins_when_others_have_left() -> None:
 
 def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
     door = Door("baseline")
-    tickets = [door.ask()[2] for _ in range(14)]
-    kept = [door.joins(ticket) for ticket in tickets]
+    bookings = [door.ask()[2] for _ in range(14)]
+    kept = [door.joins(booking) for booking in bookings]
     assert kept.count(False) == 4
     assert door.admission.stats.refused_after_prefill == 4
 
@@ -139,7 +139,7 @@ def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
     load = NodeLoad(blocks_total=200, blocks_free=200)  # 12,800 tokens
     info = door.cluster.fleet.view(door.now).decode.nodes[0]
     door.cluster.fleet.registry.heartbeat("d0", info.incarnation, load, False, door.now)
-    door.cluster.fleet.heard("d0", load)
+    door.cluster.fleet.heartbeat("d0", load)
     for _ in range(300):
         door.admission.lengths.observe(CHAT, 640)
     while door.ask(max_tokens=2000)[0]:
@@ -150,12 +150,12 @@ def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
 
 def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
     door = Door("early")
-    tickets = [door.ask()[2] for _ in range(12)]
-    for ticket in tickets:
-        door.joins(ticket)
+    bookings = [door.ask()[2] for _ in range(12)]
+    for booking in bookings:
+        door.joins(booking)
     assert not door.ask()[0]
-    for ticket in list(door.open):
-        door.ends(ticket, 10)
+    for booking in list(door.open):
+        door.ends(booking, 10)
     door.cluster.now += 5.0
     door.ask(enter=False)
     stats = door.admission.stats
@@ -164,11 +164,11 @@ def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
 
 def test_nothing_is_left_of_requests_that_ended() -> None:
     door = Door("lookahead")
-    tickets = [door.ask()[2] for _ in range(5)]
-    for ticket in tickets:
-        door.joins(ticket)
-        door.ends(ticket, 7)
-        door.admission.finished(ticket, door.now, 7)  # twice is once
+    bookings = [door.ask()[2] for _ in range(5)]
+    for booking in bookings:
+        door.joins(booking)
+        door.ends(booking, 7)
+        door.admission.finished(booking, door.now, 7)  # twice is once
     assert len(door.admission.flights) == 0
     assert door.admission.flights.on("d0", door.now) == (0.0, 0.0)
 
@@ -244,9 +244,9 @@ def test_room_goes_to_who_was_told_to_come_now_and_not_to_a_stranger() -> None:
         assert not refused
         door.cluster.now += wait_s
         door.ends(door.open[0])
-        came, _, ticket = door.ask(facts=mine)
+        came, _, booking = door.ask(facts=mine)
         assert came
-        door.joins(ticket)
+        door.joins(booking)
     assert door.admission.stats.came_as_told == 3
     _, wait_s, _ = door.ask(facts=one)
     door.cluster.now += wait_s

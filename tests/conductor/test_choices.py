@@ -66,10 +66,10 @@ async def test_a_beam_search_holds_its_prefill_node_no_longer_than_other_request
     cluster.prefill[0].script.gate, cluster.decode[0].script.gate = computed, decoded = asyncio.Event(), asyncio.Event()
     request = cluster.request(PROMPT, 6, n=2, temperature=0.0, beam_search=BeamSearch())
     searching = asyncio.create_task(answers(cluster, request))
-    await cluster.eventually(lambda: cluster.core.fleet.account("p0").prefills)
+    await cluster.eventually(lambda: cluster.core.fleet.booked("p0").prefills)
     computed.set()
-    await cluster.eventually(lambda: not cluster.core.fleet.account("p0").prefills)
-    assert cluster.core.fleet.account("d0").decodes == 1
+    await cluster.eventually(lambda: not cluster.core.fleet.booked("p0").prefills)
+    assert cluster.core.fleet.booked("d0").decodes == 1
     assert cluster.core.dispatcher.door.admission.flights.is_decoding.sum() == 1
     assert not searching.done()
     decoded.set()

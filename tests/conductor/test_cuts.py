@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from placing import SHAPE, Cluster, incarnations
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.scheduler import Placement
 
 LONG = 20 * 64 + 30  # tokens of a prompt of 20 full blocks
@@ -48,10 +48,10 @@ class TestOneStore:
     def test_a_cut_is_booked_as_what_is_fetched(self, native: bool) -> None:
         cluster = on_a_slow_disk(native=native)
         facts = cluster.facts(LONG, {"s0": 20}, {"s0": 12})
-        ticket = cluster.scheduler.book(facts, cluster.scheduler.place(facts, cluster.now), cluster.now)
-        assert ticket.source_bytes == 12 * SHAPE.block_bytes
-        assert ticket.prefill_ms == pytest.approx(12.0 + LONG - 12 * 64, rel=0.02)
-        cluster.scheduler.close(ticket, cluster.now)
+        booking = cluster.scheduler.book(facts, cluster.scheduler.place(facts, cluster.now), cluster.now)
+        assert booking.source_bytes == 12 * SHAPE.block_bytes
+        assert booking.prefill_ms == pytest.approx(12.0 + LONG - 12 * 64, rel=0.02)
+        cluster.scheduler.close(booking, cluster.now)
         assert cluster.fleet.open_work == {}
 
 
@@ -80,10 +80,10 @@ def test_reads_of_one_ssd_take_turns_and_time_passes_for_them(native: bool) -> N
 @pytest.mark.parametrize("native", [True, False])
 def test_an_ssd_with_much_to_read_is_left_alone(native: bool) -> None:
     cluster = Cluster(prefill=1, decode=1, stores=1, ssd_mb_per_s=100.0, native=native)
-    cluster.fleet.book(Ticket("p0", "", 0, 0.0, 0, source_id="s0", ssd_bytes=1e9), cluster.now)
+    cluster.fleet.book(Booking("p0", "", 0, 0.0, 0, source_id="s0", ssd_bytes=1e9), cluster.now)
     placement = cluster.place(LONG, {"s0": 20}, {"s0": 12})
     assert (placement.fetched_tokens, placement.ssd_tokens, placement.pool_tokens) == (12 * 64, 0, 12 * 64)
-    waiting = Ticket("p0", "", 0, 10_000.0, 0)  # by the time that this is computed the SSD is free
+    waiting = Booking("p0", "", 0, 10_000.0, 0)  # by the time that this is computed the SSD is free
     cluster.fleet.book(waiting, cluster.now)
     placement = cluster.place(LONG, {"s0": 20}, {"s0": 12})
     assert (placement.fetched_tokens, placement.ssd_tokens, placement.pool_tokens) == (20 * 64, 8 * 64, None)
@@ -128,7 +128,7 @@ def test_no_other_length_is_faster(native: bool, chunk_tokens: int) -> None:
         in_dram = {name: int(rng.integers(0, runs[name] + 1)) for name in ("s0", "s1")}
         queue_ms, promised_ms = rng.uniform(0, 200, 2)
         promised = promised_ms * cluster.ssd_mb_per_s * 1e3
-        cluster.fleet.book(Ticket("p0", "", 0, queue_ms, 0, source_id="s0", ssd_bytes=promised), cluster.now)
+        cluster.fleet.book(Booking("p0", "", 0, queue_ms, 0, source_id="s0", ssd_bytes=promised), cluster.now)
         placement = cluster.place(LONG, runs, in_dram)
         best_ms = least_ms(cluster, runs, in_dram, max(promised_ms - queue_ms, 0.0))
         slack_ms = costs.prefill("p0").step_ms if chunk_tokens else 0.0

@@ -132,7 +132,7 @@ def test_a_session_stays_where_it_is_as_good_as_anywhere() -> None:
     cluster = Cluster(prefill=5, decode=5)
     facts = cluster.facts(session="a")
     first = cluster.scheduler.place(facts, cluster.now)
-    ticket = cluster.scheduler.book(facts, first, cluster.now)
-    cluster.scheduler.close(ticket, cluster.now)
+    booking = cluster.scheduler.book(facts, first, cluster.now)
+    cluster.scheduler.close(booking, cluster.now)
     for _ in range(3):
         assert pair(cluster.place(session="a")) == pair(first)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from placing import Cluster, pair
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.promises import MARK_TOKENS
 from conductor.promises_native import new_promises
 from conductor.view import RequestFacts
@@ -48,9 +48,9 @@ def test_a_long_queue_is_not_waited_for() -> None:
 def test_a_promise_ends_with_the_prefill_however_that_ended(ending: str) -> None:
     cluster = Cluster(stores=2, hosts=True)
     turn = ask(cluster, chain(7, 21))
-    ticket = cluster.scheduler.book(turn, cluster.scheduler.place(turn, cluster.now), cluster.now)
+    booking = cluster.scheduler.book(turn, cluster.scheduler.place(turn, cluster.now), cluster.now)
     for _ in range(2):
-        getattr(cluster.scheduler, ending)(ticket, cluster.now)
+        getattr(cluster.scheduler, ending)(booking, cluster.now)
         assert cluster.scheduler.place(ask(cluster, chain(7, 30)), cluster.now).local_tokens == 0
 
 
@@ -69,25 +69,25 @@ def test_marks_against_comparing_every_block(native: bool) -> None:
     view, promises, waiting = cluster.fleet.view(cluster.now), new_promises(64, native), []
     for _ in range(400):
         if waiting and rng.random() < 0.45:
-            ticket, _ = waiting.pop(rng.integers(len(waiting)))
-            promises.kept(ticket)
+            booking, _ = waiting.pop(rng.integers(len(waiting)))
+            promises.kept(booking)
         else:
             keys = chain(1, int(rng.integers(0, 40)), beyond=int(rng.integers(2, 5)), shared=int(rng.integers(30)))
-            ticket = Ticket(f"p{rng.integers(3)}", "", 1, 1.0, 1)
-            promises.give(ticket, keys, 0)
-            waiting.append((ticket, keys))
+            booking = Booking(f"p{rng.integers(3)}", "", 1, 1.0, 1)
+            promises.give(booking, keys, 0)
+            waiting.append((booking, keys))
         asked = chain(1, 40, beyond=int(rng.integers(2, 5)), shared=int(rng.integers(30)))
         runs = np.zeros(64)
         promises.count(asked, view, runs, int(runs.max()))
         deepest = 0
         for node_id, slot in zip(("p0", "p1", "p2"), view.prefill.slots, strict=True):
-            theirs = [keys for ticket, keys in waiting if ticket.prefill_id == node_id]
+            theirs = [keys for booking, keys in waiting if booking.prefill_id == node_id]
             true = max((shared_blocks(keys, asked) for keys in theirs), default=0)
             assert runs[slot] <= true
             deepest = max(deepest, true)
         assert runs.max() > deepest - MARK_TOKENS // 64
-    for ticket, _ in waiting:
-        promises.kept(ticket)
+    for booking, _ in waiting:
+        promises.kept(booking)
     assert len(promises) == 0
     runs = np.zeros(64)
     promises.count(chain(1, 40), view, runs, 0)
@@ -99,13 +99,13 @@ def test_many_prompts_wait_with_one_mark() -> None:
     view, keys = cluster.fleet.view(cluster.now), chain(1, 40)
     for native in (True, False):
         promises, runs = new_promises(64, native), np.zeros(64)
-        tickets = [Ticket(f"p{number % 2}", "", 1, 1.0, 1) for number in range(300)]
-        for ticket in tickets:
-            promises.give(ticket, keys, 0)
+        bookings = [Booking(f"p{number % 2}", "", 1, 1.0, 1) for number in range(300)]
+        for booking in bookings:
+            promises.give(booking, keys, 0)
         promises.count(keys, view, runs, 0)
         assert list(runs[view.prefill.slots]) == [40, 40, 0]
-        for ticket in tickets[::2]:
-            promises.kept(ticket)
+        for booking in bookings[::2]:
+            promises.kept(booking)
         runs[:] = 0
         promises.count(keys, view, runs, 0)
         assert list(runs[view.prefill.slots]) == [0, 40, 0]
@@ -114,10 +114,10 @@ def test_many_prompts_wait_with_one_mark() -> None:
 def test_what_is_no_key_is_refused_and_promises_nothing() -> None:
     promises, runs = new_promises(64), np.zeros(64)
     with pytest.raises(ValueError, match="15 bytes"):
-        promises.give(Ticket("p0", "", 1, 1.0, 1), [*chain(1, 17), b"short"], 0)
+        promises.give(Booking("p0", "", 1, 1.0, 1), [*chain(1, 17), b"short"], 0)
     assert len(promises) == 0
     cluster = Cluster(prefill=3)
-    promises.give(Ticket("p0", "", 1, 1.0, 1), chain(2, 5), 0)
+    promises.give(Booking("p0", "", 1, 1.0, 1), chain(2, 5), 0)
     promises.count(chain(1, 17), cluster.fleet.view(cluster.now), runs, 0)
     assert not runs.any()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from placing import Cluster, incarnation, incarnations, pair
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.health import Health
 from conductor.policies.milliseconds import COPY_RENT
 from conductor.registry import NodeLoad
@@ -75,10 +75,10 @@ def test_a_decode_node_without_room_is_passed_over_while_another_has_some() -> N
     cluster = Cluster()
     full = NodeLoad(blocks_total=100, blocks_free=1, blocks_cached=0)
     cluster.fleet.registry.heartbeat("d0", incarnation("d0"), full, False, cluster.now)
-    cluster.fleet.heard("d0", full)
+    cluster.fleet.heartbeat("d0", full)
     assert pair(cluster.place())[1] == "d1"
     cluster.fleet.registry.heartbeat("d1", incarnation("d1"), full, False, cluster.now)
-    cluster.fleet.heard("d1", full)
+    cluster.fleet.heartbeat("d1", full)
     assert pair(cluster.place())[1] in {"d0", "d1"}, "nobody has room: the request waits there"
 
 
@@ -130,12 +130,12 @@ def test_a_shared_first_block_does_not_herd() -> None:
 
 def test_tickets_bring_every_account_back_to_nothing() -> None:
     cluster = Cluster()
-    tickets = [cluster.book(cluster.place()) for _ in range(7)]
+    bookings = [cluster.book(cluster.place()) for _ in range(7)]
     assert cluster.fleet.open_work
-    for ticket in tickets:
-        cluster.fleet.prefill_done(ticket, cluster.now)
-        cluster.fleet.close(ticket, cluster.now)
-        cluster.fleet.close(ticket, cluster.now)  # twice is once
+    for booking in bookings:
+        cluster.fleet.prefill_done(booking, cluster.now)
+        cluster.fleet.close(booking, cluster.now)
+        cluster.fleet.close(booking, cluster.now)  # twice is once
     assert cluster.fleet.open_work == {}
     assert cluster.fleet.view(cluster.now).prefill.queued_ms.tolist() == [0.0, 0.0]
 
@@ -145,9 +145,9 @@ def test_work_of_others_shows_in_heartbeats() -> None:
     cluster.book(cluster.place(excluded=incarnations("p1")))
     load = NodeLoad(waiting=2, waiting_tokens=1640)
     cluster.fleet.registry.heartbeat("p0", incarnation("p0"), load, False, cluster.now)
-    cluster.fleet.heard("p0", load)
+    cluster.fleet.heartbeat("p0", load)
     queue = cluster.fleet.view(cluster.now).prefill.queued_ms
-    assert queue[0] == pytest.approx(1640, rel=0.02), "640 tokens are ours, 1,000 are foreign"
+    assert queue[0] == pytest.approx(1640, rel=0.02), "640 tokens are ours, 1,000 are unbooked"
     assert queue[1] == 0.0
 
 
@@ -171,7 +171,7 @@ def test_pruning_finds_the_same_pair_as_trying_all() -> None:
     for _ in range(50):
         cluster = Cluster(prefill=6, decode=5, stores=2)
         for name in [f"p{i}" for i in range(6)]:
-            cluster.fleet.book(Ticket(name, f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640), cluster.now)
+            cluster.fleet.book(Booking(name, f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640), cluster.now)
         runs = {
             f"{kind}{i}": int(rng.integers(1, 10))
             for kind, count in (("p", 6), ("d", 5), ("s", 2))
@@ -203,11 +203,11 @@ def random_cluster(rng: np.random.Generator) -> Cluster:
             costs.observe_transfer(f"p{i}", f"s{rng.integers(6)}", size << 20, float(size * rng.uniform(0.1, 50.0)))
         load = NodeLoad(blocks_total=100, blocks_free=int(rng.integers(100)))
         registry.heartbeat(f"d{i}", incarnation(f"d{i}"), load, False, cluster.now)
-        cluster.fleet.heard(f"d{i}", load)
-        ticket = Ticket(
+        cluster.fleet.heartbeat(f"d{i}", load)
+        booking = Booking(
             f"p{i}", f"d{rng.integers(5)}", 10, float(rng.integers(500)), 640, 3, f"s{i}", 1e6, rng.uniform(0, 1e9)
         )
-        cluster.fleet.book(ticket, cluster.now - rng.random(), session=f"session {i}")
+        cluster.fleet.book(booking, cluster.now - rng.random(), session=f"session {i}")
     return cluster
 
 
@@ -242,19 +242,19 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
     rng, compared = np.random.default_rng(5), 0
     for _ in range(8):
         cluster = random_cluster(rng)
-        fleet, tickets = cluster.fleet, []
+        fleet, bookings = cluster.fleet, []
         for step in range(60):
             cluster.now += 0.02
             name = f"{'pd'[rng.integers(2)]}{rng.integers(5)}"
             match rng.integers(5):
                 case 0:
-                    tickets.append(
-                        Ticket(f"p{rng.integers(6)}", f"d{rng.integers(5)}", 10, 40.0, 64, int(rng.integers(4)))
+                    bookings.append(
+                        Booking(f"p{rng.integers(6)}", f"d{rng.integers(5)}", 10, 40.0, 64, int(rng.integers(4)))
                     )
-                    fleet.book(tickets[-1], cluster.now)
-                case 1 if tickets:
-                    ticket = tickets[rng.integers(len(tickets))]
-                    (fleet.prefill_done if rng.integers(2) else fleet.close)(ticket, cluster.now)
+                    fleet.book(bookings[-1], cluster.now)
+                case 1 if bookings:
+                    booking = bookings[rng.integers(len(bookings))]
+                    (fleet.prefill_done if rng.integers(2) else fleet.close)(booking, cluster.now)
                 case 2:
                     fleet.costs.observe_decode(f"d{rng.integers(5)}", 4, 400, float(rng.uniform(5, 50)))
                 case 3:
@@ -265,7 +265,7 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
                         int(rng.integers(2)), 0, 64 * int(rng.integers(2)), 0, 100, 50 * int(rng.integers(2))
                     )
                     fleet.registry.heartbeat(name, incarnation(name), load, False, cluster.now)
-                    fleet.heard(name, load)
+                    fleet.heartbeat(name, load)
             if step % 5 == 0:
                 for _ in range(12):  # few changed costs are looked at each time
                     cluster.now += 0.02

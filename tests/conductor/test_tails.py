@@ -45,7 +45,7 @@ def test_a_longer_tail_goes_to_a_prefill_node(cluster: Cluster) -> None:
 
 def test_a_prefill_node_that_has_it_too_is_no_slower_and_disturbs_nobody(cluster: Cluster) -> None:
     cluster.fleet.registry.heartbeat("d1", incarnation("d1"), NodeLoad(), False, cluster.now)
-    cluster.fleet.heard("d1", NodeLoad(running=8, context_tokens=4096))
+    cluster.fleet.heartbeat("d1", NodeLoad(running=8, context_tokens=4096))
     assert choose(cluster, {"d1": 9, "p0": 9}) is None
 
 

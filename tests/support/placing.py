@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.cost import CostModel
 from conductor.fleet import Fleet
 from conductor.policies import DEFAULT_POLICY, POLICIES
@@ -92,7 +92,7 @@ class Cluster:
                 self.fleet.index.apply(node_id, [BlockEvent(True, key) for key in part], tier)
         return RequestFacts(num_tokens, keys, expected_tokens=10.0)._replace(**changes)
 
-    def book(self, placement: Placement, num_tokens: int = 640) -> Ticket:
+    def book(self, placement: Placement, num_tokens: int = 640) -> Booking:
         return self.scheduler.book(self.facts(num_tokens), placement, self.now)
 
 

@@ -104,13 +104,13 @@ class Brain:
         self._book(flight, facts, placement, now)
 
     def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, now: float) -> None:
-        ticket = self.scheduler.book(facts, placement, now)
+        booking = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
-            self.admission.admitted(ticket, facts, self._max_tokens, placement, now)
+            self.admission.admitted(booking, facts, self._max_tokens, placement, now)
         if flight.attempts:
             flight.begin_attempt()
         flight.attempts += 1
-        flight.placement, flight.ticket = placement, ticket
+        flight.placement, flight.booking = placement, booking
         flight.prefill_id = placement.prefill.node_id
         flight.decode_id = placement.decode.node_id if placement.decode else ""
         if flight.attempts == 1:
@@ -126,24 +126,24 @@ class Brain:
 
     def prefill_ended(self, flight: Flight, now: float) -> bool:
         """The first token is ready. False: drop the request."""
-        assert flight.ticket is not None
-        self.scheduler.prefill_done(flight.ticket, now)
+        assert flight.booking is not None
+        self.scheduler.prefill_done(flight.booking, now)
         if self.admission is None:
             return True
         looks = self.admission.looks_late and flight.attempts == 1
         question = self.scheduler.ask(self._facts(flight), now) if looks else None
-        return self.admission.prefill_ended(flight.ticket, question, now)
+        return self.admission.prefill_ended(flight.booking, question, now)
 
     def ended(self, flight: Flight, output_tokens: int, now: float) -> None:
         """The attempt is over; ``output_tokens`` of a whole answer, or 0."""
-        ticket, flight.ticket = flight.ticket, None
-        if ticket is None:
+        booking, flight.booking = flight.booking, None
+        if booking is None:
             return
-        self.scheduler.close(ticket, now)
+        self.scheduler.close(booking, now)
         if output_tokens:
             self.stats.recent_output_tokens.append(output_tokens)
         if self.admission is not None:
-            self.admission.finished(ticket, now, output_tokens)
+            self.admission.finished(booking, now, output_tokens)
 
     def _facts(self, flight: Flight) -> RequestFacts:
         return RequestFacts(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.accounts import Ticket
+from conductor.bookings import Booking
 from conductor.scheduler import Placement
 from mooncake.app.sim.links import Flow
 from mooncake.app.sim.tiered import Loading
@@ -44,6 +44,7 @@ class Flight:
 
     __slots__ = (
         "attempts",
+        "booking",
         "cached_tokens",
         "dead",
         "decode_id",
@@ -72,7 +73,6 @@ class Flight:
         "ssd_tokens",
         "start_step",
         "started_s",
-        "ticket",
         "transfers",
     )
 
@@ -92,7 +92,7 @@ class Flight:
 
     def begin_attempt(self) -> None:
         self.placement: Placement | None = None
-        self.ticket: Ticket | None = None
+        self.booking: Booking | None = None
         self.prefill_id = self.decode_id = ""
         self.source_id = ""  # the host it is fetching from
         self.cached_tokens = self.fetched_tokens = 0

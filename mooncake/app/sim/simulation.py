@@ -433,7 +433,7 @@ class Simulation:
                 blocks_free=max(blocks - used, 0),
             )
             brain.heartbeat(name, load, now, self._drains(name))
-            brain.fleet.heard(name, load)
+            brain.fleet.heartbeat(name, load)
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
                 brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
         self._balance(now)
