@@ -14,10 +14,10 @@ import numpy as np
 from conductor.bookings import Booking
 from conductor.fleet import Fleet
 from conductor.native import NativeSearch, load_search
+from conductor.pending_prefixes_native import new_pending_prefixes
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.policies.milliseconds import milliseconds
 from conductor.predict import Breakdown, Prediction, explain
-from conductor.promises_native import new_promises
 from conductor.registry import NodeInfo
 from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
 from mooncake.errors import NodeUnavailable, Overloaded
@@ -61,8 +61,8 @@ class Scheduler:
         self.shape = shape
         self.policy = policy
         self._rng = rng if rng is not None else np.random.default_rng(0)
-        # Only our policy knows about waiting prompts; the published ones use what caches report.
-        self._promises = new_promises(shape.block_tokens, native) if policy is milliseconds else None
+        # Only our policy counts pending prefixes; the published ones use what caches report.
+        self._pending_prefixes = new_pending_prefixes(shape.block_tokens, native) if policy is milliseconds else None
         library = load_search() if native else None
         self._native = NativeSearch(library, shape) if library is not None else None
 
@@ -70,8 +70,8 @@ class Scheduler:
         """The request, and the cluster as it is now."""
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
-        if self._promises is not None:
-            self._promises.count(facts.keys, view, runs, self.fleet.index.longest)
+        if self._pending_prefixes is not None:
+            self._pending_prefixes.extend_runs(facts.keys, view, runs, self.fleet.index.longest)
         question = Question(facts, view, self.shape, now * 1e3, runs)
         if facts.excluded:
             question.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
@@ -117,19 +117,19 @@ class Scheduler:
             placement.ssd_tokens * self.shape.block_bytes / self.shape.block_tokens,
         )
         self.fleet.book(booking, now, facts.session)
-        if self._promises is not None:
+        if self._pending_prefixes is not None:
             held = (placement.local_tokens + placement.fetched_tokens) // self.shape.block_tokens
-            self._promises.give(booking, facts.keys, held)
+            self._pending_prefixes.add(booking, facts.keys, held)
         return booking
 
     def prefill_done(self, booking: Booking, now: float) -> None:
-        if self._promises is not None:
-            self._promises.kept(booking)
+        if self._pending_prefixes is not None:
+            self._pending_prefixes.remove(booking)
         self.fleet.prefill_done(booking, now)
 
     def close(self, booking: Booking, now: float) -> None:
-        if self._promises is not None and booking.open_prefill:
-            self._promises.kept(booking)
+        if self._pending_prefixes is not None and booking.open_prefill:
+            self._pending_prefixes.remove(booking)
         self.fleet.close(booking, now)
 
 
