@@ -16,13 +16,13 @@ from conductor.copier import Copier
 from conductor.cost import CostModel
 from conductor.dispatch import Dispatcher
 from conductor.fleet import Fleet
+from conductor.health_monitor import HealthMonitor
 from conductor.placer import ModelFacts
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
 from conductor.role_requests import RoleRequests
 from conductor.role_shift import RoleShift
 from conductor.subscriber import Subscriber
-from conductor.ward import Ward
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
@@ -62,8 +62,10 @@ class Core:
         self.directory = directory
         self.subscriber = Subscriber(self.index, self.channels, directory)
         self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
-        self.ward = Ward(config.health, self.registry, self.costs, self.channels, self.dispatcher.is_free_of, clock)
-        self.dispatcher.on_corrupt = self.ward.corrupt
+        self.health = HealthMonitor(
+            config.health, self.registry, self.costs, self.channels, self.dispatcher.has_no_work_on, clock
+        )
+        self.dispatcher.on_checksum_error = self.health.checksum_error
         self._watches_health = config.health.watch
         self.role_requests = RoleRequests(self.registry)
         self._role_shift: RoleShift | None = None
@@ -89,7 +91,7 @@ class Core:
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
-        await self.ward.close()
+        await self.health.close()
         if self.copier is not None:
             await self.copier.close()
         await self.subscriber.close()
@@ -110,7 +112,7 @@ class Core:
         if is_new:
             self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
-            self.ward.joined(info)
+            self.health.joined(info)
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
@@ -131,7 +133,7 @@ class Core:
         self.registry.call_failed(info, self.clock())
         self.directory.joined(info.node_id, known.description, known.table)
         self.subscriber.follow(info, known.table)
-        self.ward.joined(info)
+        self.health.joined(info)
         log.info("%s node %s is known with %d blocks", info.role, info.node_id, len(known.table))
 
     def waiting_for(self) -> list[Role]:
@@ -151,7 +153,7 @@ class Core:
             are_gone = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
             self.dispatcher.absence.changed(bool(are_gone), is_anyone_leaving=bool(without_live))
         if self._watches_health:
-            self.ward.tick(now)
+            self.health.tick(now)
         if self._role_shift is not None:
             self._role_shift.tick(now)
         if self.copier is not None:
@@ -166,7 +168,7 @@ class Core:
         self.subscriber.forget(info.node_id)
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
-        self.ward.forget(info.node_id)
+        self.health.forget(info.node_id)
         if self.copier is not None:
             self.copier.gone(info.node_id)
         self.dispatcher.node_gone(info, why)
@@ -183,8 +185,8 @@ class Core:
             pause_s = self.clock() - before - TICK_S
             try:
                 if pause_s > self.heartbeat_interval_s:  # this process was stopped or starved
-                    self.registry.excuse(pause_s)
-                    self.ward.excuse()
+                    self.registry.discount_pause(pause_s)
+                    self.health.discard_open_probes()
                 self.tick()
             except Exception:
                 log.exception("the registry's tick failed")

@@ -87,7 +87,9 @@ class Dispatcher:
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._journeys: dict[str, _Running] = {}  # by request id
-        self.on_corrupt: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None  # told which nodes corrupted bytes
+        self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: (
+            None
+        )  # told which nodes corrupted bytes
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
@@ -189,7 +191,7 @@ class Dispatcher:
         """No request runs and nothing is booked on any node."""
         return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
 
-    def is_free_of(self, info: NodeInfo) -> bool:
+    def has_no_work_on(self, info: NodeInfo) -> bool:
         """Whether nothing placed from here runs on the node."""
         return info.incarnation not in self._attempts
 
@@ -313,7 +315,7 @@ class Dispatcher:
         self.stats.failed_attempts[failure.error.code] += 1
         journey.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
-            self.on_corrupt(attempt.nodes)
+            self.on_checksum_error(attempt.nodes)
         may_try = journey.retries.learn(self._blame(attempt))
         if not (may_try and failure.is_retryable):
             raise failure.error from None

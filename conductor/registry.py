@@ -103,17 +103,17 @@ class Node:
     load: NodeLoad = field(default_factory=NodeLoad)
     suspect_until: float = 0.0  # heartbeats before this time do not clear a failed call
     health: Health = Health.HEALTHY
-    why: str = ""  # why it is not healthy
+    health_reason: str = ""  # why it is not healthy
 
     @property
-    def standing(self) -> NodeState:
-        """Its state as far as work is concerned: a sick node ranks lower than its own state says."""
+    def effective_state(self) -> NodeState:
+        """The state by which it gets work: health can lower it, not raise it."""
         if self.state is NodeState.LIVE:
-            return _STANDING.get(self.health, NodeState.LIVE)
+            return _EFFECTIVE_STATE.get(self.health, NodeState.LIVE)
         return NodeState.DRAINING if self.health in (Health.DRAINING, Health.ISOLATED) else self.state
 
 
-_STANDING = {
+_EFFECTIVE_STATE = {
     Health.SUSPECTED: NodeState.SUSPECT,
     Health.DRAINING: NodeState.DRAINING,
     Health.ISOLATED: NodeState.DRAINING,
@@ -153,7 +153,7 @@ class Registry:
         Raises ConfigError when something differs that nodes must have in common, or the cluster is full; StaleEpoch
         when it was itself replaced.
         """
-        self._check_kind(info)
+        self._check_same_cluster(info)
         self._refuse_replaced(info.node_id, info.incarnation)
         old = self._nodes.get(info.node_id)
         if old is None and len(self._nodes) >= MAX_NODES:
@@ -189,11 +189,11 @@ class Registry:
             node.suspect_until = now + self._suspect_s
             self._move(node, NodeEvent.CALL_FAILED)
 
-    def judge(self, node_id: str, health: Health, why: str) -> None:
-        """Set a node's health."""
+    def set_health(self, node_id: str, health: Health, reason: str) -> None:
+
         node = self._nodes.get(node_id)
         if node is not None:
-            node.health, node.why = health, why
+            node.health, node.health_reason = health, reason
             self.version += 1
 
     def is_draining(self, info: NodeInfo) -> bool:
@@ -201,7 +201,7 @@ class Registry:
         node = self._nodes.get(info.node_id)
         return node is not None and node.info.incarnation == info.incarnation and node.state is NodeState.DRAINING
 
-    def excuse(self, pause_s: float) -> None:
+    def discount_pause(self, pause_s: float) -> None:
         """The conductor itself was not listening for this long: silence during that time does not count."""
         for node in self._nodes.values():
             node.heard_at += pause_s
@@ -238,8 +238,8 @@ class Registry:
         """Nodes that may get work, by id: the live ones; if none, the suspects; if none, the sick ones: slow answers
         are better than none, and wrong bytes are detected."""
         of_role = [node for node in self.nodes() if node.info.role is role]
-        for standing in (NodeState.LIVE, NodeState.SUSPECT):
-            if found := [node for node in of_role if node.standing is standing]:
+        for state in (NodeState.LIVE, NodeState.SUSPECT):
+            if found := [node for node in of_role if node.effective_state is state]:
                 return found
         return [node for node in of_role if node.state is NodeState.LIVE]
 
@@ -257,7 +257,7 @@ class Registry:
         if incarnation in self._replaced.get(node_id, ()):
             raise StaleEpoch(f"another process has registered as {node_id!r} since; this one is no longer part")
 
-    def _check_kind(self, info: NodeInfo) -> None:
+    def _check_same_cluster(self, info: NodeInfo) -> None:
         if not info.node_id or not info.control_address:
             raise ConfigError("a node must register with an id and a control address")
         others = [

@@ -38,7 +38,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             request.node_id, request.incarnation, load_from_wire(request.load), request.draining
         )
         if known:
-            self._core.ward.reported(request.node_id, request.samples, dict(request.load.counters))
+            self._core.health.heartbeat(request.node_id, request.samples, dict(request.load.counters))
             observe(self._core.costs, request.node_id, request.samples)
             self._remember(request)
         return pb.HeartbeatResponse(
@@ -93,7 +93,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             transports=report.transports if report is not None and is_current else (),
             indexed_blocks=self._core.index.num_blocks(node.info.node_id),
             health=node.health,
-            health_reason=node.why,
+            health_reason=node.health_reason,
         )
 
     def _remember(self, report: pb.HeartbeatRequest) -> None:

@@ -96,7 +96,7 @@ def test_a_failed_call_to_the_process_before_says_nothing_of_the_one_after() -> 
 def test_a_conductor_that_slept_blames_nobody() -> None:
     nodes = registry()
     nodes.register(prefill(), now=0.0)
-    nodes.excuse(60.0)
+    nodes.discount_pause(60.0)
     assert nodes.tick(now=60.5) == []
     assert state(nodes) is NodeState.LIVE
 
@@ -151,13 +151,13 @@ def test_a_sick_node_works_only_when_there_is_no_other() -> None:
     nodes = registry()
     nodes.register(prefill("p0"), now=0.0)
     nodes.register(prefill("p1", incarnation=2), now=0.0)
-    nodes.judge("p0", Health.SUSPECTED, "slow")
+    nodes.set_health("p0", Health.SUSPECTED, "slow")
     assert usable(nodes) == ["p1"]
-    nodes.judge("p1", Health.ISOLATED, "wrong bytes")
+    nodes.set_health("p1", Health.ISOLATED, "wrong bytes")
     assert usable(nodes) == ["p0"], "a suspect before one that was taken out"
-    nodes.judge("p0", Health.ISOLATED, "slow")
+    nodes.set_health("p0", Health.ISOLATED, "slow")
     assert usable(nodes) == ["p0", "p1"], "slow answers are better than none"
-    nodes.judge("p1", Health.PROBATION, "")
+    nodes.set_health("p1", Health.PROBATION, "")
     assert usable(nodes) == ["p1"]
 
 

@@ -270,7 +270,7 @@ def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
                 for _ in range(12):  # few changed costs are looked at each time
                     cluster.now += 0.02
                     kept = fleet.view(cluster.now)
-                fleet.registry.judge("p0", Health.HEALTHY, "")
+                fleet.registry.set_health("p0", Health.HEALTHY, "")
                 built = fleet.view(cluster.now)
                 assert built is not kept
                 for side in ("prefill", "decode", "stores"):

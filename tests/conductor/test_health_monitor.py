@@ -35,37 +35,37 @@ async def cluster(fake_cluster_of):
 
 
 async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster, caplog) -> None:
-    caplog.set_level(logging.INFO, "conductor.ward")
+    caplog.set_level(logging.INFO, "conductor.health_monitor")
     bad = cluster.prefill[0]
     bad.script.error = ChecksumMismatch("bytes differ")
     expected = cluster.answer([5, 6, 7, 8, 9], 4)
 
     def health() -> Health:
-        return cluster.core.ward.watch.state(bad.node_id)
+        return cluster.core.health.tracker.state(bad.node_id)
 
     for _ in range(20):
         tokens, _ = await cluster.generate(cluster.request(max_tokens=4))
         assert tokens == expected, "a request that met the bad node was answered by another one"
     await cluster.eventually(lambda: health() in (Health.ISOLATED, Health.PROBATION))
-    assert "checksum errors" in cluster.core.registry.get(bad.node_id).why
+    assert "checksum errors" in cluster.core.registry.get(bad.node_id).health_reason
     status = {node.info.node_id: node for node in cluster.servicer.status().nodes}
     assert status[bad.node_id].health in ("isolated", "probation")
 
     bad.script.error = None  # it was repaired; probes find it well
     await cluster.eventually(lambda: health() is Health.HEALTHY, within_s=20)
-    assert cluster.core.registry.get(bad.node_id).standing is NodeState.LIVE
-    assert cluster.core.registry.get(bad.node_id).why == ""
+    assert cluster.core.registry.get(bad.node_id).effective_state is NodeState.LIVE
+    assert cluster.core.registry.get(bad.node_id).health_reason == ""
     assert f"{bad.node_id} is healthy: it is well again" in caplog.messages
 
 
-async def test_a_slow_node_is_held_against_its_own_past_and_not_against_what_it_has_become(cluster) -> None:
-    ward, costs = cluster.core.ward, cluster.core.costs
+async def test_a_slow_node_is_compared_with_its_healthy_baseline_not_with_the_adapted_cost_model(cluster) -> None:
+    monitor, costs = cluster.core.health, cluster.core.costs
 
     def report(node_id: str, ms: float) -> None:
         samples = cluster_pb2.CostSamples(
             prefill=[cluster_pb2.PrefillSample(new_tokens=64, prefix_tokens=64 * k, ms=ms + k) for k in range(4)]
         )
-        ward.reported(node_id, samples, {})
+        monitor.heartbeat(node_id, samples, {})
         for sample in samples.prefill:
             costs.observe_prefill(node_id, sample.new_tokens, sample.prefix_tokens, sample.ms)
 
@@ -77,11 +77,11 @@ async def test_a_slow_node_is_held_against_its_own_past_and_not_against_what_it_
         report("p0", 20.0)
         report("p2", 20.0)
     assert costs.prefill("p1").ms(64, 0) > 100.0
-    assert [ward.watch.is_slow(name) for name in ("p0", "p1", "p2")] == [False, True, False]
-    await cluster.eventually(lambda: ward.watch.state("p1") is not Health.HEALTHY)
+    assert [monitor.tracker.is_slow(name) for name in ("p0", "p1", "p2")] == [False, True, False]
+    await cluster.eventually(lambda: monitor.tracker.state("p1") is not Health.HEALTHY)
 
 
 async def test_a_node_that_does_not_answer_probes_is_suspected(cluster) -> None:
     await cluster.decode[1].relay.kill()  # it heartbeats, and nobody reaches it
-    await cluster.eventually(lambda: cluster.core.ward.watch.state("d1") is not Health.HEALTHY, within_s=20)
-    assert "probes" in cluster.core.registry.get("d1").why
+    await cluster.eventually(lambda: cluster.core.health.tracker.state("d1") is not Health.HEALTHY, within_s=20)
+    assert "probes" in cluster.core.registry.get("d1").health_reason
