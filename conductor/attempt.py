@@ -74,7 +74,7 @@ class Attempt:
         self._handoff_id = requests.prefill.handoff_id
         self._inbox = Inbox(INBOX_LIMIT)
         self._may_decode = asyncio.Event()  # say what it says: scores of a prompt come first, and may be megabytes
-        if not merger.tells_scores:
+        if not merger.wants_prompt_logprobs:
             self._may_decode.set()
         self._closed = False
         self._has_expired = False
@@ -103,7 +103,7 @@ class Attempt:
         return [self._calls[role].info for role in self._lost]
 
     @property
-    def met_nobody(self) -> bool:
+    def was_never_accepted(self) -> bool:
         """Whether a lost node was gone before it accepted the call: then this request did not kill it."""
         return any(not self._calls[role].was_accepted for role in self._lost)
 

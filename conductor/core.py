@@ -151,7 +151,7 @@ class Core:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
             are_gone = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
-            self.dispatcher.absence.changed(bool(are_gone), is_anyone_leaving=bool(without_live))
+            self.dispatcher.node_wait.nodes_changed(bool(are_gone), is_role_draining=bool(without_live))
         if self._watches_health:
             self.health.tick(now)
         if self._role_shift is not None:

@@ -2,9 +2,8 @@
 
 It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
 here and nowhere else: a failed attempt is cancelled on both nodes and retried on another pair, from the last token that
-the client has seen; sampling keyed by position makes that exact. A request's progress is in its ``journey``, what its
-failures have taught in ``retry``, where it goes is the ``placer``'s to say; this module calls, waits and keeps the
-books.
+the client has seen; sampling keyed by position makes that exact. A request's state is in ``request_progress``, what its
+failures have taught in ``retry``, and its nodes are chosen by ``placer``.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from conductor.absence import Absence
+from conductor.admission_queue import AdmissionQueue
 from conductor.api import Delta, InferenceRequest
 from conductor.attempt import Attempt, AttemptFailed
 from conductor.bookings import Booking
-from conductor.door import Door
-from conductor.fairness import band_of
+from conductor.fair_queue import band_of
 from conductor.fleet import Fleet
-from conductor.journey import Journey
 from conductor.lifecycle import RequestState, handoff_lifecycle
 from conductor.merge import Merger
 from conductor.node_requests import NodeRequests, node_requests
+from conductor.node_wait import NodeWait
 from conductor.placer import ModelFacts, Placer
 from conductor.registry import NodeInfo
+from conductor.request_progress import RequestProgress
 from conductor.retry import Failure, incarnations
 from conductor.scheduler import Placement
 from conductor.stats import DispatchStats
@@ -54,11 +53,11 @@ MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that
 
 
 @dataclass(slots=True)
-class _Running(Journey):
-    """A journey with the attempt and tasks that run for it now."""
+class _RunningRequest(RequestProgress):
+    """With the attempt and the tasks that run for it now."""
 
     attempt: Attempt | None = None
-    parts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # by choice: answers that continue separately
+    choice_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of answers that continue separately
 
 
 class Dispatcher:
@@ -80,106 +79,105 @@ class Dispatcher:
         self._fleet = fleet
         self.stats = DispatchStats()
         self.placer = Placer(config, model, fleet, self.stats)
-        self.door = Door(self.placer.scheduler, config.conductor, clock)
-        self.absence = Absence(config.conductor.node_wait_s, clock)
+        self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock)
+        self.node_wait = NodeWait(config.conductor.node_wait_s, clock)
         self._channels = channels
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
-        self._journeys: dict[str, _Running] = {}  # by request id
-        self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: (
-            None
-        )  # told which nodes corrupted bytes
+        self._running: dict[str, _RunningRequest] = {}  # by request id
+        # called with the nodes between which bytes were corrupted
+        self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
-        journey = self._admit(request)
-        self._journeys[request.request_id] = journey
+        progress = self._admit(request)
+        self._running[request.request_id] = progress
         try:
-            async with contextlib.aclosing(self._deltas(journey)) as deltas:
+            async with contextlib.aclosing(self._deltas(progress)) as deltas:
                 async for delta in deltas:
                     yield delta
         except Exception as error:
-            self._end_failed(journey, error)
+            self._end_failed(progress, error)
             raise
         finally:
-            if self._journeys.get(request.request_id) is journey:
-                del self._journeys[request.request_id]
-            self._end(journey)
+            if self._running.get(request.request_id) is progress:
+                del self._running[request.request_id]
+            self._end(progress)
 
     def end_choice(self, request_id: str, choice: int) -> None:
         """See ``conductor.api.Generator``."""
-        journey = self._journeys.get(request_id)
-        if journey is None or choice in journey.ended:
+        progress = self._running.get(request_id)
+        if progress is None or choice in progress.ended:
             return
-        journey.ended.add(choice)
-        if choice in journey.parts:
-            journey.parts[choice].cancel()
-        elif journey.attempt is not None and not journey.is_whole:  # ending the last one ends the attempt
-            journey.attempt.end_choice(choice)
+        progress.ended.add(choice)
+        if choice in progress.choice_tasks:
+            progress.choice_tasks[choice].cancel()
+        elif progress.attempt is not None and not progress.is_complete:  # ending the last one ends the attempt
+            progress.attempt.end_choice(choice)
 
-    async def _deltas(self, journey: _Running) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, progress: _RunningRequest) -> AsyncGenerator[Delta, None]:
         """Retry until every answer is complete."""
         while True:
-            attempt = journey.attempt = await self._placed(journey)
+            attempt = progress.attempt = await self._next_attempt(progress)
             try:
                 while True:
-                    delta = self._note(journey, attempt, await attempt.next())
+                    delta = self._record(progress, attempt, await attempt.next())
                     yield delta
-                    if journey.is_whole:
+                    if progress.is_complete:
                         return
             except AttemptFailed as failure:
-                self._prepare_retry(journey, attempt, failure)
+                self._prepare_retry(progress, attempt, failure)
             finally:
-                journey.attempt = None
-                self._end_attempt(journey, attempt)
-            if len(journey.emitted) > 1 and journey.num_kept:
-                async with contextlib.aclosing(self._each_alone(journey)) as deltas:
+                progress.attempt = None
+                self._end_attempt(progress, attempt)
+            if len(progress.emitted) > 1 and progress.num_kept:
+                async with contextlib.aclosing(self._continue_choices(progress)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
-            if not journey.is_search and (reason := journey.ended_by(self._model.eos_ids)):
-                journey.ended.add(0)
-                yield Delta((), reason, journey.summary)
+            if not progress.is_beam_search and (reason := progress.missing_finish_reason(self._model.eos_ids)):
+                progress.ended.add(0)
+                yield Delta((), reason, progress.summary)
                 return
 
-    async def _each_alone(self, journey: _Running) -> AsyncGenerator[Delta, None]:
-        """After a failed attempt the answers are different prompts: each continues separately."""
+    async def _continue_choices(self, progress: _RunningRequest) -> AsyncGenerator[Delta, None]:
+        """Continue each answer as a request of its own: after a failed attempt they are different prompts."""
         deltas: asyncio.Queue[Delta] = asyncio.Queue(MAX_QUEUED_DELTAS)
 
-        async def go_on(choice: int) -> None:
-            part = journey.part(choice)
-            if reason := part.ended_by(self._model.eos_ids):
+        async def continue_choice(choice: int) -> None:
+            part = progress.for_choice(choice)
+            if reason := part.missing_finish_reason(self._model.eos_ids):
                 await deltas.put(Delta((), reason, part.summary, choice))
                 return
             async with contextlib.aclosing(self._deltas(part)) as own:
                 async for delta in own:
                     await deltas.put(replace(delta, choice=choice))
 
-        wanted = [choice for choice in range(len(journey.emitted)) if choice not in journey.ended]
-        journey.parts = {choice: asyncio.create_task(go_on(choice)) for choice in wanted}
-        tasks = set(journey.parts.values())
+        wanted = [choice for choice in range(len(progress.emitted)) if choice not in progress.ended]
+        progress.choice_tasks = {choice: asyncio.create_task(continue_choice(choice)) for choice in wanted}
+        tasks = set(progress.choice_tasks.values())
         getting = asyncio.create_task(deltas.get())
         try:
-            while not journey.is_whole:
+            while not progress.is_complete:
                 await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in tasks if task.done()]:
                     tasks.discard(task)
-                    if not task.cancelled():  # cancelled: nobody wanted it any more
+                    if not task.cancelled():  # cancelled: the client ended this answer
                         task.result()
                 if not getting.done():
                     continue
                 delta = getting.result()
                 getting = asyncio.create_task(deltas.get())
-                if delta.choice in journey.ended:
+                if delta.choice in progress.ended:
                     continue
-                journey.take(delta)
+                progress.add(delta)
                 yield delta
         finally:
             getting.cancel()
-            for task in journey.parts.values():
+            for task in progress.choice_tasks.values():
                 task.cancel()
-            await asyncio.gather(getting, *journey.parts.values(), return_exceptions=True)
+            await asyncio.gather(getting, *progress.choice_tasks.values(), return_exceptions=True)
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node has left the cluster: whatever runs there fails now and is retried elsewhere."""
@@ -197,12 +195,12 @@ class Dispatcher:
 
     def _prefilled(self, booking: Booking) -> None:
         self.placer.scheduler.prefill_done(booking, self._clock())
-        self.door.joined(booking)
+        self.admission_queue.prefill_ended(booking)
 
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
 
-    def _admit(self, request: InferenceRequest) -> _Running:
+    def _admit(self, request: InferenceRequest) -> _RunningRequest:
         """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything is spent."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
@@ -210,59 +208,61 @@ class Dispatcher:
             check_scores(len(request.tokens), num_top, MAX_MESSAGE_BYTES)
         now = self._clock()
         self.stats.requests += 1
-        journey = _Running.begin(request, now, self._limits.retries)
+        progress = _RunningRequest.begin(request, now, self._limits.retries)
         if self.stats.running >= self._limits.max_requests:
             self.stats.failures[Overloaded.code] += 1
-            self.placer.tell_in_vain(self.placer.facts(journey, now), journey, now)
+            self.placer.report_unplaced(self.placer.facts(progress, now), progress, now)
             raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
         if now >= request.deadline:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
         self.stats.running += 1
-        return journey
+        return progress
 
-    async def _placed(self, journey: _Running) -> Attempt:
-        """Start on a pair, or wait for a node that is coming back. Raises like ``_let_in`` and ``_start``."""
+    async def _next_attempt(self, progress: _RunningRequest) -> Attempt:
+        """Admit and place, or wait for a missing node. Raises like ``_wait_for_admission`` and ``_start``."""
         while True:
             try:
-                await self._let_in(journey)
-                return self._start(journey)
+                await self._wait_for_admission(progress)
+                return self._start(progress)
             except NodeUnavailable as error:
-                if not await self.absence.change(min(self.absence.until(), journey.request.deadline)):
-                    raise journey.error or error from None  # why the last attempt failed says more
+                if not await self.node_wait.change(min(self.node_wait.give_up_at(), progress.request.deadline)):
+                    raise progress.error or error from None  # why the last attempt failed says more
 
-    async def _let_in(self, journey: _Running) -> None:
-        """Wait for room where limits are set. A request admitted once may retry freely. Raises like ``Door.enter``."""
-        if self.door.is_open or not journey.is_new:
+    async def _wait_for_admission(self, progress: _RunningRequest) -> None:
+        """Only for a new request: a retry was admitted before. Raises like ``AdmissionQueue.admit``."""
+        if self.admission_queue.is_unlimited or not progress.is_new:
             return
-        request = journey.request
-        facts = self.placer.facts(journey, self._clock())
+        request = progress.request
+        facts = self.placer.facts(progress, self._clock())
         band = band_of(request.priority)
         try:
-            await self.door.enter(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
+            await self.admission_queue.admit(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
         except (Overloaded, DeadlineExceeded, asyncio.CancelledError):
-            self.placer.tell_in_vain(facts, journey, self._clock())
+            self.placer.report_unplaced(facts, progress, self._clock())
             raise
 
-    def _start(self, journey: _Running) -> Attempt:
+    def _start(self, progress: _RunningRequest) -> Attempt:
         """Place the remaining part of the request, book it, and call both nodes. Raises like ``Placer.place``."""
-        request, now = journey.request, self._clock()
-        facts = self.placer.facts(journey, now)
-        placement = self.placer.place(facts, journey, now)
+        request, now = progress.request, self._clock()
+        facts = self.placer.facts(progress, now)
+        placement = self.placer.place(facts, progress, now)
         # before booking: it may exceed the message size
-        requests = node_requests(request, journey.tokens, placement, next(self._epochs))
+        requests = node_requests(request, progress.tokens, placement, next(self._epochs))
         booking = self._book(facts, placement, request.sampling.max_tokens, now)
-        journey.placed(placement)
+        progress.placed(placement)
         log.debug("%s placed: %s", request.request_id, placement)
-        return self._call(journey, placement, booking, requests)
+        return self._call(progress, placement, booking, requests)
 
-    def _call(self, journey: _Running, placement: Placement, booking: Booking, requests: NodeRequests) -> Attempt:
-        request = journey.request
+    def _call(
+        self, progress: _RunningRequest, placement: Placement, booking: Booking, requests: NodeRequests
+    ) -> Attempt:
+        request = progress.request
         merger = Merger(
-            expected=[len(answer) for answer in journey.emitted],
+            expected=[len(answer) for answer in progress.emitted],
             handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
-            tells_first=not journey.is_search,
-            tells_scores=request.sampling.prompt_logprobs is not None and not journey.has_scores,
+            passes_first_token=not progress.is_beam_search,
+            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not progress.has_prompt_logprobs,
         )
         attempt = Attempt(
             channels=self._channels,
@@ -276,66 +276,66 @@ class Dispatcher:
             on_prefilled=lambda: self._prefilled(booking),
             on_lost=self._lost,
         )
-        for choice in journey.ended:
+        for choice in progress.ended:
             attempt.end_choice(choice)
         for info in attempt.nodes:
             self._attempts.setdefault(info.incarnation, set()).add(attempt)
         return attempt
 
     def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Booking:
-        stays = placement.prefill.role is Role.DECODE  # its decode steps run there as well
-        booked = placement._replace(decode=placement.prefill) if stays else placement
+        is_local = placement.prefill.role is Role.DECODE  # local prefill: its decode steps run there as well
+        booked = placement._replace(decode=placement.prefill) if is_local else placement
         booking = self.placer.scheduler.book(facts, booked, now)
-        self.stats.tails += stays
-        self.door.booked(booking, facts, placement, max_tokens)
+        self.stats.local_prefills += is_local
+        self.admission_queue.placed(booking, facts, placement, max_tokens)
         return booking
 
-    def _note(self, journey: _Running, attempt: Attempt, delta: Delta) -> Delta:
+    def _record(self, progress: _RunningRequest, attempt: Attempt, delta: Delta) -> Delta:
         """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
-        if delta.tokens and journey.is_new:
-            self._note_first(journey, attempt)
+        if delta.tokens and progress.is_new:
+            self._record_first_token(progress, attempt)
         self.stats.output_tokens += len(delta.tokens)
-        journey.take(delta)
+        progress.add(delta)
         report = attempt.merger.report
-        is_news = report is not None and not journey.has_report
-        if report is not None and is_news:
-            self.stats.count_prompt(journey.take_report(report), self._model.shape.block_tokens)
-        return replace(delta, summary=journey.summary) if is_news or delta.finish_reason is not None else delta
+        is_first_report = report is not None and not progress.has_report
+        if report is not None and is_first_report:
+            self.stats.count_prompt(progress.add_report(report), self._model.shape.block_tokens)
+        return replace(delta, summary=progress.summary) if is_first_report or delta.finish_reason is not None else delta
 
-    def _note_first(self, journey: _Running, attempt: Attempt) -> None:
-        """The first token is there. Raises Overloaded like ``Door.look_late``."""
+    def _record_first_token(self, progress: _RunningRequest, attempt: Attempt) -> None:
+        """The first token is there. Raises Overloaded like ``AdmissionQueue.check_after_prefill``."""
         now = self._clock()
-        if self.door.looks_late:
-            self.door.look_late(attempt.booking, self.placer.facts(journey, now))
+        if self.admission_queue.checks_after_prefill:
+            self.admission_queue.check_after_prefill(attempt.booking, self.placer.facts(progress, now))
         if attempt.placement.is_known:
-            self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - journey.started_at) * 1e3)
+            self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - progress.started_at) * 1e3)
 
-    def _prepare_retry(self, journey: _Running, attempt: Attempt, failure: AttemptFailed) -> None:
+    def _prepare_retry(self, progress: _RunningRequest, attempt: Attempt, failure: AttemptFailed) -> None:
         """Learn from a failed attempt. Raises its error when there is nothing left to try."""
         self.stats.failed_attempts[failure.error.code] += 1
-        journey.error = failure.error
+        progress.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
             self.on_checksum_error(attempt.nodes)
-        may_try = journey.retries.learn(self._blame(attempt))
+        may_try = progress.retries.learn(self._failure(attempt))
         if not (may_try and failure.is_retryable):
             raise failure.error from None
         self.stats.retries += 1
-        request_id = journey.request.request_id
-        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, journey.num_emitted, failure.error)
+        request_id = progress.request.request_id
+        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, progress.num_emitted, failure.error)
 
-    def _blame(self, attempt: Attempt) -> Failure:
-        """What happened to the nodes of a failed attempt."""
+    def _failure(self, attempt: Attempt) -> Failure:
+        """What the attempt's failure says of its nodes."""
         return Failure(
             nodes=incarnations(attempt.nodes),
             lost=incarnations(attempt.lost_nodes),
             leaving=incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
-            met_nobody=attempt.met_nobody,
+            was_never_accepted=attempt.was_never_accepted,
         )
 
-    def _end_attempt(self, journey: _Running, attempt: Attempt) -> None:
+    def _end_attempt(self, progress: _RunningRequest, attempt: Attempt) -> None:
         attempt.close()
         self.placer.scheduler.close(attempt.booking, self._clock())
-        self.door.ended(attempt.booking, journey.num_emitted if journey.is_whole else 0)
+        self.admission_queue.finished(attempt.booking, progress.num_emitted if progress.is_complete else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
         for info in attempt.nodes:
@@ -344,14 +344,14 @@ class Dispatcher:
             if not attempts:
                 del self._attempts[info.incarnation]
 
-    def _end_failed(self, journey: _Running, error: Exception) -> None:
+    def _end_failed(self, progress: _RunningRequest, error: Exception) -> None:
         self.stats.failures[error.code if isinstance(error, MooncakeError) else InternalError.code] += 1
         expired = isinstance(error, DeadlineExceeded)
-        journey.lifecycle.move(RequestState.EXPIRED if expired else RequestState.FAILED)
+        progress.lifecycle.move(RequestState.EXPIRED if expired else RequestState.FAILED)
 
-    def _end(self, journey: _Running) -> None:
+    def _end(self, progress: _RunningRequest) -> None:
         self.stats.running -= 1
-        if journey.lifecycle.has_ended:  # it failed
+        if progress.lifecycle.has_ended:  # it failed
             return
-        journey.lifecycle.move(RequestState.FINISHED if journey.is_whole else RequestState.CANCELLED)
-        self.stats.count_end(journey.is_whole, self._clock() - journey.started_at, journey.num_emitted)
+        progress.lifecycle.move(RequestState.FINISHED if progress.is_complete else RequestState.CANCELLED)
+        self.stats.count_end(progress.is_complete, self._clock() - progress.started_at, progress.num_emitted)

@@ -19,20 +19,20 @@ class Merger:
     """Two streams in; for each answer, one without gaps or repeats out.
 
     ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives whole
-    answers. Without ``tells_first`` the prefill node's tokens are not passed on (beams are chosen at the end).
-    ``tells_scores``: the client wants those of its prompt, and has not received them yet.
+    answers. Without ``passes_first_token`` the prefill node's tokens are not passed on (beams are chosen at the end).
+    ``wants_prompt_logprobs``: the client asked for them and has not received them yet.
     """
 
     def __init__(
         self,
         expected: Sequence[int],
         handoff: Lifecycle[HandoffState] | None,
-        tells_first: bool = True,
-        tells_scores: bool = False,
+        passes_first_token: bool = True,
+        wants_prompt_logprobs: bool = False,
     ) -> None:
         self._expected = list(expected)
-        self._tells_first = tells_first
-        self.tells_scores = tells_scores
+        self._passes_first_token = passes_first_token
+        self.wants_prompt_logprobs = wants_prompt_logprobs
         self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
         self._withheld: Delta | None = None  # the last delta, held until the report arrives
@@ -63,7 +63,7 @@ class Merger:
             self.report = report_from_wire(message.report)
             self._committed()
             return self._say_withheld()
-        if message.HasField("prompt_logprobs") and self.tells_scores:
+        if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
             return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None
@@ -73,7 +73,7 @@ class Merger:
             return self._said(message.choice, tokens, message.finish_reason)
         if self.handoff.state is HandoffState.RESERVED:
             self.handoff.move(HandoffState.STREAMING)
-        return self._said(message.choice, tokens, "") if self._tells_first else None
+        return self._said(message.choice, tokens, "") if self._passes_first_token else None
 
     def decode_said(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises InternalError when an index is missing or a finish reason is unknown."""

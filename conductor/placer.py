@@ -1,7 +1,7 @@
-"""Placement of the rest of a request: its facts, and the best pair of nodes for it.
+"""Placement of a request, or of what is left of it after a failed attempt: its facts, and the best nodes for it.
 
-It counts and books nothing and calls no node. The scheduler compares pairs; which nodes failed attempts rule out comes
-from the request's journey.
+It counts and books nothing and calls no node. The scheduler compares pairs; here the nodes that failed this request are
+ruled out, and a local prefill on the decode node is considered.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from conductor.fleet import Fleet
-from conductor.journey import Journey
+from conductor.local_prefill import local_prefill
 from conductor.policies import POLICIES, Policy
+from conductor.request_progress import RequestProgress
 from conductor.retry import incarnations
 from conductor.scheduler import Placement, Scheduler, check_time
 from conductor.stats import DispatchStats
-from conductor.tails import on_decode_node
 from conductor.view import Question, RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded
@@ -47,54 +47,54 @@ class Placer:
         self._model = model
         self._fleet = fleet
         self._stats = stats
-        self._max_tail_tokens = config.conductor.max_tail_tokens
+        self._max_local_tokens = config.conductor.max_tail_tokens
         self._is_coupled = config.cluster.coupled > 0  # prefill nodes give whole answers, and keep their KV
         prepare_hashing()
 
-    def facts(self, journey: Journey, now: float) -> RequestFacts:
+    def facts(self, progress: RequestProgress, now: float) -> RequestFacts:
         """What placement depends on, for the remaining part of the request."""
-        request, tokens = journey.request, journey.tokens
-        left = request.sampling.max_tokens - journey.num_kept
+        request, tokens = progress.request, progress.tokens
+        left = request.sampling.max_tokens - progress.num_kept
         chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
         # Of a prompt that is scored every token is computed, whatever is cached.
-        is_scored = request.sampling.prompt_logprobs is not None and not journey.num_kept
+        is_scored = request.sampling.prompt_logprobs is not None and not progress.num_kept
         return RequestFacts(
             num_tokens=len(tokens),
             keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self._stats.expected_output_tokens(left),
-            needs_decode=not self._is_coupled and (left > 1 or journey.is_search),
+            needs_decode=not self._is_coupled and (left > 1 or progress.is_beam_search),
             # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
-            budget_ms=(request.deadline - now) * 1e3 if journey.is_new else float("inf"),
+            budget_ms=(request.deadline - now) * 1e3 if progress.is_new else float("inf"),
             session=request.session,
             number=self._stats.requests,
         )
 
-    def place(self, facts: RequestFacts, journey: Journey, now: float) -> Placement:
+    def place(self, facts: RequestFacts, progress: RequestProgress, now: float) -> Placement:
         """Avoid nodes that failed this request, unless they are alive and the only ones of their role. Raises
         NodeUnavailable, and Overloaded when the deadline cannot be met."""
-        registry, retries = self._fleet.registry, journey.retries
-        if retries.dead:  # some may have been heard from since: a client reads late, or the request waited for them
-            retries.heard(registry.live())
+        registry, retries = self._fleet.registry, progress.retries
+        if retries.dead:  # some may have sent heartbeats since: the client read late, or the request waited for them
+            retries.revive(registry.live())
         usable = (incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
-        placement = self._best(facts._replace(excluded=retries.excluded(usable)), journey, now)
+        placement = self._best(facts._replace(excluded=retries.excluded(usable)), progress, now)
         return placement._replace(pools=(), fetched_tokens=0) if self._is_coupled else placement
 
-    def tell_in_vain(self, facts: RequestFacts, journey: Journey, now: float) -> None:
-        """Report the demand of a request that is not placed: the balancer counts it all the same."""
+    def report_unplaced(self, facts: RequestFacts, progress: RequestProgress, now: float) -> None:
+        """Tell ``on_arrival`` of a request that is not placed: refused requests are demand too."""
         with contextlib.suppress(NodeUnavailable, Overloaded):
-            self._best(facts, journey, now)
+            self._best(facts, progress, now)
 
-    def _best(self, facts: RequestFacts, journey: Journey, now: float) -> Placement:
-        """The scheduler's pair, or the decode node that already holds nearly the whole prompt."""
+    def _best(self, facts: RequestFacts, progress: RequestProgress, now: float) -> Placement:
+        """The scheduler's pair, or a decode node alone."""
         question = self.scheduler.ask(facts, now)
         placement = self.scheduler.choose(question)
-        if journey.is_new:
+        if progress.is_new:
             for tell in self.on_arrival:
                 tell(question, placement, now)
         check_time(placement, facts.budget_ms)
-        if not facts.needs_decode or len(journey.emitted) > 1 or not self._max_tail_tokens:
+        if not facts.needs_decode or len(progress.emitted) > 1 or not self._max_local_tokens:
             return placement
-        return on_decode_node(question, placement, self._fleet.costs, self._max_tail_tokens) or placement
+        return local_prefill(question, placement, self._fleet.costs, self._max_local_tokens) or placement
 
 
 def _policy(name: str) -> Policy:

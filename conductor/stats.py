@@ -43,7 +43,7 @@ class DispatchStats:
     handoffs: Counter[str] = field(default_factory=Counter)  # by final state
     prompt_tokens: int = 0  # of requests whose prefill has reported
     cached_tokens: int = 0  # of those, reused from a cache
-    tails: int = 0  # prompts computed on their decode node
+    local_prefills: int = 0  # prompts computed on their decode node
     block_queries: int = 0  # full prompt blocks looked up
     block_hits: int = 0  # of them, found in a cache
     output_tokens: int = 0

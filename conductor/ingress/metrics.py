@@ -160,7 +160,7 @@ class _ClusterCollector(Collector):
         yield CounterMetricFamily("mooncake_requests", "Requests admitted", status.requests_total)
         yield CounterMetricFamily("mooncake_requests_cancelled", "Requests whose client left", stats.cancelled)
         yield CounterMetricFamily("mooncake_retries", "Attempts tried again on another pair", stats.retries)
-        yield CounterMetricFamily("mooncake_tails", "Prompts computed where they are decoded", stats.tails)
+        yield CounterMetricFamily("mooncake_tails", "Prompts computed where they are decoded", stats.local_prefills)
         yield CounterMetricFamily("mooncake_block_queries", "Prompt blocks asked for", status.block_queries)
         yield CounterMetricFamily("mooncake_block_hits", "Prompt blocks found in a cache", status.block_hits)
         yield GaugeMetricFamily(

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from conductor.admission import ADMISSIONS, Mode
+from conductor.admission import Mode
+from conductor.admission_rules import ADMISSIONS
 from conductor.ingress.reading.form import REASONING_PARSERS, TOOL_CALL_PARSERS
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS

@@ -70,7 +70,7 @@ class Script:
     times: int = -1  # how often the error comes; -1: always
     hang: bool = False  # never answer
     token_s: float = 0.0  # between tokens
-    gate: asyncio.Event | None = None  # waits for it before working
+    gate: asyncio.Event | None = None  # retry_after for it before working
     cut_finish: bool = False  # end the stream without a finish reason
     skip_index: bool = False
     report_error: MooncakeError | None = None  # after the commit

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import Cluster
 
-from conductor.admission import ADMISSIONS, TBT_ROOM, Admission, Limits, Mode, peak_tokens
+from conductor.admission import Admission, Mode
+from conductor.admission_rules import ADMISSIONS, TBT_ROOM, Limits, peak_tokens
 from conductor.bookings import Booking
-from conductor.fairness import Band
+from conductor.fair_queue import Band
 from conductor.lengths import Kind, OutputLengths, Turns
 from conductor.registry import NodeLoad
 from conductor.view import RequestFacts
@@ -16,7 +17,7 @@ from conductor.view import RequestFacts
 CHAT = Kind(b"chat", 640)
 
 
-class Door:
+class Case:
     """A cluster with one prefill and one decode node (10 ms per step plus 1 ms per sequence), and an admission rule."""
 
     def __init__(self, rule: str, tbt_ms: float = 20.0, ttft_ms: float = 1e6, mode: Mode = Mode.HARD) -> None:
@@ -49,14 +50,14 @@ class Door:
         if not (verdict.is_admitted and enter):
             return verdict.is_admitted, verdict.retry_after_s, None
         booking = scheduler.book(facts, placement, self.now)
-        self.admission.admitted(booking, facts, max_tokens, placement, self.now)
+        self.admission.placed(booking, facts, max_tokens, placement, self.now)
         self.open.append(booking)
         return True, 0.0, booking
 
     def joins(self, booking: Booking | None) -> bool:
         assert booking is not None
         self.cluster.scheduler.prefill_done(booking, self.now)
-        late = self.admission.looks_late
+        late = self.admission.checks_after_prefill
         question = self.cluster.scheduler.ask(self.cluster.facts(), self.now) if late else None
         return self.admission.prefill_ended(booking, question, self.now)
 
@@ -68,109 +69,109 @@ class Door:
 
 
 def test_nobody_is_refused_without_a_rule_or_with_the_mode_off() -> None:
-    for door in (Door("none"), Door("early", mode=Mode.OFF)):
+    for case in (Case("none"), Case("early", mode=Mode.OFF)):
         for _ in range(50):
-            assert door.ask()[0]
-            door.joins(door.open[-1])
-    assert door.admission.stats.refused > 20, "what would have been refused is counted"
+            assert case.ask()[0]
+            case.joins(case.open[-1])
+    assert case.admission.stats.refused > 20, "what would have been refused is counted"
 
 
 @pytest.mark.parametrize("rule", ["baseline", "early", "predicted", "lookahead"])
 def test_a_first_token_that_comes_too_late_is_refused_with_the_time_that_the_queue_needs(rule: str) -> None:
-    door = Door(rule, tbt_ms=1e6, ttft_ms=500.0)
-    while door.ask()[0]:
+    case = Case(rule, tbt_ms=1e6, ttft_ms=500.0)
+    while case.ask()[0]:
         pass
-    assert len(door.open) == 7, "64 ms each"
-    refused, wait_s, _ = door.ask()
+    assert len(case.open) == 7, "64 ms each"
+    refused, wait_s, _ = case.ask()
     assert not refused
     assert wait_s == pytest.approx(0.0625 if wait_s < 0.06 else 8 * 0.064 - 0.5, abs=0.05)
-    for booking in list(door.open):
-        door.cluster.now += 0.064
-        door.joins(booking)
-    assert door.ask()[0]
+    for booking in list(case.open):
+        case.cluster.now += 0.064
+        case.joins(booking)
+    assert case.ask()[0]
 
 
 def test_early_rejection_does_not_see_who_is_on_the_way_and_prediction_does() -> None:
     """The oscillation in the paper: while prefills run, the decode node looks empty."""
     entered = {}
     for rule in ("early", "predicted"):
-        door = Door(rule)
+        case = Case(rule)
         for _ in range(30):
-            door.ask()
-        entered[rule] = len(door.open)
+            case.ask()
+        entered[rule] = len(case.open)
     assert entered["early"] == 30
     assert 8 <= entered["predicted"] <= 14, "ten sequences make a step of 20 ms"
 
 
 def test_prediction_lets_in_who_joins_when_others_have_left() -> None:
-    door = Door("predicted")
-    door.admission.decode_s = 0.5
+    case = Case("predicted")
+    case.admission.decode_s = 0.5
     for _ in range(10):
-        door.joins(door.ask()[2])
-    assert not door.ask(enter=False)[0], "64 ms from now all ten are still there"
-    door.cluster.now += 0.5
-    assert door.ask(enter=False)[0]
+        case.joins(case.ask()[2])
+    assert not case.ask(enter=False)[0], "64 ms from now all ten are still there"
+    case.cluster.now += 0.5
+    assert case.ask(enter=False)[0]
 
 
 def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
-    door = Door("baseline")
-    bookings = [door.ask()[2] for _ in range(14)]
-    kept = [door.joins(booking) for booking in bookings]
+    case = Case("baseline")
+    bookings = [case.ask()[2] for _ in range(14)]
+    kept = [case.joins(booking) for booking in bookings]
     assert kept.count(False) == 4
-    assert door.admission.stats.refused_after_prefill == 4
+    assert case.admission.stats.refused_after_prefill == 4
 
 
 def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
     """Short answers are running; a request with a second of prefill joins after they have ended."""
-    door = Door("lookahead", tbt_ms=18.0 / TBT_ROOM)
+    case = Case("lookahead", tbt_ms=18.0 / TBT_ROOM)
     for _ in range(200):
-        door.admission.lengths.observe(CHAT, 20)
-    while door.ask()[0]:
-        door.joins(door.open[-1])
-    assert 6 <= len(door.open) <= 8, "who joins in 64 ms would make the step too long"
-    assert door.ask(num_tokens=12_000, enter=False)[0] or door.ask(num_tokens=6_400, enter=False)[0]
-    refused, wait_s, _ = door.ask(enter=False)
+        case.admission.lengths.observe(CHAT, 20)
+    while case.ask()[0]:
+        case.joins(case.open[-1])
+    assert 6 <= len(case.open) <= 8, "who joins in 64 ms would make the step too long"
+    assert case.ask(num_tokens=12_000, enter=False)[0] or case.ask(num_tokens=6_400, enter=False)[0]
+    refused, wait_s, _ = case.ask(enter=False)
     assert not refused
     assert 0.05 < wait_s < 0.6, "20 tokens of 18 ms"
 
 
 def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
-    door = Door("lookahead", tbt_ms=1e6)
+    case = Case("lookahead", tbt_ms=1e6)
     load = NodeLoad(blocks_total=200, blocks_free=200)  # 12,800 tokens
-    info = door.cluster.fleet.view(door.now).decode.nodes[0]
-    door.cluster.fleet.registry.heartbeat("d0", info.incarnation, load, False, door.now)
-    door.cluster.fleet.heartbeat("d0", load)
+    info = case.cluster.fleet.view(case.now).decode.nodes[0]
+    case.cluster.fleet.registry.heartbeat("d0", info.incarnation, load, False, case.now)
+    case.cluster.fleet.heartbeat("d0", load)
     for _ in range(300):
-        door.admission.lengths.observe(CHAT, 640)
-    while door.ask(max_tokens=2000)[0]:
-        door.joins(door.open[-1])
-        assert len(door.open) < 20
-    assert 8 <= len(door.open) <= 11, "1,280 tokens each at the end"
+        case.admission.lengths.observe(CHAT, 640)
+    while case.ask(max_tokens=2000)[0]:
+        case.joins(case.open[-1])
+        assert len(case.open) < 20
+    assert 8 <= len(case.open) <= 11, "1,280 tokens each at the end"
 
 
 def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
-    door = Door("early")
-    bookings = [door.ask()[2] for _ in range(12)]
+    case = Case("early")
+    bookings = [case.ask()[2] for _ in range(12)]
     for booking in bookings:
-        door.joins(booking)
-    assert not door.ask()[0]
-    for booking in list(door.open):
-        door.ends(booking, 10)
-    door.cluster.now += 5.0
-    door.ask(enter=False)
-    stats = door.admission.stats
-    assert (stats.looked_back, stats.could_have_served) == (1, 1)
+        case.joins(booking)
+    assert not case.ask()[0]
+    for booking in list(case.open):
+        case.ends(booking, 10)
+    case.cluster.now += 5.0
+    case.ask(enter=False)
+    stats = case.admission.stats
+    assert (stats.refusals_checked, stats.refusals_unneeded) == (1, 1)
 
 
 def test_nothing_is_left_of_requests_that_ended() -> None:
-    door = Door("lookahead")
-    bookings = [door.ask()[2] for _ in range(5)]
+    case = Case("lookahead")
+    bookings = [case.ask()[2] for _ in range(5)]
     for booking in bookings:
-        door.joins(booking)
-        door.ends(booking, 7)
-        door.admission.finished(booking, door.now, 7)  # twice is once
-    assert len(door.admission.flights) == 0
-    assert door.admission.flights.on("d0", door.now) == (0.0, 0.0)
+        case.joins(booking)
+        case.ends(booking, 7)
+        case.admission.finished(booking, case.now, 7)  # twice is once
+    assert len(case.admission.inflight) == 0
+    assert case.admission.inflight.decoding_on("d0") == (0.0, 0.0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100)), min_size=1, max_size=8))
@@ -234,27 +235,27 @@ class TestLengths:
 
 
 def test_room_goes_to_who_was_told_to_come_now_and_not_to_a_stranger() -> None:
-    door = Door("early", tbt_ms=14.0)
-    one, another = door.cluster.facts(620), door.cluster.facts(630)
-    while (visit := door.ask(600))[0]:
-        door.joins(visit[2])
-    for number in range(3):  # clients keep their appointments here
-        mine = door.cluster.facts(610 + number)
-        refused, wait_s, _ = door.ask(facts=mine)
+    case = Case("early", tbt_ms=14.0)
+    one, another = case.cluster.facts(620), case.cluster.facts(630)
+    while (visit := case.ask(600))[0]:
+        case.joins(visit[2])
+    for number in range(3):  # clients keep their retry_reservations here
+        mine = case.cluster.facts(610 + number)
+        refused, wait_s, _ = case.ask(facts=mine)
         assert not refused
-        door.cluster.now += wait_s
-        door.ends(door.open[0])
-        came, _, booking = door.ask(facts=mine)
+        case.cluster.now += wait_s
+        case.ends(case.open[0])
+        came, _, booking = case.ask(facts=mine)
         assert came
-        door.joins(booking)
-    assert door.admission.stats.came_as_told == 3
-    _, wait_s, _ = door.ask(facts=one)
-    door.cluster.now += wait_s
-    door.ends(door.open[0])
-    stranger_goes_in, later_s, _ = door.ask(facts=another)
+        case.joins(booking)
+    assert case.admission.stats.returned_on_time == 3
+    _, wait_s, _ = case.ask(facts=one)
+    case.cluster.now += wait_s
+    case.ends(case.open[0])
+    stranger_goes_in, later_s, _ = case.ask(facts=another)
     assert not stranger_goes_in, "there is room, for somebody else"
     assert later_s > 0.0
-    assert not door.ask(600, band=Band.BATCH)[0]
-    assert door.ask(600, enter=False, band=Band.URGENT)[0], "what is urgent does not wait for anybody"
-    assert door.ask(facts=one)[0]
-    assert door.admission.stats.came_in_vain == 0
+    assert not case.ask(600, band=Band.BATCH)[0]
+    assert case.ask(600, enter=False, band=Band.URGENT)[0], "what is urgent does not wait for anybody"
+    assert case.ask(facts=one)[0]
+    assert case.admission.stats.refused_again == 0

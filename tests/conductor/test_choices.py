@@ -70,7 +70,7 @@ async def test_a_beam_search_holds_its_prefill_node_no_longer_than_other_request
     computed.set()
     await cluster.eventually(lambda: not cluster.core.fleet.booked("p0").prefills)
     assert cluster.core.fleet.booked("d0").decodes == 1
-    assert cluster.core.dispatcher.door.admission.flights.is_decoding.sum() == 1
+    assert cluster.core.dispatcher.admission_queue.admission.inflight.is_decoding.sum() == 1
     assert not searching.done()
     decoded.set()
     assert await searching == dict.fromkeys(range(2), cluster.answer(PROMPT, 6))
@@ -126,7 +126,7 @@ async def test_an_answer_that_was_ended_from_outside_is_a_finished_one(start_clu
         dispatcher.end_choice("r", 0)
     stats = dispatcher.stats
     assert (stats.finished, stats.cancelled) == (1, 0)
-    assert 4 <= dispatcher.door.admission.lengths.mean(Kind(b"", len(PROMPT)), limit=50) <= 6
+    assert 4 <= dispatcher.admission_queue.admission.lengths.mean(Kind(b"", len(PROMPT)), limit=50) <= 6
     assert not cluster.decode[0].ended_choices, "the end of the attempt tells the node"
     await cluster.is_quiet()
 

@@ -1,4 +1,4 @@
-"""One request's journey against nodes that work, fail, hang, die and come late."""
+"""One request's progress against nodes that work, fail, hang, die and come late."""
 
 import asyncio
 from dataclasses import replace
@@ -304,7 +304,7 @@ async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) ->
     assert tokens == cluster.answer(PROMPT, 8)
     assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d1", 0)
     assert arrivals == ["d0"], "whoever counts demand hears of it once"
-    assert dispatcher.door.admission.stats.admitted == 1, "who was let in once may try again"
+    assert dispatcher.admission_queue.admission.stats.admitted == 1, "who was let in once may try again"
     await cluster.is_quiet()
 
 
@@ -552,7 +552,7 @@ async def test_a_request_that_cannot_be_said_to_a_node_leaves_nothing_booked(sta
     cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
     with pytest.raises(ValueError, match="range"):  # front doors check it
         await cluster.generate(replace(cluster.request(PROMPT, 8), priority=1 << 40))
-    assert len(cluster.core.dispatcher.door.admission.flights) == 0
+    assert len(cluster.core.dispatcher.admission_queue.admission.inflight) == 0
     await cluster.is_quiet()
 
 

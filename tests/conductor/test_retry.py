@@ -8,21 +8,21 @@ P0, P1, D0, D1 = 1, 2, 11, 12
 PREFILL, DECODE = frozenset({P0, P1}), frozenset({D0, D1})
 
 
-def failed(*nodes: int, lost: int = 0, leaving: int = 0, met_nobody: bool = False) -> Failure:
+def failed(*nodes: int, lost: int = 0, leaving: int = 0, was_never_accepted: bool = False) -> Failure:
     return Failure(
         frozenset(nodes),
         lost=frozenset({lost} - {0}),
         leaving=frozenset({leaving} - {0}),
-        met_nobody=met_nobody,
+        was_never_accepted=was_never_accepted,
     )
 
 
 def test_a_request_has_so_many_tries() -> None:
-    retries = Retries(most=2)
+    retries = Retries(max_failures=2)
     assert retries.learn(failed(P0, D0))
     assert retries.learn(failed(P1, D1))
     assert not retries.learn(failed(P0, D0))
-    assert not Retries(most=0).learn(failed(P0, D0))
+    assert not Retries(max_failures=0).learn(failed(P0, D0))
 
 
 def test_nobody_is_excluded_before_anything_has_failed() -> None:
@@ -66,48 +66,48 @@ def test_what_a_loss_explains_of_the_failure_before_is_not_known() -> None:
 def test_who_is_heard_again_was_not_dead_and_is_taken_when_there_is_no_other() -> None:
     retries = Retries(1)
     retries.learn(failed(P0, D0, lost=D0))
-    retries.heard(frozenset({P0, D0}))
+    retries.revive(frozenset({P0, D0}))
     assert retries.excluded([PREFILL, frozenset({D0})]) == set()
     assert retries.excluded([PREFILL, DECODE]) == {D0}, "it may beat where nobody can reach it"
 
 
 def test_a_node_that_was_gone_before_the_call_costs_no_try_but_only_once() -> None:
-    retries = Retries(most=0)
-    gone = failed(P0, D0, lost=D0, met_nobody=True)
+    retries = Retries(max_failures=0)
+    gone = failed(P0, D0, lost=D0, was_never_accepted=True)
     assert retries.learn(gone)
     assert retries.has_failed, "all the same it is no new request"
-    retries.heard(DECODE)  # it beats where nobody can reach it
+    retries.revive(DECODE)  # it beats where nobody can reach it
     assert not retries.learn(gone)
 
 
 def test_a_node_that_dies_of_a_call_costs_a_try() -> None:
-    assert not Retries(most=0).learn(failed(P0, D0, lost=D0))
+    assert not Retries(max_failures=0).learn(failed(P0, D0, lost=D0))
 
 
 def test_nodes_that_were_gone_one_after_the_other_cost_nothing() -> None:
-    retries = Retries(most=0)
+    retries = Retries(max_failures=0)
     for node in (D0, D1, 13, 14):
-        assert retries.learn(failed(P0, node, lost=node, met_nobody=True))
+        assert retries.learn(failed(P0, node, lost=node, was_never_accepted=True))
     assert retries.count == 0
 
 
 def test_a_loss_that_the_other_node_told_of_first_is_charged_once() -> None:
-    retries = Retries(most=1)
+    retries = Retries(max_failures=1)
     assert retries.learn(failed(P0, D0)), "the prefill node says that the hand-off failed"
     assert retries.learn(failed(P0, D0, lost=D0)), "because this one was dying"
     assert retries.count == 1
 
 
 def test_a_node_that_leaves_costs_no_try_whoever_tells_of_it_but_only_once() -> None:
-    retries = Retries(most=0)
+    retries = Retries(max_failures=0)
     assert retries.learn(failed(P0, D0, leaving=D0))
     assert retries.learn(failed(P0, D1, leaving=D1)), "another one"
     assert not retries.learn(failed(P0, D0, leaving=D0)), "the same one again"
 
 
 def test_the_incarnation_that_follows_is_another_node() -> None:
-    retries = Retries(most=0)
-    retries.learn(failed(P0, D0, lost=D0, met_nobody=True))
+    retries = Retries(max_failures=0)
+    retries.learn(failed(P0, D0, lost=D0, was_never_accepted=True))
     restarted = 1000 + D0
     assert retries.excluded([PREFILL, frozenset({restarted})]) == {D0}
-    assert retries.learn(failed(P0, restarted, lost=restarted, met_nobody=True))
+    assert retries.learn(failed(P0, restarted, lost=restarted, was_never_accepted=True))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.admission import ADMISSIONS
+from conductor.admission_rules import ADMISSIONS
 from conductor.policies import POLICIES
 from mooncake.app.sim.cluster import Cluster, Ssd, load_preset
 from mooncake.app.sim.requests import Fate
@@ -53,7 +53,7 @@ def check_promises(simulation: Simulation) -> None:
         assert not decoder.running and not decoder.waiting
         assert decoder.reserved_tokens == 0 and decoder.context == 0
     if simulation.brain.admission is not None:
-        assert len(simulation.brain.admission.flights) == 0
+        assert len(simulation.brain.admission.inflight) == 0
     rejected = results.fate == Fate.REJECTED
     assert not results.prefill_ms[rejected].any(), "a rejected request cost prefill"
     assert np.isnan(results.ttft_s[rejected]).all()

@@ -11,7 +11,8 @@ from operator import attrgetter
 
 import numpy as np
 
-from conductor.admission import ADMISSIONS, Admission, Limits, Mode
+from conductor.admission import Admission, Mode
+from conductor.admission_rules import ADMISSIONS, Limits
 from conductor.balance import Balancer, Switch
 from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.fleet import Fleet
@@ -106,7 +107,7 @@ class Brain:
     def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, now: float) -> None:
         booking = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
-            self.admission.admitted(booking, facts, self._max_tokens, placement, now)
+            self.admission.placed(booking, facts, self._max_tokens, placement, now)
         if flight.attempts:
             flight.begin_attempt()
         flight.attempts += 1
@@ -130,8 +131,8 @@ class Brain:
         self.scheduler.prefill_done(flight.booking, now)
         if self.admission is None:
             return True
-        looks = self.admission.looks_late and flight.attempts == 1
-        question = self.scheduler.ask(self._facts(flight), now) if looks else None
+        is_checked = self.admission.checks_after_prefill and flight.attempts == 1
+        question = self.scheduler.ask(self._facts(flight), now) if is_checked else None
         return self.admission.prefill_ended(flight.booking, question, now)
 
     def ended(self, flight: Flight, output_tokens: int, now: float) -> None:

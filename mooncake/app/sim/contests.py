@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from conductor.policies import DEFAULT_POLICY, POLICIES
-from conductor.waits import MAX_RETRY_S
+from conductor.retry_after import MAX_RETRY_S
 from mooncake.app.sim import verdicts
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run

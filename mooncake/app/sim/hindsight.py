@@ -9,7 +9,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from conductor.waits import MAX_RETRY_S, WAITS
+from conductor.retry_after import MAX_RETRY_S, WAITS_S
 from mooncake.app.sim.requests import Fate, Flight, Results
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
@@ -201,12 +201,12 @@ def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floa
     ``ALIKE`` most similar others. Similar are refusals for the same reason (``is_slow``: TTFT) whose features
     ``[requests, features]`` have near ranks."""
     ranks = features.argsort(axis=0).argsort(axis=0) / max(len(features), 1)
-    is_right = np.abs(WAITS[:, None] / true_s - 1.0) <= EXACT  # [waits, requests]
+    is_right = np.abs(WAITS_S[:, None] / true_s - 1.0) <= EXACT  # [waits, requests]
     predicted_s: Floats = np.zeros(len(features))
     for one in range(len(features)):
         distance = ((ranks - ranks[one]) ** 2).sum(axis=1)
         distance[is_slow != is_slow[one]] += features.shape[1]  # farther than all others
         distance[one] = np.inf
         alike = distance.argsort(kind="stable")[: min(ALIKE, len(features) - 1)]
-        predicted_s[one] = WAITS[is_right[:, alike].sum(axis=1).argmax()]
+        predicted_s[one] = WAITS_S[is_right[:, alike].sum(axis=1).argmax()]
     return predicted_s

@@ -1,7 +1,6 @@
-"""One request from arrival to end, independent of nodes: what the client has of its answers, where another attempt
-continues, and what is reported at the end.
+"""Progress of one request, over all its attempts: the tokens the client has, where a retry continues, the summary.
 
-Pure. ``retry`` learns from its failures, ``lifecycle`` is the table of its states, and ``dispatch`` runs it.
+Pure. ``lifecycle`` is the table of its states, ``retry`` keeps what its failures have taught, and ``dispatch`` runs it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mooncake.types import FinishReason, PrefillReport, TokenIds
 
 
 @dataclass(slots=True)
-class Journey:
+class RequestProgress:
     """One owner: the dispatcher."""
 
     request: InferenceRequest
@@ -32,7 +31,7 @@ class Journey:
     ended: set[int] = field(default_factory=set)  # answers that are complete or no longer wanted
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False
-    has_scores: bool = False  # the client has the log-probabilities of its prompt
+    has_prompt_logprobs: bool = False
     error: MooncakeError | None = None  # the last attempt's
 
     @classmethod
@@ -40,7 +39,7 @@ class Journey:
         answers: list[list[int]] = [[] for _ in range(request.sampling.num_answers)]
         return cls(request, now, request_lifecycle(request.request_id), Retries(max_retries), answers)
 
-    def part(self, choice: int) -> Self:
+    def for_choice(self, choice: int) -> Self:
         """One of several answers as a request of its own. Its prompt has already been counted and reported."""
         request = replace(
             self.request,
@@ -55,22 +54,22 @@ class Journey:
             emitted=[list(self.emitted[choice])],
             summary=self.summary,
             has_report=True,
-            has_scores=self.has_scores,
+            has_prompt_logprobs=self.has_prompt_logprobs,
             error=self.error,
         )
 
     @property
     def is_new(self) -> bool:
-        """Whether no attempt has failed and no token was sent. Anything else was admitted and counted before, and is
+        """Whether no attempt has failed and no token was sent. Otherwise it was admitted and counted before, and is
         no longer refused because of a mere prediction."""
         return not (self.retries.has_failed or self.num_emitted)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.ended) == len(self.emitted)
 
     @property
-    def is_search(self) -> bool:
+    def is_beam_search(self) -> bool:
         """A beam search emits nothing before its end, so a retry always starts over."""
         return self.request.sampling.beam_search is not None
 
@@ -82,7 +81,7 @@ class Journey:
     @property
     def num_kept(self) -> int:
         """Tokens of the answer that a retry continues from."""
-        return 0 if self.is_search else self.num_emitted
+        return 0 if self.is_beam_search else self.num_emitted
 
     @property
     def tokens(self) -> TokenIds:
@@ -102,17 +101,17 @@ class Journey:
             predicted_ttft_ms=self.summary.predicted_ttft_ms or placement.predicted_ttft_ms,
         )
 
-    def take(self, delta: Delta) -> None:
+    def add(self, delta: Delta) -> None:
         """A delta is about to go to the client."""
         if delta.tokens:
             if self.lifecycle.state is RequestState.PLACED:
                 self.lifecycle.move(RequestState.STREAMING)
             self.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
-        self.has_scores |= delta.prompt_logprobs is not None
+        self.has_prompt_logprobs |= delta.prompt_logprobs is not None
         if delta.finish_reason is not None:
             self.ended.add(delta.choice)
 
-    def take_report(self, report: PrefillReport) -> PrefillReport:
+    def add_report(self, report: PrefillReport) -> PrefillReport:
         """Keep the first report: a retry would also find what this request itself has stored. The numbers are those
         of the original prompt, which may be shorter than what was computed."""
         prompt = len(self.request.tokens)
@@ -129,8 +128,8 @@ class Journey:
         self.summary, self.has_report = replace(self.summary, report=report), True
         return report
 
-    def ended_by(self, eos_ids: Iterable[int]) -> FinishReason | None:
-        """Why its single answer is already complete, if it is: the failed attempt lost only the finish reason."""
+    def missing_finish_reason(self, eos_ids: Iterable[int]) -> FinishReason | None:
+        """The finish reason of its single answer if that is complete, and the failed attempt lost only the reason."""
         sampling, emitted = self.request.sampling, self.emitted[0]
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
         if emitted and len(emitted) > sampling.min_tokens and emitted[-1] in stop_ids:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from placing import Cluster
 
+from conductor.admission_queue import AdmissionQueue
 from conductor.api import InferenceRequest
-from conductor.door import Door
 from conductor.scheduler import Scheduler
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
@@ -26,7 +26,9 @@ async def full_cluster(start_cluster: Any, requests: int = 2, **settings: Any) -
         cluster.core.costs.observe_decode("d0", batch, 100 * batch, 10.0 + batch)
     cluster.decode[0].script.token_s = 0.02
     running = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 40))) for _ in range(requests)]
-    await cluster.eventually(lambda: cluster.core.dispatcher.door.admission.flights.on("d0", 0.0)[0] == requests)
+    await cluster.eventually(
+        lambda: cluster.core.dispatcher.admission_queue.admission.inflight.decoding_on("d0")[0] == requests
+    )
     return cluster, running
 
 
@@ -46,7 +48,7 @@ async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster:
 async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: Any, mode: str) -> None:
     """In soft mode the request is not refused, although it is counted."""
     cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
-    stats = cluster.core.dispatcher.door.admission.stats
+    stats = cluster.core.dispatcher.admission_queue.admission.stats
     assert stats.refused_after_prefill == 0
     prefills = cluster.prefill[0].calls
     if mode == "hard":
@@ -66,17 +68,17 @@ async def test_admission_knows_how_long_the_answer_before_was(start_cluster: Any
     prompt = list(range(2, 11))  # two blocks, and one token more
     answer, _ = await cluster.generate(cluster.request(prompt, 23))
     keys = extend_chain(chain_seed("kv"), np.array([*prompt, *answer, 5, 6, 7, 8], dtype=np.uint32), 4)
-    assert cluster.core.dispatcher.door.admission.turns.kind(keys, 99).parent_tokens == 23
+    assert cluster.core.dispatcher.admission_queue.admission.turns.kind(keys, 99).parent_tokens == 23
 
 
 async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     waiting = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4))) for _ in range(3)]
-    await cluster.eventually(lambda: cluster.core.dispatcher.door.num_waiting == 3)
+    await cluster.eventually(lambda: cluster.core.dispatcher.admission_queue.num_waiting == 3)
     await asyncio.gather(*running)
     for tokens, _ in await asyncio.gather(*waiting):
         assert tokens == cluster.answer(PROMPT, 4)
-    assert cluster.core.dispatcher.door.num_waiting == 0
+    assert cluster.core.dispatcher.admission_queue.num_waiting == 0
     await cluster.is_quiet()
 
 
@@ -92,24 +94,24 @@ async def test_a_soft_limit_that_no_step_can_keep_lets_one_in_after_the_other(st
 
 async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
-    door = cluster.core.dispatcher.door
+    queue = cluster.core.dispatcher.admission_queue
     gone = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4)))
     late = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=0.2)))
-    await cluster.eventually(lambda: door.num_waiting == 2)
+    await cluster.eventually(lambda: queue.num_waiting == 2)
     gone.cancel()
     with pytest.raises(DeadlineExceeded):
         await late
-    assert door.num_waiting == 0
+    assert queue.num_waiting == 0
     await asyncio.gather(*running)
     await cluster.is_quiet()
 
 
 async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
-    door = cluster.core.dispatcher.door
+    queue = cluster.core.dispatcher.admission_queue
     first = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=10.0)))
     second = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=100.0)))
-    await cluster.eventually(lambda: door.num_waiting == 2)
+    await cluster.eventually(lambda: queue.num_waiting == 2)
     for _ in range(50):  # the prefill node has become slow
         cluster.core.costs.observe_prefill("p0", len(PROMPT), 0, 20_000.0)
     with pytest.raises(Overloaded, match="after the request's deadline"):
@@ -122,7 +124,7 @@ async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(st
 
 async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
-    door, arrivals = cluster.core.dispatcher.door, []
+    queue, arrivals = cluster.core.dispatcher.admission_queue, []
     cluster.core.dispatcher.placer.on_arrival.append(
         lambda question, placement, now: arrivals.append(question.facts.session)
     )
@@ -132,7 +134,7 @@ async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) ->
         return asyncio.create_task(cluster.generate(request))
 
     gone, late, patient = asked("gone", 20.0), asked("late", 0.2), asked("patient", 20.0)
-    await cluster.eventually(lambda: door.num_waiting == 3)
+    await cluster.eventually(lambda: queue.num_waiting == 3)
     gone.cancel()
     with pytest.raises(DeadlineExceeded):
         await late
@@ -147,12 +149,12 @@ async def test_who_waits_for_room_waits_for_a_missing_role_like_everybody_else(
     start_cluster: Any, comes_back: bool
 ) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft", node_wait_s=20.0 if comes_back else 0.1)
-    door, node = cluster.core.dispatcher.door, cluster.decode[0].membership
+    queue, node = cluster.core.dispatcher.admission_queue, cluster.decode[0].membership
     timeout_s = 20.0 if comes_back else 4.0
     guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s))) for _ in range(3)]
-    await cluster.eventually(lambda: door.num_waiting == 3)
+    await cluster.eventually(lambda: queue.num_waiting == 3)
     node.draining = True  # it goes on with what it has, and takes nobody
-    await cluster.eventually(lambda: door.num_waiting == 0)
+    await cluster.eventually(lambda: queue.num_waiting == 0)
     node.draining = not comes_back
     for ended in await asyncio.gather(*guests, return_exceptions=True):
         assert ended[0] == cluster.answer(PROMPT, 4) if comes_back else isinstance(ended, NodeUnavailable)
@@ -176,7 +178,9 @@ async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster
     asked = []
     for number, priority in enumerate((100, 0, -1)):
         asked.append(asyncio.create_task(ask(priority)))
-        await cluster.eventually(lambda number=number: cluster.core.dispatcher.door.num_waiting == number + 1)
+        await cluster.eventually(
+            lambda number=number: cluster.core.dispatcher.admission_queue.num_waiting == number + 1
+        )
     await asyncio.gather(*running, *asked)
     assert order[0] == -1
     await cluster.is_quiet()
@@ -184,15 +188,15 @@ async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster
 
 async def test_without_limits_everybody_walks_through(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
-    assert cluster.core.dispatcher.door.is_open
+    assert cluster.core.dispatcher.admission_queue.is_unlimited
     await cluster.generate(cluster.request(PROMPT, 4))
-    assert cluster.core.dispatcher.door.admission.stats.admitted == 0
+    assert cluster.core.dispatcher.admission_queue.admission.stats.admitted == 0
 
 
 @pytest.mark.parametrize("wrong", [{"admission": "maybe"}, {"admission_mode": "rude"}])
 def test_a_wrong_name_is_one_sentence(wrong: dict[str, str], scheduler: Scheduler) -> None:
     with pytest.raises(ConfigError, match="must be one of"):
-        Door(scheduler, ConductorSection(**wrong), lambda: 0.0)
+        AdmissionQueue(scheduler, ConductorSection(**wrong), lambda: 0.0)
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from placing import Cluster, incarnation, incarnations
 
+from conductor.local_prefill import local_prefill
 from conductor.registry import NodeLoad
 from conductor.scheduler import Placement
-from conductor.tails import on_decode_node
 
 TAIL = 64
 
@@ -29,7 +29,7 @@ def cluster() -> Cluster:
 def choose(cluster: Cluster, runs: dict[str, int], num_tokens: int = 640, **changes: object) -> Placement | None:
     facts = cluster.facts(num_tokens, runs, **changes)
     question = cluster.scheduler.ask(facts, cluster.now)
-    return on_decode_node(question, cluster.scheduler.answer(question), cluster.fleet.costs, TAIL)
+    return local_prefill(question, cluster.scheduler.answer(question), cluster.fleet.costs, TAIL)
 
 
 def test_the_decode_node_that_has_all_but_a_block_computes_it(cluster: Cluster) -> None:
@@ -39,16 +39,16 @@ def test_the_decode_node_that_has_all_but_a_block_computes_it(cluster: Cluster) 
     assert placement.predicted_ttft_ms == pytest.approx(64, rel=0.05)
 
 
-def test_a_longer_tail_goes_to_a_prefill_node(cluster: Cluster) -> None:
+def test_a_longer_uncached_part_goes_to_a_prefill_node(cluster: Cluster) -> None:
     assert choose(cluster, {"d1": 8}) is None
 
 
-def test_a_prefill_node_that_has_it_too_is_no_slower_and_disturbs_nobody(cluster: Cluster) -> None:
+def test_a_prefill_node_that_has_it_too_is_preferred(cluster: Cluster) -> None:
     cluster.fleet.registry.heartbeat("d1", incarnation("d1"), NodeLoad(), False, cluster.now)
     cluster.fleet.heartbeat("d1", NodeLoad(running=8, context_tokens=4096))
     assert choose(cluster, {"d1": 9, "p0": 9}) is None
 
 
-def test_nobody_is_asked_who_cannot_or_may_not(cluster: Cluster) -> None:
+def test_nodes_that_cannot_or_must_not_are_left_out(cluster: Cluster) -> None:
     assert choose(cluster, {"d1": 9}, excluded=incarnations("d1")) is None
     assert choose(Cluster(), {"d1": 9}) is None, "its decode nodes do nothing but decode"
