@@ -1,16 +1,15 @@
-"""How many nodes prefill and how many decode: when a node should change its role, and which one.
+"""The balance of prefill and decode nodes: when a node should switch its role, and which one.
 
 Pure: it is told what arrives and what the cluster looks like, and returns at most one switch at a time. Demand is
-counted in nodes, refused requests included, and is the load that a request meets: per-second rates averaged over
-requests instead of over time, so that a pause between two bursts changes nothing. Decode demand is also estimated from
-what the nodes hold, which shows longer answers before the first of them has ended.
+counted in nodes, refused requests included (``demand``). Decode demand is also estimated from the KV that the nodes
+hold, which shows longer answers before the first of them has ended.
 
-Traffic is usually steady, so the default is to do nothing: a switch must lower the load of the busier role by most of
-what one node can, and the shortage without it must have added up to the cost of a switch. A large shortage adds up in
-seconds; noise around the limit leaks away. Reversing the last switch needs more.
+Traffic is usually steady, so the default is to do nothing. A switch must lower the load of the busier role by most of
+what one node can, and the shortage without it, added up over time, must exceed the cost of a switch. A large shortage
+adds up in seconds; noise around the limit leaks away. Reversing the last switch costs more.
 
-How a switch runs (``SWITCH_MOVES``): the node drains, that is, accepts nothing new; what it decodes ends or moves on
-via the pool; then it flips with its weights and its host's KV in place, and registers under a new epoch.
+A switch (``SWITCH_MOVES``): the node drains, that is, accepts no new work; what it decodes ends or continues elsewhere
+from the pool; then it flips with its weights and its host's KV in place, and registers with a new incarnation.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.demand import Average, Demand, RequestClock
 from conductor.view import View
 from mooncake.types import Role
 
@@ -47,6 +47,14 @@ SWITCH_MOVES: Mapping[SwitchState, frozenset[SwitchState]] = {
 class Switch(NamedTuple):
     node_id: str
     to: Role
+
+
+class _Running(NamedTuple):
+    """The switch in progress."""
+
+    switch: Switch
+    state: SwitchState
+    since: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,65 +90,6 @@ class BalanceLimits:
         return self.smoothing_s / 2
 
 
-class Average:
-    """An exponential mean that starts as a plain one, so that an empty start is soon forgotten."""
-
-    def __init__(self, smoothing_s: float) -> None:
-        self._smoothing_s = smoothing_s
-        self._age_s = 0.0
-        self.value = 0.0
-
-    def add(self, value: float, elapsed_s: float) -> float:
-        self._age_s += elapsed_s
-        if elapsed_s > 0.0:
-            weight = max(1.0 - math.exp(-elapsed_s / self._smoothing_s), elapsed_s / self._age_s)
-            self.value += weight * (value - self.value)
-        return self.value
-
-
-class Demand:
-    """The load that requests meet, in nodes, from work reported as it arrives."""
-
-    def __init__(self, limits: BalanceLimits) -> None:
-        self._arrived_ms = 0.0
-        self._rate = Average(limits.fast_s)
-        self._met = Average(limits.smoothing_s)
-
-    @property
-    def level(self) -> float:
-        return self._met.value
-
-    def add(self, node_ms: float) -> None:
-        self._arrived_ms += node_ms
-
-    def tick(self, elapsed_s: float, requests_s: float) -> None:
-        """Close an interval that was ``requests_s`` long in time as requests see it."""
-        rate = self._rate.add(self._arrived_ms / 1e3 / elapsed_s, elapsed_s)
-        self._arrived_ms = 0.0
-        self._met.add(rate, requests_s)
-
-
-class RequestClock:
-    """Time as requests see it: a second with fewer requests than usual is shorter in proportion."""
-
-    def __init__(self, limits: BalanceLimits) -> None:
-        self._count = 0
-        self._rate = Average(limits.fast_s)
-        self._usual = Average(limits.smoothing_s)
-
-    def arrived(self) -> None:
-        self._count += 1
-
-    def tick(self, elapsed_s: float) -> float:
-        rate = self._rate.add(self._count / elapsed_s, elapsed_s)
-        self._count = 0
-        if not rate:
-            return 0.0
-        requests_s = elapsed_s * rate / max(self._usual.value, rate)
-        self._usual.add(rate, requests_s)
-        return requests_s
-
-
 class Balancer:
     """One owner. Call ``arrived`` for every request, refused ones included, and ``tick`` about once a second."""
 
@@ -148,22 +97,23 @@ class Balancer:
         self.limits = limits = limits or BalanceLimits()
         self._tbt_ms = tbt_ms
         self._block_tokens = block_tokens
-        self.prefill, self.decode = Demand(limits), Demand(limits)
+        self.prefill = Demand(limits.fast_s, limits.smoothing_s)
+        self.decode = Demand(limits.fast_s, limits.smoothing_s)
         self.switches = 0
-        self.clock = RequestClock(limits)
-        self._held, self._held_before = Average(limits.fast_s), Average(limits.slow_s)
+        self.clock = RequestClock(limits.fast_s, limits.smoothing_s)
+        self._held, self._held_baseline = Average(limits.fast_s), Average(limits.slow_s)
         self._age_s = 0.0
         self._ticked_at: float | None = None
-        self._lacked = {Role.PREFILL: 0.0, Role.DECODE: 0.0}  # accumulated shortage (s) of each role
-        self._switching: tuple[Switch, SwitchState, float] | None = None
+        self._shortage_s = {Role.PREFILL: 0.0, Role.DECODE: 0.0}  # accumulated shortage of nodes
+        self._running: _Running | None = None
         self._last_to: Role | None = None
-        self._rests_until = -math.inf
-        self._left_alone_until: dict[str, float] = {}
+        self._paused_until = -math.inf
+        self._node_rests_until: dict[str, float] = {}
 
     @property
     def switching(self) -> tuple[Switch, SwitchState] | None:
         """The switch in progress."""
-        return self._switching[:2] if self._switching else None
+        return (self._running.switch, self._running.state) if self._running else None
 
     def arrived(self, view: View, prefill_ms: float, num_tokens: int, expected_tokens: float) -> None:
         """Count one request's work for a prefill node, and for a decode node that keeps its step at the limit."""
@@ -187,54 +137,57 @@ class Balancer:
         self._ticked_at = now
         if since is None or now <= since:
             return None
-        self._look(view, now - since)
-        if self._switching is not None:
-            if now - self._switching[2] > limits.patience_s:
+        self._update(view, now - since)
+        if self._running is not None:
+            if now - self._running.since > limits.patience_s:
                 self.moved(SwitchState.GIVEN_UP, now)
             return None
-        to = self._due() if now >= self._rests_until else None
+        to = self._due() if now >= self._paused_until else None
         if to is None:
             return None
         node_id = self._idlest(view, Role.PREFILL if to is Role.DECODE else Role.DECODE, now)
         if node_id is None:
             return None
         switch = Switch(node_id, to)
-        self._switching = (switch, SwitchState.DRAINING, now)
+        self._running = _Running(switch, SwitchState.DRAINING, now)
         return switch
 
     def moved(self, to: SwitchState, now: float) -> None:
         """The switch in progress has advanced. An illegal move is our bug."""
-        assert self._switching is not None, "no switch is under way"
-        limits, (switch, state, since) = self.limits, self._switching
+        assert self._running is not None, "no switch is in progress"
+        switch, state, _ = self._running
         assert to in SWITCH_MOVES[state], f"{state} -> {to}"
-        self._switching = (switch, to, since)
+        self._running = self._running._replace(state=to)
         if not SWITCH_MOVES[to]:
-            self._switching = None
-            done = to is SwitchState.DONE
-            self._left_alone_until[switch.node_id] = now + (limits.node_dwell_s if done else 2.0 * limits.dwell_s)
-            lacks_more = min(max(self._lacked[switch.to] - limits.cost_s, 0.0), limits.cost_s)
-            self._lacked = dict.fromkeys(self._lacked, 0.0)
-            if done:
-                self.switches += 1
-                self._last_to, self._lacked[switch.to] = switch.to, lacks_more
-            else:
-                self._rests_until = now + limits.dwell_s
+            self._running = None
+            self._ended(switch, to is SwitchState.DONE, now)
 
-    def _look(self, view: View, elapsed_s: float) -> None:
+    def _ended(self, switch: Switch, is_done: bool, now: float) -> None:
+        limits = self.limits
+        self._node_rests_until[switch.node_id] = now + (limits.node_dwell_s if is_done else 2.0 * limits.dwell_s)
+        remaining_s = min(max(self._shortage_s[switch.to] - limits.cost_s, 0.0), limits.cost_s)
+        self._shortage_s = dict.fromkeys(self._shortage_s, 0.0)
+        if is_done:
+            self.switches += 1
+            self._last_to, self._shortage_s[switch.to] = switch.to, remaining_s
+        else:
+            self._paused_until = now + limits.dwell_s
+
+    def _update(self, view: View, elapsed_s: float) -> None:
         """Update demand and shortage with what arrived since the last tick and what is there now."""
         requests_s = self.clock.tick(elapsed_s)
         self.prefill.tick(elapsed_s, requests_s)
         self.decode.tick(elapsed_s, requests_s)
         held = self._held_nodes(view)
         self._held.add(held, elapsed_s)
-        self._held_before.add(held, elapsed_s)
+        self._held_baseline.add(held, elapsed_s)
         self._age_s += elapsed_s
         if self._age_s < self.limits.slow_s:
             return
-        to, lack = self._wanted(view)
-        for role in self._lacked:
-            more = (lack if role is to else 0.0) - self.limits.leak
-            self._lacked[role] = max(self._lacked[role] + more * requests_s, 0.0)
+        to, shortage = self._best_switch(view)
+        for role in self._shortage_s:
+            change = (shortage if role is to else 0.0) - self.limits.leak
+            self._shortage_s[role] = max(self._shortage_s[role] + change * requests_s, 0.0)
 
     def _held_nodes(self, view: View) -> float:
         """Decode nodes filled by the KV that exists now. Prompts still waiting for their prefill hold none."""
@@ -248,36 +201,37 @@ class Balancer:
     def _demand(self) -> tuple[float, float]:
         """Nodes needed of each role. Held KV is extrapolated by one drain while it rises."""
         limits, held = self.limits, self._held.value
-        rise = max(held - self._held_before.value, 0.0) / (limits.slow_s - limits.fast_s)
+        rise = max(held - self._held_baseline.value, 0.0) / (limits.slow_s - limits.fast_s)
         return self.prefill.level, limits.room * max(self.decode.level, held + rise * limits.drain_s)
 
-    def _wanted(self, view: View) -> tuple[Role | None, float]:
+    def _best_switch(self, view: View) -> tuple[Role | None, float]:
         """The role for which one more node lowers the highest load, and its shortage without it."""
         limits, num_prefill, num_decode = self.limits, len(view.prefill.nodes), len(view.decode.nodes)
         prefill, decode = self._demand()
 
-        def busiest(move: int, burst: float) -> float:
-            """Too little room for bursts counts as full; only a load that is too high counts as more."""
+        def highest_load(move: int, burst: float) -> float:
+            """After ``move`` nodes became prefill nodes. Too little room for bursts counts as full, not as more."""
             if num_prefill + move < limits.min_prefill or num_decode - move < limits.min_decode:
                 return EMPTY
             with_bursts = (prefill + burst * math.sqrt(prefill)) / (num_prefill + move)
             computing = min(with_bursts, max(1.0, limits.room * prefill / (num_prefill + move)))
             return max(computing, decode / (num_decode - move))
 
-        best = Role.PREFILL if busiest(1, limits.burst) < busiest(-1, limits.burst) else Role.DECODE
+        best = Role.PREFILL if highest_load(1, limits.burst) < highest_load(-1, limits.burst) else Role.DECODE
         move, burst, most = 1, limits.burst, 1.0 / (num_prefill + 1)
         if best is Role.DECODE:
             move, burst, most = -1, limits.burst_kept, 1.0 / (num_decode + 1)
-        now, then = busiest(0, burst), busiest(move, burst)
+        now, then = highest_load(0, burst), highest_load(move, burst)
         if not now or 1.0 - then / now < limits.worth * most:
             return None, 0.0
         return best, max(now - max(then, limits.busy), 0.0)
 
     def _due(self) -> Role | None:
         """The role whose accumulated shortage exceeds the cost of a switch."""
-        to = max(self._lacked, key=lambda role: self._lacked[role])
-        takes_back = self._last_to not in (None, to)
-        return to if self._lacked[to] > self.limits.cost_s * (self.limits.turn_back if takes_back else 1.0) else None
+        to = max(self._shortage_s, key=lambda role: self._shortage_s[role])
+        is_reversal = self._last_to not in (None, to)
+        cost_s = self.limits.cost_s * (self.limits.turn_back if is_reversal else 1.0)
+        return to if self._shortage_s[to] > cost_s else None
 
     def _idlest(self, view: View, role: Role, now: float) -> str | None:
         """The node of ``role`` that will be empty first and has not been asked lately."""
@@ -285,6 +239,6 @@ class Balancer:
         load = view.prefill.queued_ms if role is Role.PREFILL else view.decode.context_tokens
         for at in np.argsort(load, kind="stable"):
             node_id = side.nodes[int(at)].node_id
-            if now >= self._left_alone_until.get(node_id, -math.inf):
+            if now >= self._node_rests_until.get(node_id, -math.inf):
                 return node_id
         return None

@@ -12,7 +12,6 @@ import secrets
 import time
 from collections.abc import Callable
 
-from conductor.copier import Copier
 from conductor.cost import CostModel
 from conductor.dispatch import Dispatcher
 from conductor.fleet import Fleet
@@ -20,8 +19,9 @@ from conductor.health_monitor import HealthMonitor
 from conductor.placer import ModelFacts
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
+from conductor.replica_manager import ReplicaManager
 from conductor.role_requests import RoleRequests
-from conductor.role_shift import RoleShift
+from conductor.role_switcher import RoleSwitcher
 from conductor.subscriber import Subscriber
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
@@ -68,14 +68,14 @@ class Core:
         self.dispatcher.on_checksum_error = self.health.checksum_error
         self._watches_health = config.health.watch
         self.role_requests = RoleRequests(self.registry)
-        self._role_shift: RoleShift | None = None
+        self._role_switcher: RoleSwitcher | None = None
         if section.balance:
-            self._role_shift = RoleShift(section, self.fleet, model.shape.block_tokens, self.role_requests)
-            self.dispatcher.placer.on_arrival.append(self._role_shift.arrived)
-        self.copier: Copier | None = None
+            self._role_switcher = RoleSwitcher(section, self.fleet, model.shape.block_tokens, self.role_requests)
+            self.dispatcher.placer.on_arrival.append(self._role_switcher.arrived)
+        self.replica_manager: ReplicaManager | None = None
         if section.replicate:
-            self.copier = Copier(section, self.fleet, self.registry, self.channels)
-            self.dispatcher.placer.on_arrival.append(self.copier.arrived)
+            self.replica_manager = ReplicaManager(section, self.fleet, self.registry, self.channels)
+            self.dispatcher.placer.on_arrival.append(self.replica_manager.arrived)
         self._ticker: asyncio.Task[None] | None = None
         self._dropping: set[asyncio.Task[None]] = set()
         self._seen_version = 0  # of the registry
@@ -92,8 +92,8 @@ class Core:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self.health.close()
-        if self.copier is not None:
-            await self.copier.close()
+        if self.replica_manager is not None:
+            await self.replica_manager.close()
         await self.subscriber.close()
         await self.directory.close()
         await asyncio.gather(*self._dropping, return_exceptions=True)
@@ -107,8 +107,8 @@ class Core:
         self.role_requests.registered(info)
         if replaced is not None:
             self._drop(replaced, "was started anew")
-        if self._role_shift is not None:
-            self._role_shift.registered(info, self.clock())
+        if self._role_switcher is not None:
+            self._role_switcher.registered(info, self.clock())
         if is_new:
             self.directory.joined(info.node_id, describe(info))
             self.subscriber.follow(info)
@@ -145,8 +145,8 @@ class Core:
         now = self.clock()
         for info in self.registry.tick(now):
             self._drop(info, "has stopped heartbeating")
-            if self._role_shift is not None:
-                self._role_shift.gone(info.node_id, now)
+            if self._role_switcher is not None:
+                self._role_switcher.gone(info.node_id, now)
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
@@ -154,10 +154,10 @@ class Core:
             self.dispatcher.node_wait.nodes_changed(bool(are_gone), is_role_draining=bool(without_live))
         if self._watches_health:
             self.health.tick(now)
-        if self._role_shift is not None:
-            self._role_shift.tick(now)
-        if self.copier is not None:
-            self.copier.tick(now)
+        if self._role_switcher is not None:
+            self._role_switcher.tick(now)
+        if self.replica_manager is not None:
+            self.replica_manager.tick(now)
 
     def _has(self, state: NodeState, role: Role) -> bool:
         return any(node.info.role is role and node.state is state for node in self.registry.nodes())
@@ -169,8 +169,8 @@ class Core:
         self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
         self.health.forget(info.node_id)
-        if self.copier is not None:
-            self.copier.gone(info.node_id)
+        if self.replica_manager is not None:
+            self.replica_manager.gone(info.node_id)
         self.dispatcher.node_gone(info, why)
         self.fleet.forget(info.node_id)
         if not any(node.info.control_address == info.control_address for node in self.registry.nodes()):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.cost import ALL_NODES, NEVER, CostModel, DecodeCost, PrefillCost
+from conductor.cost import ALL_NODES, NO_FORGETTING, CostModel, DecodeCost, PrefillCost
 from mooncake.app.bench_traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
@@ -49,7 +49,7 @@ class PairSamples:
     to minute."""
 
     def __init__(self) -> None:
-        self._fitted = CostModel(forgetting=NEVER)  # all measurements have the same weight
+        self._fitted = CostModel(forgetting=NO_FORGETTING)  # all measurements have the same weight
         self._request_ms: list[float] = []
         self._handoff_ms: list[float] = []
         self._tails: list[float] = []

@@ -166,7 +166,7 @@ CROWDED = load_preset("paper-16").with_conductor(policy="longest_prefix", replic
 
 
 @pytest.mark.parametrize("ssd", [None, Ssd(tokens=2_000_000)])
-def test_a_crowd_s_prefix_is_copied_and_given_up_where_it_was_not_before(ssd: Ssd | None) -> None:
+def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ssd: Ssd | None) -> None:
     trace = flash_crowd()
     simulation = Simulation(CROWDED.with_machines("prefill", ssd=ssd), trace, Run(jitter_s=0.0))
     hot = simulation.block_keys(trace[0])
@@ -182,7 +182,7 @@ def test_a_crowd_s_prefix_is_copied_and_given_up_where_it_was_not_before(ssd: Ss
     before, during, after = held
     assert before == after == 1 and during > 2
     assert simulation.copies.made == during - 1
-    assert simulation.copies.given_up == during - 1
+    assert simulation.copies.dropped == during - 1
 
 
 @pytest.mark.parametrize("dies", ["prefill-0", "prefill-1", "prefill-2", "prefill-3"])

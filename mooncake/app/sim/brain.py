@@ -19,7 +19,7 @@ from conductor.fleet import Fleet
 from conductor.policies import POLICIES
 from conductor.prefix_index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.replication import Copy, Reclaim, ReplicationLimits, Replicator
+from conductor.replication import CopyPrefix, DropReplica, ReplicationLimits, Replicator
 from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
@@ -93,7 +93,7 @@ class Brain:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
             self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
         if self.replicator is not None and flight.attempts == 0:
-            self.replicator.asked(question, placement.breakdown.prefill_ms, now)
+            self.replicator.observe(question, placement.breakdown.prefill_ms, now)
         if self.admission is not None and flight.attempts == 0:  # a retry has already cost something: it continues
             verdict = self.admission.decide(question, placement, now, self._max_tokens)
             if self.kept is not None:
@@ -190,13 +190,13 @@ class Brain:
         """The machine that should change its role now."""
         return self.balancer.tick(self.fleet.view(now), now) if self.balancer is not None else None
 
-    def replications(self, now: float) -> list[Copy | Reclaim]:
+    def replications(self, now: float) -> list[CopyPrefix | DropReplica]:
         """Which prefixes to copy now, and which copies to drop."""
-        if self.replicator is None or not self.replicator.has_crowds:
+        if self.replicator is None or not self.replicator.has_hot_prefixes:
             return []
         return self.replicator.tick(self.fleet.view(now), self.index, now)
 
-    def copied(self, copy: Copy, ok: bool) -> None:
+    def copied(self, copy: CopyPrefix, ok: bool) -> None:
         if self.replicator is not None:
             self.replicator.copied(copy, ok)
 

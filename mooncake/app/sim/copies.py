@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from conductor.replication import Copy, Reclaim
+from conductor.replication import CopyPrefix, DropReplica
 from mooncake.app.sim.brain import Brain, host_of
 from mooncake.app.sim.cluster import Model
 from mooncake.app.sim.events import Agenda
@@ -21,7 +21,7 @@ from mooncake.app.sim.tiered import Loading, TieredCache
 class _Moving:
     """A copy in progress: first read from the source's SSD if needed, then sent between the hosts."""
 
-    copy: Copy
+    copy: CopyPrefix
     loading: Loading | None = None
     flow: Flow | None = None
     held: list[int] = field(default_factory=list)  # in the source's memory
@@ -41,7 +41,7 @@ class Copies:
         tell: Callable[[str], None],
     ) -> None:
         self.made = 0
-        self.given_up = 0
+        self.dropped = 0
         self._block_bytes = model.block_tokens * model.token_bytes
         self._agenda = agenda
         self._network = network
@@ -54,10 +54,10 @@ class Copies:
     def look(self) -> None:
         """Begin the copies, and drop those, that the conductor requests now."""
         for action in self._brain.replications(self._agenda.now):
-            if isinstance(action, Copy):
+            if isinstance(action, CopyPrefix):
                 self._begin(action)
             else:
-                self._give_up(action)
+                self._drop(action)
 
     def lose(self, machine: str) -> None:
         """The machine died: cancel copies from and to it."""
@@ -65,7 +65,7 @@ class Copies:
             if machine in (host_of(moving.copy.source), host_of(moving.copy.target)):
                 self._end(moving, ok=False)
 
-    def _begin(self, copy: Copy) -> None:
+    def _begin(self, copy: CopyPrefix) -> None:
         moving = _Moving(copy)
         self._moving[moving] = None
         source, target = host_of(copy.source), host_of(copy.target)
@@ -115,9 +115,9 @@ class Copies:
         self.made += ok
         self._brain.copied(moving.copy, ok)
 
-    def _give_up(self, reclaim: Reclaim) -> None:
-        machine = host_of(reclaim.node_id)
+    def _drop(self, drop: DropReplica) -> None:
+        machine = host_of(drop.node_id)
         if machine in self._down:
             return
-        self.given_up += self._machines[machine].cache.give_up(reclaim.keys) > 0
+        self.dropped += self._machines[machine].cache.give_up(drop.keys) > 0
         self._tell(machine)

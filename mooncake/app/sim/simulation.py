@@ -18,7 +18,7 @@ import numpy as np
 
 from conductor.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
-from conductor.replication import LOOK_S
+from conductor.replication import TICK_S
 from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
@@ -412,7 +412,7 @@ class Simulation:
     def _look_for_copies(self) -> None:
         self.copies.look()
         if self._flying or self._next < len(self._order):
-            self.agenda.after(LOOK_S, self._look_for_copies)
+            self.agenda.after(TICK_S, self._look_for_copies)
 
     # What nodes report
 

@@ -108,7 +108,7 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         decode_use=_mean(busy["decode"]) / duration_s,
         bytes_moved_gb=simulation.network.bytes_moved / 1e9,
         copies_made=simulation.copies.made,
-        copies_given_up=simulation.copies.given_up,
+        copies_given_up=simulation.copies.dropped,
         ssd_read_gb=sum(disk.bytes_read for disk in simulation.disks.values()) / 1e9,
         ssd_written_gb=sum(disk.bytes_written for disk in simulation.disks.values()) / 1e9,
     )

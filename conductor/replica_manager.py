@@ -1,6 +1,6 @@
 """Carries out what ``Replicator`` decides: tells stores to fetch hot prefixes, and to drop them when demand is over.
 
-I/O only, in the background; a failed copy costs nothing but a second attempt.
+I/O only, in the background; a failed copy may be tried again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import grpc
 
 from conductor.fleet import Fleet
 from conductor.registry import Registry
-from conductor.replication import LOOK_S, Copy, Reclaim, ReplicationLimits, Replicator
+from conductor.replication import TICK_S, CopyPrefix, DropReplica, ReplicationLimits, Replicator
 from conductor.scheduler import Placement
 from conductor.view import Question
 from mooncake.config import ConductorSection
@@ -23,10 +23,10 @@ from mooncake.rpc.server import Channels
 
 log = logging.getLogger(__name__)
 
-GIVE_UP_TIMEOUT_S = 5.0
+DROP_TIMEOUT_S = 5.0
 
 
-class Copier:
+class ReplicaManager:
     """One owner, one event loop."""
 
     def __init__(self, section: ConductorSection, fleet: Fleet, registry: Registry, channels: Channels) -> None:
@@ -38,22 +38,22 @@ class Copier:
         self._registry = registry
         self._channels = channels
         self._tasks: set[asyncio.Task[None]] = set()
-        self._look_at = 0.0
+        self._next_tick_at = 0.0
 
     def arrived(self, question: Question, placement: Placement, now: float) -> None:
-        self.replicator.asked(question, placement.breakdown.prefill_ms, now)
+        self.replicator.observe(question, placement.breakdown.prefill_ms, now)
 
     def gone(self, node_id: str) -> None:
         self.replicator.node_gone(node_id)
 
     def tick(self, now: float) -> None:
-        if now < self._look_at:
+        if now < self._next_tick_at:
             return
-        self._look_at = now + LOOK_S
-        if not self.replicator.has_crowds:
+        self._next_tick_at = now + TICK_S
+        if not self.replicator.has_hot_prefixes:
             return
         for action in self.replicator.tick(self._fleet.view(now), self._fleet.index, now):
-            self._begin(self._copy(action) if isinstance(action, Copy) else self._give_up(action))
+            self._begin(self._copy(action) if isinstance(action, CopyPrefix) else self._drop(action))
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -65,7 +65,7 @@ class Copier:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _copy(self, copy: Copy) -> None:
+    async def _copy(self, copy: CopyPrefix) -> None:
         source, target = self._registry.get(copy.source), self._registry.get(copy.target)
         held = 0
         if source is not None and target is not None:
@@ -81,12 +81,12 @@ class Copier:
         if ok:
             log.info("a hot prefix of %d blocks is on %s too", held, copy.target)
 
-    async def _give_up(self, reclaim: Reclaim) -> None:
-        node = self._registry.get(reclaim.node_id)
+    async def _drop(self, drop: DropReplica) -> None:
+        node = self._registry.get(drop.node_id)
         if node is None:
             return
         stub = ReplicaStub(self._channels.get(node.info.control_address))
         try:
-            await stub.GiveUp(replica_pb2.GiveUpRequest(keys=reclaim.keys), timeout=GIVE_UP_TIMEOUT_S)
+            await stub.GiveUp(replica_pb2.GiveUpRequest(keys=drop.keys), timeout=DROP_TIMEOUT_S)
         except grpc.RpcError as error:
-            log.info("a copy on %s is left to its eviction: %s", reclaim.node_id, error)
+            log.info("a copy on %s is left to its eviction: %s", drop.node_id, error)

@@ -19,11 +19,11 @@ from mooncake.errors import InvalidRequest
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-USUAL_TBT_MS = 200.0  # what a decode node is sized for when there is no limit
+TICK_S = 1.0
+DEFAULT_TBT_MS = 200.0  # what a decode node is sized for when there is no limit
 
 
-class RoleShift:
+class RoleSwitcher:
     """One owner. What it asks nodes for goes through ``requests``."""
 
     def __init__(
@@ -38,11 +38,11 @@ class RoleShift:
             dwell_s=section.balance_dwell_s,
             node_dwell_s=section.balance_node_dwell_s,
         )
-        self.balancer = Balancer(section.tbt_limit_ms or USUAL_TBT_MS, block_tokens, limits)
+        self.balancer = Balancer(section.tbt_limit_ms or DEFAULT_TBT_MS, block_tokens, limits)
         self._fleet = fleet
         self._requests = requests
         self._switch: Switch | None = None
-        self._look_at = 0.0
+        self._next_tick_at = 0.0
 
     def arrived(self, question: Question, placement: Placement, now: float) -> None:
         """A request has arrived, whether or not it was admitted."""
@@ -63,9 +63,9 @@ class RoleShift:
             self._end(SwitchState.GIVEN_UP, now)
 
     def tick(self, now: float) -> None:
-        if now < self._look_at:
+        if now < self._next_tick_at:
             return
-        self._look_at = now + LOOK_S
+        self._next_tick_at = now + TICK_S
         switch = self.balancer.tick(self._fleet.view(now), now)
         if self._switch is not None and self.balancer.switching is None:
             log.warning("%s did not drain in time and keeps its role", self._switch.node_id)

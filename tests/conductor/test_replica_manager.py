@@ -1,4 +1,4 @@
-"""A crowd on one prefix: real stores, a real conductor. A second copy appears, and goes when the crowd has gone."""
+"""A burst on one prefix: real stores, a real conductor. A replica appears, and is dropped when the burst is over."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -44,13 +44,13 @@ class Pool:
     clients: list[StoreClient]
     blocks: list[bytes]
 
-    def crowd(self, requests: int) -> None:
+    def burst(self, requests: int) -> None:
         for number in range(requests):
             facts = RequestFacts(40, KEYS, needs_decode=False, number=number)
             now = self.core.clock()
             question = self.core.dispatcher.placer.scheduler.ask(facts, now)
             placement = self.core.dispatcher.placer.scheduler.answer(question)
-            self.core.copier.arrived(question, placement, now)
+            self.core.replica_manager.arrived(question, placement, now)
         self.core.tick()
 
     async def holds(self, number: int) -> int:
@@ -87,15 +87,15 @@ async def pool() -> AsyncIterator[Pool]:
             await store.stop()
 
 
-async def test_a_crowd_s_prefix_gets_a_second_copy_which_is_given_up_when_nobody_asks(pool: Pool) -> None:
-    pool.crowd(2)
+async def test_the_prefix_of_a_burst_is_replicated_and_dropped_when_it_is_no_longer_requested(pool: Pool) -> None:
+    pool.burst(2)
     await asyncio.sleep(0)
-    assert await pool.holds(1) == 0, "two requests are no crowd"
+    assert await pool.holds(1) == 0, "two requests are no burst"
 
-    pool.crowd(30)
+    pool.burst(30)
     await eventually(lambda: pool.core.index.num_blocks("s1") == len(KEYS))
     assert [await pool.clients[1].get(key) for key in KEYS] == pool.blocks
-    assert pool.core.copier.copied >= 1
+    assert pool.core.replica_manager.copied >= 1
 
     await eventually(lambda: pool.core.index.num_blocks("s1") == 0)
     assert (await pool.holds(0), await pool.holds(1)) == (len(KEYS), 0)
@@ -103,6 +103,6 @@ async def test_a_crowd_s_prefix_gets_a_second_copy_which_is_given_up_when_nobody
 
 async def test_a_source_that_is_gone_costs_nothing(pool: Pool) -> None:
     await pool.stores[0].stop()
-    pool.crowd(30)
-    await eventually(lambda: not pool.core.copier._tasks)
-    assert (pool.core.copier.copied, await pool.holds(1)) == (0, 0)
+    pool.burst(30)
+    await eventually(lambda: not pool.core.replica_manager._tasks)
+    assert (pool.core.replica_manager.copied, await pool.holds(1)) == (0, 0)
