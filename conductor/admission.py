@@ -21,7 +21,7 @@ from conductor.lengths import OutputLengths, Turns
 from conductor.retry_after import MAX_RETRY_S, RetryAfterEstimator
 from conductor.retry_reservations import RetryReservations
 from conductor.scheduler import Placement
-from conductor.view import NONE, Question, RequestFacts
+from conductor.view import NONE, PlacementQuery, RequestFacts
 
 MIN_RETRY_S = 0.05
 MAX_REFUSALS = 1024  # that are checked in hindsight
@@ -93,18 +93,18 @@ class Admission:
 
     @property
     def checks_after_prefill(self) -> bool:
-        """Whether ``prefill_ended`` needs a question."""
+        """Whether ``prefill_ended`` needs a query."""
         return self.rule is baseline
 
     def decide(
-        self, question: Question, placement: Placement, now: float, max_tokens: int, band: Band = Band.NORMAL
+        self, query: PlacementQuery, placement: Placement, now: float, max_tokens: int, band: Band = Band.NORMAL
     ) -> Verdict:
         """Whether the request fits where it would be placed, without room that is reserved for returning clients."""
-        self._check_past_refusals(question, now)
-        candidate = self._candidate(question, placement, now, max_tokens)
+        self._check_past_refusals(query, now)
+        candidate = self._candidate(query, placement, now, max_tokens)
         verdict = self._predict(candidate)
         self.retry_after.observe(candidate.prefill_wait_ms, verdict.decode_load, now)
-        client = (question.facts.keys[-1] if question.facts.keys else b"", question.facts.num_tokens)
+        client = (query.facts.keys[-1] if query.facts.keys else b"", query.facts.num_tokens)
         is_refusable = self.mode is Mode.HARD and band is not Band.BATCH  # others wait in the queue
         is_on_time = is_refusable and self.reservations.claim(client, now)
         self.stats.returned_on_time += is_on_time
@@ -124,7 +124,7 @@ class Admission:
         return verdict._replace(is_admitted=self.mode is Mode.OFF, retry_after_s=wait_s)
 
     def fits(
-        self, question: Question, placement: Placement, now: float, max_tokens: int, rng: np.random.Generator
+        self, query: PlacementQuery, placement: Placement, now: float, max_tokens: int, rng: np.random.Generator
     ) -> bool:
         """As ``decide``, but without side effects: nothing is counted, and random numbers come from ``rng``, so that
         later decisions are unaffected."""
@@ -132,7 +132,7 @@ class Admission:
         self.rng, self.inflight.lengths = rng, lengths.copy()
         try:
             is_due = self.reservations.is_due(now)
-            return not is_due and self._predict(self._candidate(question, placement, now, max_tokens)).is_admitted
+            return not is_due and self._predict(self._candidate(query, placement, now, max_tokens)).is_admitted
         finally:
             self.rng, self.inflight.lengths = own, lengths
 
@@ -146,15 +146,15 @@ class Admission:
         lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self.rng)
         self.inflight.add(booking, kind, max_tokens, _joins_at(placement, now), lengths)
 
-    def prefill_ended(self, booking: Booking, question: Question | None, now: float) -> bool:
+    def prefill_ended(self, booking: Booking, query: PlacementQuery | None, now: float) -> bool:
         """The first token is there. Returns False to drop the request. Only a rule that ``checks_after_prefill`` gets
-        a question."""
+        a query."""
         self.inflight.joined(booking, now)
-        if question is None or not booking.decode_id:
+        if query is None or not booking.decode_id:
             return True
-        decode = question.view.decode_at.get(booking.decode_id, NONE)
+        decode = query.view.decode_at.get(booking.decode_id, NONE)
         batch = self.inflight.decoding_on(booking.decode_id)
-        keeps = decode == NONE or step_load(self.limits, question, decode, batch) <= 1.0
+        keeps = decode == NONE or step_load(self.limits, query, decode, batch) <= 1.0
         if not keeps:
             self.stats.refused_after_prefill += 1
         return keeps or self.mode is Mode.OFF
@@ -170,10 +170,10 @@ class Admission:
             if joined_at <= now:
                 self.decode_s += DECODE_TIME_RATE * (now - joined_at - self.decode_s)
 
-    def _candidate(self, question: Question, placement: Placement, now: float, max_tokens: int) -> Candidate:
-        decode = question.view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
-        kind = self.turns.kind(question.facts.keys, question.facts.num_tokens)
-        return Candidate(question, placement, decode, kind, max_tokens, now, _joins_at(placement, now))
+    def _candidate(self, query: PlacementQuery, placement: Placement, now: float, max_tokens: int) -> Candidate:
+        decode = query.view.decode_at.get(placement.decode.node_id, NONE) if placement.decode else NONE
+        kind = self.turns.kind(query.facts.keys, query.facts.num_tokens)
+        return Candidate(query, placement, decode, kind, max_tokens, now, _joins_at(placement, now))
 
     def _predict(self, candidate: Candidate) -> Verdict:
         prefill_load = candidate.placement.predicted_ttft_ms / self.limits.ttft_ms
@@ -195,7 +195,7 @@ class Admission:
     def _until_room_s(self, candidate: Candidate, decode_load: float) -> float:
         """When enough sequences on the node will have ended, by their median sampled lengths. A retry may go to any
         node, so with n nodes equally full the first one has room n times sooner."""
-        num_nodes = len(candidate.question.view.decode.nodes)
+        num_nodes = len(candidate.query.view.decode.nodes)
         step_s = max(candidate.placement.breakdown.step_ms, 0.01) / 1e3
         left_s = np.sort(self.inflight.left_s(candidate.decode_id, candidate.now, step_s))
         if not len(left_s):
@@ -203,16 +203,16 @@ class Admission:
         too_many = int(np.ceil((1.0 - 1.0 / decode_load) * (len(left_s) + 1)))
         return float(left_s[min(max(too_many, 1), len(left_s)) - 1]) / num_nodes
 
-    def _check_past_refusals(self, question: Question, now: float) -> None:
+    def _check_past_refusals(self, query: PlacementQuery, now: float) -> None:
         """Count for how many earlier refusals for decode load there was room when they would have decoded."""
         while self._refusals and self._refusals[0].joins_at <= now:
             decode_id = self._refusals.popleft().decode_id
-            decode = question.view.decode_at.get(decode_id, NONE)
+            decode = query.view.decode_at.get(decode_id, NONE)
             if decode == NONE:
                 continue
             self.stats.refusals_checked += 1
-            batch, new_tokens = self.inflight.decoding_on(decode_id), float(question.facts.num_tokens)
-            self.stats.refusals_unneeded += step_load(self.limits, question, decode, batch, new_tokens) <= 1.0
+            batch, new_tokens = self.inflight.decoding_on(decode_id), float(query.facts.num_tokens)
+            self.stats.refusals_unneeded += step_load(self.limits, query, decode, batch, new_tokens) <= 1.0
 
 
 def _joins_at(placement: Placement, now: float) -> float:

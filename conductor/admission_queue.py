@@ -91,7 +91,7 @@ class AdmissionQueue:
     def check_after_prefill(self, booking: Booking, facts: RequestFacts) -> None:
         """The first token is there. Raises Overloaded when decoding has no room for it after all."""
         now, admission = self._clock(), self.admission
-        keeps = admission.prefill_ended(booking, self._scheduler.ask(facts, now), now)
+        keeps = admission.prefill_ended(booking, self._scheduler.query(facts, now), now)
         if not keeps and admission.mode is Mode.HARD:
             raise Overloaded("the time between tokens is past its limit", admission.decode_s)
 
@@ -103,8 +103,8 @@ class AdmissionQueue:
 
     def _decide(self, facts: RequestFacts, max_tokens: int, band: Band) -> Verdict:
         now = self._clock()
-        question = self._scheduler.ask(facts, now)
-        return self.admission.decide(question, self._scheduler.answer(question), now, max_tokens, band)
+        query = self._scheduler.query(facts, now)
+        return self.admission.decide(query, self._scheduler.answer(query), now, max_tokens, band)
 
     def _fits(self, verdict: Verdict) -> bool:
         """No request waits for room that even an empty cluster would not have."""

@@ -21,7 +21,7 @@ import numpy as np
 from conductor.inflight_requests import NUM_SAMPLES, DecodeBatch, InflightRequests
 from conductor.lengths import Kind, OutputLengths
 from conductor.scheduler import Placement
-from conductor.view import Floats, Question
+from conductor.view import Floats, PlacementQuery
 
 CONFIDENCE = 0.9  # fraction of the sampled futures in which the request must fit
 TBT_ROOM = 0.85  # of the limit, for the step a request joins: its longest gaps come later, or before its first step
@@ -39,7 +39,7 @@ class Limits:
 class Candidate(NamedTuple):
     """The request to be admitted: where it would go, and when (s) it would begin to decode."""
 
-    question: Question
+    query: PlacementQuery
     placement: Placement
     decode: int  # index into the view; NONE: no decode node needed
     kind: Kind
@@ -83,18 +83,18 @@ def baseline(known: Known, candidate: Candidate) -> float:
 def early(known: Known, candidate: Candidate) -> float:
     """The current decode load. It ignores requests still in prefill, which is why it oscillates."""
     batch = known.inflight.decoding_on(candidate.decode_id)
-    new_tokens = float(candidate.question.facts.num_tokens)
-    return step_load(known.limits, candidate.question, candidate.decode, batch, new_tokens)
+    new_tokens = float(candidate.query.facts.num_tokens)
+    return step_load(known.limits, candidate.query, candidate.decode, batch, new_tokens)
 
 
 def predicted(known: Known, candidate: Candidate) -> float:
     """The mean decode load of the whole system when this prefill ends: every request whose prefill ends earlier has
     joined, and every request has left after the mean decode time (arXiv 2407.00079 §7.4)."""
-    side = candidate.question.view.decode
+    side = candidate.query.view.decode
     num_nodes = max(len(side.nodes), 1)
     then = known.inflight.decoding_at(candidate.joins_at, known.decode_s)
     batch = then.sequences / num_nodes + 1.0
-    tokens = then.context_tokens / num_nodes + candidate.question.facts.num_tokens
+    tokens = then.context_tokens / num_nodes + candidate.query.facts.num_tokens
     step = side.step_ms + side.sequence_ms * batch + side.context_ms * tokens
     return float(step.mean()) / known.limits.tbt_ms
 
@@ -110,9 +110,9 @@ def lookahead(known: Known, candidate: Candidate) -> float:
 
 def _load_if_comfortable(known: Known, candidate: Candidate) -> float | None:
     """The load with every sequence at its maximum length at once, if even that is well below the limits."""
-    side, d, inflight = candidate.question.view.decode, candidate.decode, known.inflight
+    side, d, inflight = candidate.query.view.decode, candidate.decode, known.inflight
     rows = inflight.rows(candidate.decode_id)
-    tokens = candidate.question.facts.num_tokens + candidate.max_tokens
+    tokens = candidate.query.facts.num_tokens + candidate.max_tokens
     most = tokens + float((inflight.context[rows] + inflight.limit[rows]).sum())
     worst = side.step_ms.item(d) + side.sequence_ms.item(d) * (len(rows) + 1) + side.context_ms.item(d) * most
     limit_ms, total_tokens = TBT_ROOM * known.limits.tbt_ms, _total_tokens(candidate)
@@ -123,7 +123,7 @@ def _load_if_comfortable(known: Known, candidate: Candidate) -> float | None:
 
 def _load_in_futures(known: Known, candidate: Candidate) -> float:
     """The load that ``CONFIDENCE`` of the sampled futures do not exceed."""
-    side, d, num_tokens = candidate.question.view.decode, candidate.decode, candidate.question.facts.num_tokens
+    side, d, num_tokens = candidate.query.view.decode, candidate.decode, candidate.query.facts.num_tokens
     step_ms, sequence_ms, context_ms = side.step_ms.item(d), side.sequence_ms.item(d), side.context_ms.item(d)
     rows = known.inflight.rows(candidate.decode_id)
     batch, context = known.inflight.decoding_on(candidate.decode_id)  # sets the pace until it joins
@@ -142,8 +142,8 @@ def _load_in_futures(known: Known, candidate: Candidate) -> float:
 
 def _total_tokens(candidate: Candidate) -> float:
     """KV tokens that the chosen node can hold; infinite while it has not reported them."""
-    question = candidate.question
-    return question.view.decode.total_blocks.item(candidate.decode) * question.shape.block_tokens or np.inf
+    query = candidate.query
+    return query.view.decode.total_blocks.item(candidate.decode) * query.shape.block_tokens or np.inf
 
 
 def peak_tokens(left: Floats, held: Floats) -> Floats:
@@ -159,9 +159,9 @@ def peak_tokens(left: Floats, held: Floats) -> Floats:
     return result
 
 
-def step_load(limits: Limits, question: Question, d: int, batch: DecodeBatch, new_tokens: float = 0.0) -> float:
+def step_load(limits: Limits, query: PlacementQuery, d: int, batch: DecodeBatch, new_tokens: float = 0.0) -> float:
     """Time over limit of one step of ``batch`` on decode node ``d``, with one sequence more if ``new_tokens``."""
-    side = question.view.decode
+    side = query.view.decode
     sequences = batch.sequences + (new_tokens > 0.0)
     context_tokens = batch.context_tokens + new_tokens
     step = side.step_ms.item(d) + side.sequence_ms.item(d) * sequences + side.context_ms.item(d) * context_tokens

@@ -11,33 +11,33 @@ import numpy as np
 from conductor.cost import CostModel
 from conductor.predict import Breakdown
 from conductor.scheduler import Placement
-from conductor.view import Question
+from conductor.view import PlacementQuery
 
 
-def local_prefill(question: Question, placement: Placement, costs: CostModel, max_tokens: int) -> Placement | None:
+def local_prefill(query: PlacementQuery, placement: Placement, costs: CostModel, max_tokens: int) -> Placement | None:
     """The fastest placement of the whole request on one decode node that computes at most ``max_tokens`` of the prompt;
     None unless one is predicted to be faster than ``placement``."""
-    side, facts, block_tokens = question.view.decode, question.facts, question.shape.block_tokens
-    runs = question.decode_runs
-    held = np.minimum(runs * block_tokens, question.usable_tokens)
+    side, facts, block_tokens = query.view.decode, query.facts, query.shape.block_tokens
+    runs = query.decode_runs
+    held = np.minimum(runs * block_tokens, query.usable_tokens)
     is_candidate = (runs > 0.0) & (facts.num_tokens - held <= max_tokens)
-    if question.decode_ok is not None:
-        is_candidate &= question.decode_ok
+    if query.decode_ok is not None:
+        is_candidate &= query.decode_ok
     parts = placement.breakdown
     best, best_ms = None, placement.predicted_ttft_ms + parts.handoff_ms + parts.step_ms
     for d in map(int, is_candidate.nonzero()[0]):  # few nodes hold that much of a prompt
-        found = _on(question, d, int(held.item(d)), costs)
+        found = _on(query, d, int(held.item(d)), costs)
         if found is None:
             continue
         total_ms = found.queue_ms + found.prefill_ms * (1 + side.sequences.item(d)) + found.step_ms
         if total_ms < best_ms:
-            best, best_ms = _placement(placement, question, d, int(held.item(d)), found), total_ms
+            best, best_ms = _placement(placement, query, d, int(held.item(d)), found), total_ms
     return best
 
 
-def _on(question: Question, d: int, cached: int, costs: CostModel) -> Breakdown | None:
+def _on(query: PlacementQuery, d: int, cached: int, costs: CostModel) -> Breakdown | None:
     """What the request would take on decode node ``d``; None if it cannot compute prompts or has no room."""
-    side, facts, block_tokens = question.view.decode, question.facts, question.shape.block_tokens
+    side, facts, block_tokens = query.view.decode, query.facts, query.shape.block_tokens
     new = facts.num_tokens - cached
     cost = costs.prefill(side.nodes[d].node_id)
     needed_blocks = -(-(new + facts.expected_tokens) // block_tokens)
@@ -48,13 +48,13 @@ def _on(question: Question, d: int, cached: int, costs: CostModel) -> Breakdown 
     return Breakdown(queue_ms=queue_ms, prefill_ms=cost.ms(new, cached), step_ms=step_ms)
 
 
-def _placement(base: Placement, question: Question, d: int, cached: int, breakdown: Breakdown) -> Placement:
+def _placement(base: Placement, query: PlacementQuery, d: int, cached: int, breakdown: Breakdown) -> Placement:
     return base._replace(
-        prefill=question.view.decode.nodes[d],
+        prefill=query.view.decode.nodes[d],
         decode=None,
         local_tokens=cached,
         fetched_tokens=0,
-        new_tokens=question.facts.num_tokens - cached,
+        new_tokens=query.facts.num_tokens - cached,
         sent_blocks=0,
         is_known=True,
         breakdown=breakdown,

@@ -17,7 +17,7 @@ from conductor.request_progress import RequestProgress
 from conductor.retry import incarnations
 from conductor.scheduler import Placement, Scheduler, check_time
 from conductor.stats import DispatchStats
-from conductor.view import Question, RequestFacts, Shape
+from conductor.view import PlacementQuery, RequestFacts, Shape
 from mooncake.config import Config
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded
 from mooncake.hashing import Chain
@@ -43,7 +43,7 @@ class Placer:
 
     def __init__(self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats) -> None:
         self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
-        self.on_arrival: list[Callable[[Question, Placement, float], None]] = []  # called once per request
+        self.on_arrival: list[Callable[[PlacementQuery, Placement, float], None]] = []  # called once per request
         self._model = model
         self._fleet = fleet
         self._stats = stats
@@ -86,15 +86,15 @@ class Placer:
 
     def _best(self, facts: RequestFacts, progress: RequestProgress, now: float) -> Placement:
         """The scheduler's pair, or a decode node alone."""
-        question = self.scheduler.ask(facts, now)
-        placement = self.scheduler.choose(question)
+        query = self.scheduler.query(facts, now)
+        placement = self.scheduler.choose(query)
         if progress.is_new:
             for tell in self.on_arrival:
-                tell(question, placement, now)
+                tell(query, placement, now)
         check_time(placement, facts.budget_ms)
         if not facts.needs_decode or len(progress.emitted) > 1 or not self._max_local_tokens:
             return placement
-        return local_prefill(question, placement, self._fleet.costs, self._max_local_tokens) or placement
+        return local_prefill(query, placement, self._fleet.costs, self._max_local_tokens) or placement
 
 
 def _policy(name: str) -> Policy:

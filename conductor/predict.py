@@ -1,4 +1,4 @@
-"""Predicted milliseconds of every way to serve one request, as arrays over nodes, and the details of one way.
+"""Predicted milliseconds of every placement of one request, as arrays over nodes, and the details of one placement.
 
 Pure. The default policy searches the arrays; ``explain`` says what any policy's choice is expected to cost.
 
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, Floats, Question
+from conductor.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, Floats, PlacementQuery
 
 
 class FirstToken(NamedTuple):
@@ -50,23 +50,23 @@ class Prediction(NamedTuple):
     sent_blocks: int
 
 
-def first_token(question: Question) -> FirstToken:
+def first_token(query: PlacementQuery) -> FirstToken:
     """The fastest of each prefill node's own cache, its host's store, and the best few other stores."""
-    view, shape = question.view, question.shape
+    view, shape = query.view, query.shape
     everyone, is_unknown = np.arange(len(view.prefill.nodes)), ~view.prefill.known
-    local = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
-    cached, fetching, computing = local, np.zeros(len(local)), prefill_array_ms(question, local)
-    whole, in_dram, queue = question.store_tokens, question.dram_tokens, question.queue_ms()
-    sources = question.sources(MAX_SOURCES)
-    for source in [view.prefill.home, *(np.full(len(local), source) for source in sources)] if sources else ():
-        flows = np.where(source == view.prefill.home, 0.0, view.stores.sending_flows[source])
+    local = np.minimum(query.prefill_runs * shape.block_tokens, query.usable_tokens)
+    cached, fetching, computing = local, np.zeros(len(local)), prefill_array_ms(query, local)
+    whole, in_dram, queue = query.store_tokens, query.dram_tokens, query.queue_ms()
+    sources = query.sources(MAX_SOURCES)
+    for source in [view.prefill.local_store, *(np.full(len(local), source) for source in sources)] if sources else ():
+        flows = np.where(source == view.prefill.local_store, 0.0, view.stores.sending_flows[source])
         for tokens, is_cut in ((in_dram[source], True), (whole[source], False)):
             num_bytes = (tokens - local) * shape.block_bytes / shape.block_tokens * (flows + 1.0)
             slow = (tokens - in_dram[source]) * shape.block_bytes / shape.block_tokens
             fetch = view.link_ms(view.fetch_link[source, everyone], num_bytes)
-            waiting = np.maximum(view.stores.ssd_ready_at_ms[source] - question.now_ms - queue, 0.0)
+            waiting = np.maximum(view.stores.ssd_ready_at_ms[source] - query.now_ms - queue, 0.0)
             fetch = fetch + np.where(slow > 0.0, slow * view.stores.ssd_byte_ms + waiting, 0.0)
-            compute = prefill_array_ms(question, tokens)
+            compute = prefill_array_ms(query, tokens)
             is_faster = fetch + compute < fetching + computing
             is_faster = is_faster & ~is_unknown if is_cut else is_faster | (is_unknown & (tokens > cached))
             takes = (source >= 0) & (tokens > local) & is_faster
@@ -74,15 +74,15 @@ def first_token(question: Question) -> FirstToken:
             fetching = np.where(takes, fetch, fetching)
             computing = np.where(takes, compute, computing)
     ttft = queue + (fetching + computing) + view.prefill.tie_ms
-    if question.last_prefill != NONE:
-        ttft[question.last_prefill] -= SESSION_MS
+    if query.last_prefill != NONE:
+        ttft[query.last_prefill] -= SESSION_MS
     return FirstToken(ttft, computing)
 
 
-def prefill_array_ms(question: Question, cached: Floats) -> Floats:
+def prefill_array_ms(query: PlacementQuery, cached: Floats) -> Floats:
     """[P] ms to compute what is not ``cached``: new·(cached + new/2) is half the difference of the squares."""
-    num_tokens, chunk = question.facts.num_tokens, question.shape.chunk_tokens
-    step, token, half_pair = question.view.prefill.costs
+    num_tokens, chunk = query.facts.num_tokens, query.shape.chunk_tokens
+    step, token, half_pair = query.view.prefill.costs
     new = num_tokens - cached
     if chunk:
         token = token - 2.0 * step / chunk
@@ -91,62 +91,62 @@ def prefill_array_ms(question: Question, cached: Floats) -> Floats:
     return result
 
 
-def transfer_array_ms(question: Question, source: int, tokens: Floats) -> Floats:
+def transfer_array_ms(query: PlacementQuery, source: int, tokens: Floats) -> Floats:
     """[P] ms to fetch this many tokens from one store, whose bandwidth all its readers share."""
-    view, shape = question.view, question.shape
+    view, shape = query.view, query.shape
     num_bytes = tokens * (shape.block_bytes / shape.block_tokens * (view.stores.sending_flows.item(source) + 1.0))
     return np.where(tokens > 0.0, view.link_ms(view.fetch_link[source], num_bytes), 0.0)
 
 
-def local_ttft_ms(question: Question) -> Floats:
+def local_ttft_ms(query: PlacementQuery) -> Floats:
     """[P]: queue, reading from the store on the same host, and prefill; nothing from other hosts."""
-    shape, view = question.shape, question.view
-    own = np.minimum(question.prefill_runs * shape.block_tokens, question.usable_tokens)
-    with_home = np.minimum(question.own_blocks() * shape.block_tokens, question.usable_tokens)
-    result: Floats = question.queue_ms() + prefill_array_ms(question, with_home) + view.prefill.tie_ms
+    shape, view = query.shape, query.view
+    own = np.minimum(query.prefill_runs * shape.block_tokens, query.usable_tokens)
+    with_home = np.minimum(query.host_runs() * shape.block_tokens, query.usable_tokens)
+    result: Floats = query.queue_ms() + prefill_array_ms(query, with_home) + view.prefill.tie_ms
     if view.stores.nodes:
-        home_byte = view.links[view.fetch_link[view.prefill.home, np.arange(len(own))], 1]
+        home_byte = view.links[view.fetch_link[view.prefill.local_store, np.arange(len(own))], 1]
         result = result + (with_home - own) * home_byte * (shape.block_bytes / shape.block_tokens)
     return result
 
 
-def sent_bytes(question: Question) -> Floats:
+def sent_bytes(query: PlacementQuery) -> Floats:
     """[D]: bytes of the prompt's blocks that each decode node lacks."""
-    total = -(-question.facts.num_tokens // question.shape.block_tokens)
-    result: Floats = (total - question.decode_runs) * question.shape.block_bytes
+    total = -(-query.facts.num_tokens // query.shape.block_tokens)
+    result: Floats = (total - query.decode_runs) * query.shape.block_bytes
     return result
 
 
-def decode_work_ms(question: Question) -> Floats:
+def decode_work_ms(query: PlacementQuery) -> Floats:
     """[D]: the expected answer, one step per token, next to what the node already runs. inf where it must not go, or
     does not fit with its answer, unless it fits nowhere."""
-    side, facts, shape = question.view.decode, question.facts, question.shape
+    side, facts, shape = query.view.decode, query.facts, query.shape
     work = (side.next_step_ms + side.context_ms * facts.num_tokens) * facts.expected_tokens + side.tie_ms
-    if question.last_decode != NONE:
-        work[question.last_decode] -= SESSION_MS
-    wanted = sent_bytes(question) / shape.block_bytes + facts.expected_tokens / shape.block_tokens
-    ok = np.ones(len(work), dtype=bool) if question.decode_ok is None else question.decode_ok
+    if query.last_decode != NONE:
+        work[query.last_decode] -= SESSION_MS
+    wanted = sent_bytes(query) / shape.block_bytes + facts.expected_tokens / shape.block_tokens
+    ok = np.ones(len(work), dtype=bool) if query.decode_ok is None else query.decode_ok
     room = ok & (side.free_blocks >= wanted)
     return np.where(room if room.any() else ok, work, np.inf)
 
 
-def explain(question: Question, choice: Choice) -> Prediction:
+def explain(query: PlacementQuery, choice: Choice) -> Prediction:
     """What one choice costs, part by part."""
-    view, shape, num_tokens = question.view, question.shape, question.facts.num_tokens
+    view, shape, num_tokens = query.view, query.shape, query.facts.num_tokens
     p, d, source = choice
     block_tokens = shape.block_tokens
-    local = min(int(question.prefill_runs[p]) * block_tokens, num_tokens - 1)
+    local = min(int(query.prefill_runs[p]) * block_tokens, num_tokens - 1)
     if source == FASTEST:
-        found = _fastest(question, p, local, [home_of(question, p), *question.sources(MAX_SOURCES)])
+        found = _fastest(query, p, local, [local_store_of(query, p), *query.sources(MAX_SOURCES)])
     elif source == NONE:
-        found = _fastest(question, p, local, [home_of(question, p)])
+        found = _fastest(query, p, local, [local_store_of(query, p)])
     else:
-        found = _way(question, p, local, source)
+        found = _fetched(query, p, local, source)
     source, cached, fetch_ms, computing = found
-    queue = _queue_ms(question, p)
+    queue = _queue_ms(query, p)
     if d == NONE:
         return Prediction(Breakdown(queue, fetch_ms, computing), source, local, cached - local, 0)
-    blocks = -(-num_tokens // block_tokens) - int(question.decode_runs[d])
+    blocks = -(-num_tokens // block_tokens) - int(query.decode_runs[d])
     sending = 0.0
     if blocks:
         sending = float(view.link_ms(view.send_link[p, d], blocks * shape.block_bytes))
@@ -155,66 +155,78 @@ def explain(question: Question, choice: Choice) -> Prediction:
     return Prediction(Breakdown(queue, fetch_ms, computing, handoff, step), source, local, cached - local, blocks)
 
 
-def home_of(question: Question, p: int) -> int:
+def local_store_of(query: PlacementQuery, p: int) -> int:
     """The store on the host of prefill node ``p``, or NONE."""
-    return int(question.view.prefill.home[p])
+    return int(query.view.prefill.local_store[p])
 
 
-_Way = tuple[int, int, float, float]  # source, cached tokens, ms to fetch, ms to compute
+class _PrefixSource(NamedTuple):
+    """Where the prefix beyond the node's own cache comes from: a store, or NONE."""
+
+    store: int
+    cached: int  # tokens, those in the node's own cache included
+    fetch_ms: float
+    prefill_ms: float  # of the rest
+
+    @property
+    def total_ms(self) -> float:
+        return self.fetch_ms + self.prefill_ms
 
 
-def _fastest(question: Question, p: int, local: int, sources: Iterable[int]) -> _Way:
+def _fastest(query: PlacementQuery, p: int, local: int, sources: Iterable[int]) -> _PrefixSource:
     """The best of ``sources``, or of using none. While costs are unknown the longest run is the best."""
-    best = (NONE, local, 0.0, _prefill_ms(question, p, local))
+    best = _nothing_fetched(query, p, local)
     for source in sources:
-        if source == NONE or not question.store_runs[source]:
+        if source == NONE or not query.store_runs[source]:
             continue
-        is_known = question.view.prefill.known[p]
-        if is_known and local < (cut := question.dram_tokens.item(source)) < question.store_tokens.item(source):
-            way = _way_to(question, p, local, source, cut)
-            if way[2] + way[3] < best[2] + best[3]:
-                best = way
-        way = _way(question, p, local, source)
-        if way[2] + way[3] < best[2] + best[3] or (way[1] > best[1] and not is_known):
-            best = way
+        is_known = query.view.prefill.known[p]
+        if is_known and local < (cut := query.dram_tokens.item(source)) < query.store_tokens.item(source):
+            found = _fetched_to(query, p, local, source, cut)
+            if found.total_ms < best.total_ms:
+                best = found
+        found = _fetched(query, p, local, source)
+        if found.total_ms < best.total_ms or (found.cached > best.cached and not is_known):
+            best = found
     return best
 
 
-def _way(question: Question, p: int, local: int, source: int) -> _Way:
+def _nothing_fetched(query: PlacementQuery, p: int, local: int) -> _PrefixSource:
+    return _PrefixSource(NONE, local, 0.0, _prefill_ms(query, p, local))
+
+
+def _fetched(query: PlacementQuery, p: int, local: int, source: int) -> _PrefixSource:
     """Fetching the store's whole run."""
-    cached = question.store_tokens.item(source)
-    if cached <= local:
-        return NONE, local, 0.0, _prefill_ms(question, p, local)
-    return _way_to(question, p, local, source, cached)
+    cached = query.store_tokens.item(source)
+    return _fetched_to(query, p, local, source, cached) if cached > local else _nothing_fetched(query, p, local)
 
 
-def _way_to(question: Question, p: int, local: int, source: int, cached: float) -> _Way:
+def _fetched_to(query: PlacementQuery, p: int, local: int, source: int, cached: float) -> _PrefixSource:
     """Fetching the tokens from ``local`` up to ``cached``."""
-    fetch_ms = _fetch_ms(question, p, source, local, cached)
-    return source, int(cached), fetch_ms, _prefill_ms(question, p, int(cached))
+    fetch_ms = _fetch_ms(query, p, source, local, cached)
+    return _PrefixSource(source, int(cached), fetch_ms, _prefill_ms(query, p, int(cached)))
 
 
-def _fetch_ms(question: Question, p: int, source: int, local: int, cached: float) -> float:
+def _fetch_ms(query: PlacementQuery, p: int, source: int, local: int, cached: float) -> float:
     """Readers share a store's outgoing bandwidth, except those on its own host. Reads of its SSD take turns, and the
     ones ahead may run while the prompt waits in the node's queue."""
-    view, shape = question.view, question.shape
+    view, shape = query.view, query.shape
     num_bytes = (cached - local) * shape.block_bytes / shape.block_tokens
-    if source != view.prefill.home[p]:
+    if source != view.prefill.local_store[p]:
         num_bytes *= view.stores.sending_flows.item(source) + 1.0
-    slow = max(cached - question.dram_tokens.item(source), 0.0) * shape.block_bytes / shape.block_tokens
+    slow = max(cached - query.dram_tokens.item(source), 0.0) * shape.block_bytes / shape.block_tokens
     slow_ms = slow * view.stores.ssd_byte_ms
     if slow:
-        slow_ms += max(view.stores.ssd_ready_at_ms.item(source) - question.now_ms - _queue_ms(question, p), 0.0)
+        slow_ms += max(view.stores.ssd_ready_at_ms.item(source) - query.now_ms - _queue_ms(query, p), 0.0)
     return float(view.link_ms(view.fetch_link[source, p], num_bytes)) + slow_ms
 
 
-def _queue_ms(question: Question, p: int) -> float:
-    side = question.view.prefill
-    return max(side.ready_at_ms.item(p) - question.now_ms, side.tail_ms.item(p))
+def _queue_ms(query: PlacementQuery, p: int) -> float:
+    side = query.view.prefill
+    return max(side.ready_at_ms.item(p) - query.now_ms, side.waiting_ms.item(p))
 
 
-def _prefill_ms(question: Question, p: int, cached: int) -> float:
-    costs, num_tokens, chunk = question.view.prefill.costs, question.facts.num_tokens, question.shape.chunk_tokens
+def _prefill_ms(query: PlacementQuery, p: int, cached: int) -> float:
+    costs, num_tokens, chunk = query.view.prefill.costs, query.facts.num_tokens, query.shape.chunk_tokens
     new = num_tokens - cached
     step, token = costs.item(0, p), costs.item(1, p)
     if chunk:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from conductor.prefix_native import new_table
 from conductor.prefix_table import INDEX_KEY_BYTES, NUM_SHARDS, Slots
+from conductor.prefix_table_native import new_table
 from conductor.view import Floats
 from mooncake.types import BlockEvent, BlockKey, Tier
 

@@ -15,7 +15,7 @@ from conductor.fleet import Fleet
 from conductor.registry import Registry
 from conductor.replication import TICK_S, CopyPrefix, DropReplica, ReplicationLimits, Replicator
 from conductor.scheduler import Placement
-from conductor.view import Question
+from conductor.view import PlacementQuery
 from mooncake.config import ConductorSection
 from mooncake.rpc import replica_pb2
 from mooncake.rpc.replica_pb2_grpc import ReplicaStub
@@ -40,8 +40,8 @@ class ReplicaManager:
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_tick_at = 0.0
 
-    def arrived(self, question: Question, placement: Placement, now: float) -> None:
-        self.replicator.observe(question, placement.breakdown.prefill_ms, now)
+    def arrived(self, query: PlacementQuery, placement: Placement, now: float) -> None:
+        self.replicator.observe(query, placement.breakdown.prefill_ms, now)
 
     def gone(self, node_id: str) -> None:
         self.replicator.node_gone(node_id)

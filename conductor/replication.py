@@ -19,7 +19,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from conductor.prefix_index import PrefixIndex
-from conductor.view import NONE, Bools, Question, View
+from conductor.view import NONE, Bools, PlacementQuery, View
 from mooncake.types import BlockKey
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # prefix lengths in blocks that are watched
@@ -91,18 +91,18 @@ class Replicator:
         """Whether a ``tick`` may return anything."""
         return bool(self._hot or self._replicated)
 
-    def observe(self, question: Question, prefill_ms: float, now: float) -> None:
+    def observe(self, query: PlacementQuery, prefill_ms: float, now: float) -> None:
         """A request arrived that takes ``prefill_ms`` of a prefill node that holds its prefix."""
-        keys = cast("Sequence[BlockKey]", question.facts.keys)
+        keys = cast("Sequence[BlockKey]", query.facts.keys)
         whole = tuple(keys[: DEPTHS[-1]])
-        runs = question.store_runs
+        runs = query.store_runs
         longest = float(runs.max(initial=0.0))
         for depth in _depths(keys):
             name = keys[depth - 1]
             watched = self._watched.get(name)
             decay = self._decay(watched, now) if watched is not None else 0.0
             if watched is None or watched.requests * decay < IDLE_REQUESTS:
-                original_holders = frozenset(_names(question.view, runs >= depth)) if depth <= longest else frozenset()
+                original_holders = frozenset(_names(query.view, runs >= depth)) if depth <= longest else frozenset()
                 watched = self._watched[name] = _WatchedPrefix(whole, original_holders)
                 if len(self._watched) > MAX_WATCHED:
                     self._hot.discard(self._watched.popitem(last=False)[0])
@@ -167,9 +167,9 @@ class Replicator:
     def _targets(self, view: View, holds: Bools, coming: set[str], count: int) -> list[str]:
         """Stores without the prefix, those with the least busy prefill nodes first."""
         busy = np.full(len(view.stores.nodes), np.inf)
-        for p, home in enumerate(view.prefill.home):
-            if home != NONE:
-                busy[home] = min(busy[home], float(view.prefill.queued_ms[p]))
+        for p, local_store in enumerate(view.prefill.local_store):
+            if local_store != NONE:
+                busy[local_store] = min(busy[local_store], float(view.prefill.queued_ms[p]))
         found: list[str] = []
         for at in np.argsort(busy, kind="stable"):
             target = view.stores.nodes[int(at)].node_id

@@ -13,7 +13,7 @@ from conductor.fleet import Fleet
 from conductor.registry import NodeInfo
 from conductor.role_requests import RoleRequests
 from conductor.scheduler import Placement
-from conductor.view import Question
+from conductor.view import PlacementQuery
 from mooncake.config import ConductorSection
 from mooncake.errors import InvalidRequest
 
@@ -44,10 +44,10 @@ class RoleSwitcher:
         self._switch: Switch | None = None
         self._next_tick_at = 0.0
 
-    def arrived(self, question: Question, placement: Placement, now: float) -> None:
+    def arrived(self, query: PlacementQuery, placement: Placement, now: float) -> None:
         """A request has arrived, whether or not it was admitted."""
-        facts, work_ms = question.facts, placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
-        self.balancer.arrived(question.view, work_ms, facts.num_tokens, facts.expected_tokens)
+        facts, work_ms = query.facts, placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
+        self.balancer.arrived(query.view, work_ms, facts.num_tokens, facts.expected_tokens)
 
     def registered(self, info: NodeInfo, now: float) -> None:
         """A node has joined or returned: perhaps the one that switches."""

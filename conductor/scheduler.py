@@ -13,13 +13,13 @@ import numpy as np
 
 from conductor.bookings import Booking
 from conductor.fleet import Fleet
-from conductor.native import NativeSearch, load_search
 from conductor.pending_prefixes_native import new_pending_prefixes
+from conductor.placement_search import NativeSearch, load_search
 from conductor.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.policies.milliseconds import milliseconds
 from conductor.predict import Breakdown, Prediction, explain
 from conductor.registry import NodeInfo
-from conductor.view import NONE, Bools, Choice, Question, RequestFacts, Shape
+from conductor.view import NONE, Bools, Choice, PlacementQuery, RequestFacts, Shape
 from mooncake.errors import NodeUnavailable, Overloaded
 
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
@@ -66,40 +66,40 @@ class Scheduler:
         library = load_search() if native else None
         self._native = NativeSearch(library, shape) if library is not None else None
 
-    def ask(self, facts: RequestFacts, now: float) -> Question:
+    def query(self, facts: RequestFacts, now: float) -> PlacementQuery:
         """The request, and the cluster as it is now."""
         view = self.fleet.view(now)
         runs = self.fleet.index.runs(facts.keys)
         if self._pending_prefixes is not None:
             self._pending_prefixes.extend_runs(facts.keys, view, runs, self.fleet.index.longest)
-        question = Question(facts, view, self.shape, now * 1e3, runs)
+        query = PlacementQuery(facts, view, self.shape, now * 1e3, runs)
         if facts.excluded:
-            question.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
-            question.decode_ok = _allowed(view.decode.nodes, facts.excluded)
+            query.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
+            query.decode_ok = _allowed(view.decode.nodes, facts.excluded)
         if facts.session:
-            question.last_prefill, question.last_decode = self.fleet.session(facts.session)
-        return question
+            query.last_prefill, query.last_decode = self.fleet.session(facts.session)
+        return query
 
     def place(self, facts: RequestFacts, now: float) -> Placement:
         """The policy's choice.
 
         Raises NodeUnavailable when a role has no usable node, Overloaded when the deadline is predicted to pass.
         """
-        return self.answer(self.ask(facts, now))
+        return self.answer(self.query(facts, now))
 
-    def answer(self, question: Question) -> Placement:
-        """Like ``place``, for a question that was built before."""
-        placement = self.choose(question)
-        check_time(placement, question.facts.budget_ms)
+    def answer(self, query: PlacementQuery) -> Placement:
+        """Like ``place``, for a query that was built before."""
+        placement = self.choose(query)
+        check_time(placement, query.facts.budget_ms)
         return placement
 
-    def choose(self, question: Question) -> Placement:
+    def choose(self, query: PlacementQuery) -> Placement:
         """Like ``answer``, whether or not the deadline can be met. Raises NodeUnavailable."""
-        _check_somebody(question)
+        _check_somebody(query)
         if self._native is not None and self.policy is milliseconds:
-            return Placement(*self._native(question))
-        choice = self.policy(question, self._rng)
-        return describe(question, choice, explain(question, choice))
+            return Placement(*self._native(query))
+        choice = self.policy(query, self._rng)
+        return describe(query, choice, explain(query, choice))
 
     def book(self, facts: RequestFacts, placement: Placement, now: float) -> Booking:
         """Count the placement on its nodes, until ``prefill_done`` and ``close``."""
@@ -133,52 +133,52 @@ class Scheduler:
         self.fleet.close(booking, now)
 
 
-def describe(question: Question, choice: Choice, found: Prediction) -> Placement:
-    view = question.view
+def describe(query: PlacementQuery, choice: Choice, found: Prediction) -> Placement:
+    view = query.view
     p, d = choice.prefill, choice.decode
     cached = found.local_tokens + found.fetched_tokens
     return Placement(
         view.prefill.nodes[p],
         None if d == NONE else view.decode.nodes[d],
-        _pools(question, p, found.source),
+        _pools(query, p, found.source),
         found.local_tokens,
         found.fetched_tokens,
-        question.facts.num_tokens - cached,
+        query.facts.num_tokens - cached,
         found.sent_blocks,
         bool(view.prefill.known[p]),
         found.breakdown,
-        _pool_tokens(question, p, found.source, cached),
-        0 if found.source == NONE else max(cached - int(question.dram_tokens.item(found.source)), 0),
+        _pool_tokens(query, p, found.source, cached),
+        0 if found.source == NONE else max(cached - int(query.dram_tokens.item(found.source)), 0),
     )
 
 
-def _pool_tokens(question: Question, p: int, source: int, cached: int) -> int | None:
+def _pool_tokens(query: PlacementQuery, p: int, source: int, cached: int) -> int | None:
     """The most tokens to read, where the store that the node will be told of holds more of the prompt."""
-    if not question.view.stores.nodes:
+    if not query.view.stores.nodes:
         return None
-    at = source if source != NONE else max(question.view.prefill.home.item(p), 0)
-    if question.store_tokens.item(at) <= cached:
+    at = source if source != NONE else max(query.view.prefill.local_store.item(p), 0)
+    if query.store_tokens.item(at) <= cached:
         return None
     return cached if source != NONE else 0
 
 
-def _pools(question: Question, p: int, source: int) -> tuple[NodeInfo, ...]:
+def _pools(query: PlacementQuery, p: int, source: int) -> tuple[NodeInfo, ...]:
     """The store to read from, else the one on the prefill node's host, else any."""
-    stores = question.view.stores.nodes
+    stores = query.view.stores.nodes
     if not stores:
         return ()
     if source == NONE:
-        source = int(question.view.prefill.home[p])
+        source = int(query.view.prefill.local_store[p])
     return (stores[source] if source != NONE else stores[0],)
 
 
-def _check_somebody(question: Question) -> None:
-    view = question.view
-    if not view.prefill.nodes or (question.prefill_ok is not None and not question.prefill_ok.any()):
+def _check_somebody(query: PlacementQuery) -> None:
+    view = query.view
+    if not view.prefill.nodes or (query.prefill_ok is not None and not query.prefill_ok.any()):
         raise NodeUnavailable("no prefill node is available")
-    if not question.facts.needs_decode:
+    if not query.facts.needs_decode:
         return
-    if not view.decode.nodes or (question.decode_ok is not None and not question.decode_ok.any()):
+    if not view.decode.nodes or (query.decode_ok is not None and not query.decode_ok.any()):
         raise NodeUnavailable("no decode node is available")
 
 

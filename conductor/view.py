@@ -37,7 +37,7 @@ class Shape:
 
 
 class RequestFacts(NamedTuple):
-    """Everything about a request that placement depends on. ``keys`` name the prompt's full blocks, in order."""
+    """What placement depends on of a request. ``keys`` name the prompt's full blocks, in order."""
 
     num_tokens: int  # prompt, plus what was generated before a retry
     keys: Sequence[bytes] = ()
@@ -51,19 +51,19 @@ class RequestFacts(NamedTuple):
 
 @dataclass(slots=True)
 class PrefillSide:
-    """``queued_*`` is work placed or reported and not yet done. All but ``tail_ms`` of it is being computed; the
-    whole is done at ``ready_at_ms`` if the node keeps to the prediction."""
+    """``queued_*`` is work placed or reported and not yet done: the prompt being computed, and those behind it
+    (``waiting_ms``). It ends at ``ready_at_ms`` if the node keeps to the prediction."""
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints  # in the prefix index
-    home: Ints  # index of the store on the same host; NONE: there is none
+    local_store: Ints  # index of the store on the same host; NONE: there is none
     costs: Floats  # [3, P]: ms per prompt, per token (with its part of chunks' fixed costs), half the ms per token pair
     known: Bools
     measured: Bools  # has samples of its own; the others use the fit over all nodes
     queued_requests: Floats
     queued_tokens: Floats
     queued_ms: Floats
-    tail_ms: Floats
+    waiting_ms: Floats
     ready_at_ms: Floats
     tie_ms: Floats  # tiny, growing with what is queued: breaks ties between equal nodes
 
@@ -135,8 +135,9 @@ class Choice(NamedTuple):
 
 
 @dataclass(slots=True)
-class Question:
-    """One request and the cluster as it is now: the input of every policy. A run is a number of leading blocks."""
+class PlacementQuery:
+    """One request and the cluster as it is now: the input of every policy. A *run* is how many leading blocks of the
+    prompt a node holds: its prefix match."""
 
     facts: RequestFacts
     view: View
@@ -183,19 +184,19 @@ class Question:
         """[S]: like ``store_tokens``, up to the first block that is only on the SSD."""
         return np.minimum(self.dram_runs * self.shape.block_tokens, self.usable_tokens)
 
-    def home_runs(self) -> Floats:
-        """[P]: in the store on the same host."""
-        home, runs = self.view.prefill.home, self.store_runs
-        return np.where(home >= 0, runs[home], 0.0) if len(runs) else np.zeros(len(home))
+    def local_store_runs(self) -> Floats:
+        """[P]: in the store on the prefill node's host."""
+        local_store, runs = self.view.prefill.local_store, self.store_runs
+        return np.where(local_store >= 0, runs[local_store], 0.0) if len(runs) else np.zeros(len(local_store))
 
-    def own_blocks(self) -> Floats:
-        """[P]: what a prefill node has without asking another host."""
-        return np.maximum(self.prefill_runs, self.home_runs())
+    def host_runs(self) -> Floats:
+        """[P]: what a prefill node has without fetching from another host."""
+        return np.maximum(self.prefill_runs, self.local_store_runs())
 
     def queue_ms(self) -> Floats:
         """[P]: time until a request placed now would start."""
         side = self.view.prefill
-        return np.maximum(side.ready_at_ms - self.now_ms, side.tail_ms)
+        return np.maximum(side.ready_at_ms - self.now_ms, side.waiting_ms)
 
     def sources(self, limit: int) -> list[int]:
         """Up to ``limit`` stores with the longest runs of the prompt; ties go to those that are sending least."""

@@ -87,14 +87,14 @@ class ViewKeeper:
         queued_ms = booked.prefill_ms
         if booked.unbooked_tokens:
             queued_ms += float(side.costs[1, at]) * booked.unbooked_tokens
-        requests, head_ms = len(booked.prefills), 0.0
+        requests, running_ms = len(booked.prefills), 0.0
         if requests:
-            head_ms = next(iter(booked.prefills)).prefill_ms
+            running_ms = next(iter(booked.prefills)).prefill_ms
         tokens = booked.prefill_tokens + booked.unbooked_tokens
         side.queued_requests[at] = requests
         side.queued_tokens[at] = tokens
         side.queued_ms[at] = queued_ms
-        side.tail_ms[at] = queued_ms - head_ms if queued_ms > head_ms else 0.0
+        side.waiting_ms[at] = queued_ms - running_ms if queued_ms > running_ms else 0.0
         side.ready_at_ms[at] = booked.busy_since * 1e3 + queued_ms
         side.tie_ms[at] = TIE_TOKEN_MS * tokens + TIE_REQUEST_MS * requests
 
@@ -164,7 +164,7 @@ class ViewKeeper:
             prefill=PrefillSide(
                 nodes=prefill,
                 slots=self._slots(prefill),
-                home=np.array([by_host.get(info.host_id, NONE) for info in prefill], dtype=np.int64),
+                local_store=np.array([by_host.get(info.host_id, NONE) for info in prefill], dtype=np.int64),
                 costs=np.zeros((3, num_prefill)),
                 known=np.zeros(num_prefill, dtype=bool),
                 measured=np.zeros(num_prefill, dtype=bool),
@@ -280,7 +280,7 @@ _PREFILL_FLOATS = (
     "queued_requests",
     "queued_tokens",
     "queued_ms",
-    "tail_ms",
+    "waiting_ms",
     "ready_at_ms",
     "tie_ms",
 )

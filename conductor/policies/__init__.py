@@ -1,4 +1,4 @@
-"""Placement policies: each one pure function ``(question, rng) -> Choice`` in its own file.
+"""Placement policies: each one pure function ``(query, rng) -> Choice`` in its own file.
 
 The published ones are as published; each file says how it fills what the publication leaves open. They use milliseconds
 measured here only if their own formula does, and fetch from other hosts only if theirs does.
@@ -23,9 +23,9 @@ from conductor.policies.production_stack import production_stack, production_sta
 from conductor.policies.random import random
 from conductor.policies.round_robin import round_robin
 from conductor.policies.sglang import sglang
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
-Policy = Callable[[Question, np.random.Generator], Choice]
+Policy = Callable[[PlacementQuery, np.random.Generator], Choice]
 
 DEFAULT_POLICY = "milliseconds"
 POLICIES: dict[str, Policy] = {

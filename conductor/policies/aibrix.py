@@ -9,23 +9,23 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, least_decode, uncached_tokens
-from conductor.view import NONE, Choice, Floats, Question
+from conductor.view import NONE, Choice, Floats, PlacementQuery
 
 FULL = 0.9
 
 
-def aibrix(question: Question, rng: np.random.Generator) -> Choice:
-    side = question.view.prefill
-    miss = uncached_tokens(question)
-    hit = question.facts.num_tokens - miss
+def aibrix(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    side = query.view.prefill
+    miss = uncached_tokens(query)
+    hit = query.facts.num_tokens - miss
     # requests · mean prefill time of requests is the queue in ms
     ttft = side.queued_ms + (0.005 * hit + 1.0) + (0.001 * miss**1.5 + 5.0)
-    p = any_least(allowed(question, ttft), rng)
-    return Choice(p, least_decode(question, _tbt_ms(question)) if question.facts.needs_decode else NONE)
+    p = any_least(allowed(query, ttft), rng)
+    return Choice(p, least_decode(query, _tbt_ms(query)) if query.facts.needs_decode else NONE)
 
 
-def _tbt_ms(question: Question) -> Floats:
-    side = question.view.decode
+def _tbt_ms(query: PlacementQuery) -> Floats:
+    side = query.view.decode
     a_second = np.maximum(side.sequences, 1.0) * 1e3 / np.maximum(side.next_step_ms, 1e-3)
     tbt = 1e3 / a_second * (1.0 + 1.0 / np.maximum(side.sequences, 1.0))
     is_full = (side.total_blocks > 0) & (side.free_blocks < (1.0 - FULL) * side.total_blocks)

@@ -13,25 +13,25 @@ import numpy as np
 
 from conductor.policies.pick import allowed, idlest_decode
 from conductor.predict import prefill_array_ms, transfer_array_ms
-from conductor.view import NONE, Choice, Question
+from conductor.view import NONE, Choice, PlacementQuery
 
 BALANCING_THRESHOLD = 2.0  # kvcache_balancing_threshold
 
 
-def algorithm_1_with(threshold: float) -> Callable[[Question, np.random.Generator], Choice]:
-    def algorithm_1(question: Question, rng: np.random.Generator) -> Choice:
-        own = question.own_blocks()
-        sources = question.sources(1)
+def algorithm_1_with(threshold: float) -> Callable[[PlacementQuery, np.random.Generator], Choice]:
+    def algorithm_1(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+        own = query.host_runs()
+        sources = query.sources(1)
         best = sources[0] if sources else NONE
-        best_run = float(question.store_runs[best]) if sources else 0.0
+        best_run = float(query.store_runs[best]) if sources else 0.0
         fetches = (best_run > own * threshold) & (best_run > own)  # best / own > threshold, without dividing by zero
-        tokens = np.minimum(np.where(fetches, best_run, own) * question.shape.block_tokens, question.usable_tokens)
-        ttft = question.queue_ms() + prefill_array_ms(question, tokens)
+        tokens = np.minimum(np.where(fetches, best_run, own) * query.shape.block_tokens, query.usable_tokens)
+        ttft = query.queue_ms() + prefill_array_ms(query, tokens)
         if sources:
-            missing = (best_run - own) * question.shape.block_tokens
-            ttft = ttft + np.where(fetches, transfer_array_ms(question, best, np.maximum(missing, 0.0)), 0.0)
-        p = int(allowed(question, ttft).argmin())
-        return Choice(p, idlest_decode(question), best if fetches[p] else NONE)
+            missing = (best_run - own) * query.shape.block_tokens
+            ttft = ttft + np.where(fetches, transfer_array_ms(query, best, np.maximum(missing, 0.0)), 0.0)
+        p = int(allowed(query, ttft).argmin())
+        return Choice(p, idlest_decode(query), best if fetches[p] else NONE)
 
     return algorithm_1
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, decode_choices
-from conductor.view import NONE, Choice, Question
+from conductor.view import NONE, Choice, PlacementQuery
 
 DEVICE_CREDIT, HOST_CREDIT = 1.0, 0.75
 
 
-def dynamo(question: Question, rng: np.random.Generator) -> Choice:
-    side, block_tokens = question.view.prefill, question.shape.block_tokens
-    blocks = -(-question.facts.num_tokens // block_tokens)
-    device = question.prefill_runs
-    host = np.maximum(question.home_runs() - device, 0.0)
+def dynamo(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    side, block_tokens = query.view.prefill, query.shape.block_tokens
+    blocks = -(-query.facts.num_tokens // block_tokens)
+    device = query.prefill_runs
+    host = np.maximum(query.local_store_runs() - device, 0.0)
     raw = side.queued_tokens / block_tokens + blocks
     cost = np.maximum(raw - DEVICE_CREDIT * device - HOST_CREDIT * host, 0.0)
-    p = any_least(allowed(question, cost), rng)
-    if not question.facts.needs_decode:
+    p = any_least(allowed(query, cost), rng)
+    if not query.facts.needs_decode:
         return Choice(p)
-    active = question.view.decode.context_tokens / block_tokens + blocks
-    return Choice(p, any_least(np.where(decode_choices(question), active, np.inf), rng), NONE)
+    active = query.view.decode.context_tokens / block_tokens + blocks
+    return Choice(p, any_least(np.where(decode_choices(query), active, np.inf), rng), NONE)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, idlest_decode
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
 
-def least_loaded(question: Question, rng: np.random.Generator) -> Choice:
-    return Choice(any_least(allowed(question, question.queue_ms()), rng), idlest_decode(question))
+def least_loaded(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    return Choice(any_least(allowed(query, query.queue_ms()), rng), idlest_decode(query))

@@ -9,16 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, idlest_decode
-from conductor.view import Choice, Floats, Question
+from conductor.view import Choice, Floats, PlacementQuery
 
 QUEUE_WEIGHT, PREFIX_WEIGHT = 2.0, 3.0
 
 
-def llm_d(question: Question, rng: np.random.Generator) -> Choice:
-    blocks = max(len(question.facts.keys), 1)
-    score = QUEUE_WEIGHT * _emptiness(question.view.prefill.queued_requests)
-    score = score + PREFIX_WEIGHT * question.own_blocks() / blocks
-    return Choice(any_least(allowed(question, -score), rng), idlest_decode(question))
+def llm_d(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    blocks = max(len(query.facts.keys), 1)
+    score = QUEUE_WEIGHT * _emptiness(query.view.prefill.queued_requests)
+    score = score + PREFIX_WEIGHT * query.host_runs() / blocks
+    return Choice(any_least(allowed(query, -score), rng), idlest_decode(query))
 
 
 def _emptiness(queue: Floats) -> Floats:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, least_decode, uncached_tokens
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
 
-def lmetric(question: Question, rng: np.random.Generator) -> Choice:
-    side, decode = question.view.prefill, question.view.decode
-    score = (side.queued_tokens + uncached_tokens(question)) * (side.queued_requests + 1.0)
-    context = decode.context_tokens + question.facts.num_tokens
-    return Choice(any_least(allowed(question, score), rng), least_decode(question, context * (decode.sequences + 1.0)))
+def lmetric(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    side, decode = query.view.prefill, query.view.decode
+    score = (side.queued_tokens + uncached_tokens(query)) * (side.queued_requests + 1.0)
+    context = decode.context_tokens + query.facts.num_tokens
+    return Choice(any_least(allowed(query, score), rng), least_decode(query, context * (decode.sequences + 1.0)))

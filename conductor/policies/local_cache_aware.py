@@ -6,8 +6,8 @@ import numpy as np
 
 from conductor.policies.pick import allowed, idlest_decode
 from conductor.predict import local_ttft_ms
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
 
-def local_cache_aware(question: Question, rng: np.random.Generator) -> Choice:
-    return Choice(int(allowed(question, local_ttft_ms(question)).argmin()), idlest_decode(question))
+def local_cache_aware(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    return Choice(int(allowed(query, local_ttft_ms(query)).argmin()), idlest_decode(query))

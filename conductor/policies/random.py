@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import idlest_decode, prefill_choices
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
 
-def random(question: Question, rng: np.random.Generator) -> Choice:
-    return Choice(int(rng.choice(prefill_choices(question))), idlest_decode(question))
+def random(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    return Choice(int(rng.choice(prefill_choices(query))), idlest_decode(query))

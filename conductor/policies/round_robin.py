@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import idlest_decode, prefill_choices
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 
 
-def round_robin(question: Question, rng: np.random.Generator) -> Choice:
-    nodes = prefill_choices(question)
-    return Choice(nodes[question.facts.number % len(nodes)], idlest_decode(question))
+def round_robin(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    nodes = prefill_choices(query)
+    return Choice(nodes[query.facts.number % len(nodes)], idlest_decode(query))

@@ -9,24 +9,24 @@ from __future__ import annotations
 import numpy as np
 
 from conductor.policies.pick import allowed, any_least, decode_choices
-from conductor.view import NONE, Choice, Question
+from conductor.view import NONE, Choice, PlacementQuery
 
 CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
 
 
-def sglang(question: Question, rng: np.random.Generator) -> Choice:
-    load = question.view.prefill.queued_requests
-    own = question.own_blocks()
+def sglang(query: PlacementQuery, rng: np.random.Generator) -> Choice:
+    load = query.view.prefill.queued_requests
+    own = query.host_runs()
     is_imbalanced = load.max() - load.min() > BALANCE_ABS and load.max() > BALANCE_REL * load.min()
-    matched = float(own.max()) * question.shape.block_tokens / question.facts.num_tokens
+    matched = float(own.max()) * query.shape.block_tokens / query.facts.num_tokens
     cost = load if is_imbalanced or matched <= CACHE_THRESHOLD else -own
-    return Choice(any_least(allowed(question, cost), rng), _power_of_two(question, rng))
+    return Choice(any_least(allowed(query, cost), rng), _power_of_two(query, rng))
 
 
-def _power_of_two(question: Question, rng: np.random.Generator) -> int:
+def _power_of_two(query: PlacementQuery, rng: np.random.Generator) -> int:
     """The less loaded of two randomly drawn nodes."""
-    if not question.facts.needs_decode:
+    if not query.facts.needs_decode:
         return NONE
-    nodes = decode_choices(question).nonzero()[0]
+    nodes = decode_choices(query).nonzero()[0]
     two = rng.choice(nodes, min(2, len(nodes)), replace=False)
-    return int(two[question.view.decode.sequences[two].argmin()])
+    return int(two[query.view.decode.sequences[two].argmin()])

@@ -44,9 +44,9 @@ class Case:
     ) -> tuple[bool, float, Booking | None]:
         facts = facts or self.cluster.facts(num_tokens)
         scheduler = self.cluster.scheduler
-        question = scheduler.ask(facts, self.now)
-        placement = scheduler.answer(question)
-        verdict = self.admission.decide(question, placement, self.now, max_tokens, band)
+        query = scheduler.query(facts, self.now)
+        placement = scheduler.answer(query)
+        verdict = self.admission.decide(query, placement, self.now, max_tokens, band)
         if not (verdict.is_admitted and enter):
             return verdict.is_admitted, verdict.retry_after_s, None
         booking = scheduler.book(facts, placement, self.now)
@@ -58,8 +58,8 @@ class Case:
         assert booking is not None
         self.cluster.scheduler.prefill_done(booking, self.now)
         late = self.admission.checks_after_prefill
-        question = self.cluster.scheduler.ask(self.cluster.facts(), self.now) if late else None
-        return self.admission.prefill_ended(booking, question, self.now)
+        query = self.cluster.scheduler.query(self.cluster.facts(), self.now) if late else None
+        return self.admission.prefill_ended(booking, query, self.now)
 
     def ends(self, booking: Booking | None, output_tokens: int = 0) -> None:
         assert booking is not None
@@ -205,11 +205,11 @@ class TestLengths:
         assert (lengths.sample(CHAT, 4096, 20, rng, generated=3000) == 4096).all(), "longer than anything seen"
 
     def test_a_turn_is_known_by_the_answer_before_it(self) -> None:
-        turns, chain = Turns(), [b"system", b"question", b"and more"]
+        turns, chain = Turns(), [b"system", b"query", b"and more"]
         assert turns.kind(chain[:2], 700) == Kind(b"system", 700)
         turns.observe(chain[1], 300)
         assert turns.kind([*chain, b"next"], 1900) == Kind(b"system", 1900, 300)
-        assert turns.kind([b"system", b"another question"], 700) == Kind(b"system", 700)
+        assert turns.kind([b"system", b"another query"], 700) == Kind(b"system", 700)
 
     def test_kinds_differ_and_unknown_ones_lean_on_all(self) -> None:
         lengths = OutputLengths()

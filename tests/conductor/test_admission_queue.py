@@ -125,9 +125,7 @@ async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(st
 async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     queue, arrivals = cluster.core.dispatcher.admission_queue, []
-    cluster.core.dispatcher.placer.on_arrival.append(
-        lambda question, placement, now: arrivals.append(question.facts.session)
-    )
+    cluster.core.dispatcher.placer.on_arrival.append(lambda query, placement, now: arrivals.append(query.facts.session))
 
     def asked(name: str, timeout_s: float) -> asyncio.Task[Any]:
         request = replace(cluster.request(PROMPT, 4, timeout_s=timeout_s), session=name)

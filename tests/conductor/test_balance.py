@@ -44,7 +44,7 @@ class Town:
         found = self.balancer.switching
         assert found is not None
         switch, state = found
-        since = self.balancer._switching[2] if self.balancer._switching else 0.0
+        since = self.balancer._running.since if self.balancer._running else 0.0
         if self.cluster.now - since < 10.0:
             return
         if state is SwitchState.DRAINING:

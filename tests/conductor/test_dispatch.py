@@ -294,7 +294,7 @@ async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_clu
 async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0, ttft_limit_ms=60_000)
     dispatcher, arrivals = cluster.core.dispatcher, []
-    dispatcher.placer.on_arrival.append(lambda question, placement, now: arrivals.append(placement.decode.node_id))
+    dispatcher.placer.on_arrival.append(lambda query, placement, now: arrivals.append(placement.decode.node_id))
     cluster.prefill[0].script.gate = gate = asyncio.Event()  # it would notice, too
     await cluster.decode[0].relay.kill()  # its heartbeats take another way
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
@@ -494,7 +494,7 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
     cluster = await start_cluster(1, 1, max_requests=2)
     arrivals: list[float] = []
     cluster.core.dispatcher.placer.on_arrival.append(
-        lambda question, placement, now: arrivals.append(question.facts.num_tokens)
+        lambda query, placement, now: arrivals.append(query.facts.num_tokens)
     )
     cluster.prefill[0].script.gate = gate = asyncio.Event()
     running = [asyncio.create_task(cluster.generate(cluster.request())) for _ in range(2)]
@@ -513,7 +513,7 @@ async def test_who_is_refused_for_its_deadline_is_demand_all_the_same(start_clus
     cluster = await start_cluster(1, 1)
     arrivals: list[float] = []
     cluster.core.dispatcher.placer.on_arrival.append(
-        lambda question, placement, now: arrivals.append(placement.new_tokens)
+        lambda query, placement, now: arrivals.append(placement.new_tokens)
     )
     for size in (10, 100, 1000):
         cluster.core.costs.observe_prefill("p0", size, 0, 60_000.0)

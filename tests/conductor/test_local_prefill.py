@@ -28,8 +28,8 @@ def cluster() -> Cluster:
 
 def choose(cluster: Cluster, runs: dict[str, int], num_tokens: int = 640, **changes: object) -> Placement | None:
     facts = cluster.facts(num_tokens, runs, **changes)
-    question = cluster.scheduler.ask(facts, cluster.now)
-    return local_prefill(question, cluster.scheduler.answer(question), cluster.fleet.costs, TAIL)
+    query = cluster.scheduler.query(facts, cluster.now)
+    return local_prefill(query, cluster.scheduler.answer(query), cluster.fleet.costs, TAIL)
 
 
 def test_the_decode_node_that_has_all_but_a_block_computes_it(cluster: Cluster) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conductor.prefix_index import PrefixIndex, index_keys
-from conductor.prefix_native import new_table
 from conductor.prefix_table import NUM_SHARDS, PrefixTable
+from conductor.prefix_table_native import new_table
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 PrefixIndex()  # builds the library now: hypothesis has a time limit

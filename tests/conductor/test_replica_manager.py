@@ -48,9 +48,9 @@ class Pool:
         for number in range(requests):
             facts = RequestFacts(40, KEYS, needs_decode=False, number=number)
             now = self.core.clock()
-            question = self.core.dispatcher.placer.scheduler.ask(facts, now)
-            placement = self.core.dispatcher.placer.scheduler.answer(question)
-            self.core.replica_manager.arrived(question, placement, now)
+            query = self.core.dispatcher.placer.scheduler.query(facts, now)
+            placement = self.core.dispatcher.placer.scheduler.answer(query)
+            self.core.replica_manager.arrived(query, placement, now)
         self.core.tick()
 
     async def holds(self, number: int) -> int:

@@ -29,7 +29,7 @@ class Burst:
             if a_second and tick % max(10 // a_second, 1) == 0:
                 for _ in range(max(a_second // 10, 1)):
                     facts = RequestFacts(64 * 64, HOT)
-                    replicator.observe(cluster.scheduler.ask(facts, cluster.now), prefill_ms, cluster.now)
+                    replicator.observe(cluster.scheduler.query(facts, cluster.now), prefill_ms, cluster.now)
             view = cluster.fleet.view(cluster.now)
             for action in replicator.tick(view, cluster.fleet.index, cluster.now):
                 if isinstance(action, CopyPrefix):
@@ -80,7 +80,7 @@ def test_no_host_is_sent_the_same_twice_and_flights_are_few() -> None:
     burst.replicator = Replicator(limits)
     for _ in range(300):
         facts = RequestFacts(64 * 64, HOT)
-        burst.replicator.observe(burst.cluster.scheduler.ask(facts, 100.0), 100.0, 100.0)
+        burst.replicator.observe(burst.cluster.scheduler.query(facts, 100.0), 100.0, 100.0)
     view = burst.cluster.fleet.view(100.0)
     copies = burst.replicator.tick(view, burst.cluster.fleet.index, 100.0)
     assert len(copies) == 2
@@ -92,7 +92,7 @@ def test_no_host_is_sent_the_same_twice_and_flights_are_few() -> None:
 def test_a_failed_copy_is_tried_again_and_a_dead_node_forgotten() -> None:
     burst = Burst()
     for _ in range(50):
-        burst.replicator.observe(burst.cluster.scheduler.ask(RequestFacts(4096, HOT), 100.0), 100.0, 100.0)
+        burst.replicator.observe(burst.cluster.scheduler.query(RequestFacts(4096, HOT), 100.0), 100.0, 100.0)
     view = burst.cluster.fleet.view(100.0)
     copies = burst.replicator.tick(view, burst.cluster.fleet.index, 100.0)
     assert copies
@@ -113,7 +113,7 @@ def test_what_is_copied_is_what_all_who_ask_have_in_common() -> None:
     for guest in range(50):
         own = [BlockKey(bytes([8, guest, block]) * 16) for block in range(20)]
         facts = RequestFacts(4096, [*HOT[:41], *own])
-        burst.replicator.observe(burst.cluster.scheduler.ask(facts, 100.0), 100.0, 100.0)
+        burst.replicator.observe(burst.cluster.scheduler.query(facts, 100.0), 100.0, 100.0)
     copies = burst.replicator.tick(burst.cluster.fleet.view(100.0), burst.cluster.fleet.index, 100.0)
     assert {copy.keys for copy in copies if isinstance(copy, CopyPrefix)} == {tuple(HOT[:41])}
     targets = [copy.target for copy in copies if isinstance(copy, CopyPrefix)]
@@ -139,7 +139,7 @@ def test_a_beginning_that_others_still_ask_for_is_kept() -> None:
     shared = RequestFacts(8 * 64, HOT[:8])
     for _ in range(130):
         burst.run(1, a_second=0)
-        burst.replicator.observe(burst.cluster.scheduler.ask(shared, burst.cluster.now), 1.0, burst.cluster.now)
+        burst.replicator.observe(burst.cluster.scheduler.query(shared, burst.cluster.now), 1.0, burst.cluster.now)
     assert burst.dropped and all(drop.keys == tuple(HOT[8:]) for drop in burst.dropped)
 
 
@@ -152,7 +152,7 @@ def test_the_number_of_remembered_prefixes_is_bounded() -> None:
         burst.cluster.fleet.index.apply("s0", [BlockEvent(True, own, HOT[31])])
         for _ in range(60):
             facts = RequestFacts(4096, [*HOT[:32], own])
-            burst.replicator.observe(burst.cluster.scheduler.ask(facts, burst.cluster.now), 100.0, burst.cluster.now)
+            burst.replicator.observe(burst.cluster.scheduler.query(facts, burst.cluster.now), 100.0, burst.cluster.now)
         view = burst.cluster.fleet.view(burst.cluster.now)
         for action in burst.replicator.tick(view, burst.cluster.fleet.index, burst.cluster.now):
             assert isinstance(action, CopyPrefix)

@@ -9,7 +9,7 @@ from placing import Cluster, incarnation, incarnations, pair
 
 from conductor.bookings import Booking
 from conductor.health import Health
-from conductor.policies.milliseconds import COPY_RENT
+from conductor.policies.milliseconds import REPLICA_COST
 from conductor.registry import NodeLoad
 from conductor.scheduler import Placement, Scheduler
 from mooncake.errors import NodeUnavailable, Overloaded
@@ -162,7 +162,7 @@ def test_time_passing_shortens_the_queue() -> None:
 
 def total(copied: dict[str, int], placement: Placement) -> float:
     """Of an answer of 10 tokens, the rent of copied blocks included; the store that all share is s1."""
-    parts, rent = placement.breakdown, COPY_RENT * 64 * copied[placement.prefill.node_id]
+    parts, rent = placement.breakdown, REPLICA_COST * 64 * copied[placement.prefill.node_id]
     return placement.predicted_ttft_ms + rent + parts.handoff_ms + 10.0 * parts.step_ms
 
 

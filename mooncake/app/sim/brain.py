@@ -87,15 +87,15 @@ class Brain:
                 raise Refused(math.nan)
             self._book(flight, facts, self.script[flight.index], now)
             return
-        question = self.scheduler.ask(facts, now)
-        placement = self.scheduler.answer(question)
+        query = self.scheduler.query(facts, now)
+        placement = self.scheduler.answer(query)
         if self.balancer is not None and flight.attempts == 0:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
-            self.balancer.arrived(question.view, work_ms, flight.num_tokens, facts.expected_tokens)
+            self.balancer.arrived(query.view, work_ms, flight.num_tokens, facts.expected_tokens)
         if self.replicator is not None and flight.attempts == 0:
-            self.replicator.observe(question, placement.breakdown.prefill_ms, now)
+            self.replicator.observe(query, placement.breakdown.prefill_ms, now)
         if self.admission is not None and flight.attempts == 0:  # a retry has already cost something: it continues
-            verdict = self.admission.decide(question, placement, now, self._max_tokens)
+            verdict = self.admission.decide(query, placement, now, self._max_tokens)
             if self.kept is not None:
                 self.kept[flight.index] = placement
             if flight.index in self.turned_away:
@@ -119,11 +119,9 @@ class Brain:
 
     def would_admit(self, flight: Flight, now: float) -> bool:
         """Whether the request would be admitted if it came now; changes nothing."""
-        question = self.scheduler.ask(self._facts(flight), now)
-        placement = self.scheduler.answer(question)
-        return self.admission is None or self.admission.fits(
-            question, placement, now, self._max_tokens, self._probing_rng
-        )
+        query = self.scheduler.query(self._facts(flight), now)
+        placement = self.scheduler.answer(query)
+        return self.admission is None or self.admission.fits(query, placement, now, self._max_tokens, self._probing_rng)
 
     def prefill_ended(self, flight: Flight, now: float) -> bool:
         """The first token is ready. False: drop the request."""
@@ -132,8 +130,8 @@ class Brain:
         if self.admission is None:
             return True
         is_checked = self.admission.checks_after_prefill and flight.attempts == 1
-        question = self.scheduler.ask(self._facts(flight), now) if is_checked else None
-        return self.admission.prefill_ended(flight.booking, question, now)
+        query = self.scheduler.query(self._facts(flight), now) if is_checked else None
+        return self.admission.prefill_ended(flight.booking, query, now)
 
     def ended(self, flight: Flight, output_tokens: int, now: float) -> None:
         """The attempt is over; ``output_tokens`` of a whole answer, or 0."""

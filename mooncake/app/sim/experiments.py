@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from conductor.policies import POLICIES
-from conductor.view import Choice, Question
+from conductor.view import Choice, PlacementQuery
 from mooncake.app.sim import published, verdicts
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.findings import Finding, Row
@@ -191,10 +191,10 @@ def local_and_global(traces: Traces) -> Finding:
     )
 
 
-def _forced_fetch(question: Question, rng: np.random.Generator) -> Choice:
+def _forced_fetch(query: PlacementQuery, rng: np.random.Generator) -> Choice:
     """The least loaded prefill node, which always fetches what it lacks: only for Fig. 13, not a useful policy."""
-    choice = POLICIES["least_loaded"](question, rng)
-    sources = question.sources(1)
+    choice = POLICIES["least_loaded"](query, rng)
+    sources = query.sources(1)
     return Choice(choice.prefill, choice.decode, sources[0]) if sources else choice
 
 
