@@ -1,6 +1,6 @@
-"""One attempt at a request on one (prefill, decode) pair: the two calls, their timers, and how each may end.
+"""One attempt at a request on one (prefill, decode) pair: the two calls, their timeouts, and how they may end.
 
-What messages mean is decided by ``merge``; this knows nothing of other attempts, of placement or of the client.
+``merge`` interprets the messages; this knows nothing of other attempts, of placement or of the client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from conductor.api import Delta
 from conductor.bookings import Booking
 from conductor.lifecycle import HandoffState
 from conductor.merge import Merger
-from conductor.node_call import Call, Ended, Inbox, Message, NodeCall, ReportIsLate
+from conductor.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
 from conductor.node_requests import NodeRequests
 from conductor.registry import NodeInfo
 from conductor.scheduler import Placement
@@ -73,7 +73,7 @@ class Attempt:
         self._channels = channels
         self._handoff_id = requests.prefill.handoff_id
         self._inbox = Inbox(INBOX_LIMIT)
-        self._may_decode = asyncio.Event()  # say what it says: scores of a prompt come first, and may be megabytes
+        self._may_decode = asyncio.Event()  # holds decode messages back: log-probabilities of the prompt come first
         if not merger.wants_prompt_logprobs:
             self._may_decode.set()
         self._closed = False
@@ -119,26 +119,26 @@ class Attempt:
             if delta is not None:
                 return delta
 
-    def lose(self, lost: NodeInfo, error: MooncakeError) -> None:
-        """A node of this attempt is out of the cluster."""
+    def node_lost(self, lost: NodeInfo, error: MooncakeError) -> None:
+        """A node of this attempt has left the cluster."""
         for role, call in self._calls.items():
             if call.info.incarnation == lost.incarnation:
-                self._inbox.post(role, Ended(error, is_lost=True))
+                self._inbox.post(role, CallEnded(error, is_lost=True))
 
     def end_choice(self, choice: int) -> None:
-        """Nobody needs more of this answer: tell the decode node, once at a time."""
+        """The client needs no more of this answer: tell the decode node, one call at a time."""
         self.merger.end_choice(choice)
         decode = self.placement.decode
         if decode is None or choice in self._ending or self._closed:
             return
         request = decode_pb2.EndChoiceRequest(handoff_id=self._handoff_id, choice=choice)
         call = DecodeStub(self._channels.get(decode.control_address)).EndChoice(request, timeout=END_CHOICE_TIMEOUT_S)
-        self._ending[choice] = asyncio.ensure_future(self._tell_end(choice, call))
+        self._ending[choice] = asyncio.ensure_future(self._send_end_choice(choice, call))
 
-    async def _tell_end(self, choice: int, call: Awaitable[decode_pb2.EndChoiceResponse]) -> None:
+    async def _send_end_choice(self, choice: int, call: Awaitable[decode_pb2.EndChoiceResponse]) -> None:
         try:
             await call
-        except grpc.aio.AioRpcError as error:  # its tokens are dropped here, and it ends by itself
+        except grpc.aio.AioRpcError as error:  # harmless: its tokens are dropped here, and it ends by itself
             log.debug("ending choice %d: %s", choice, error.details())
         finally:
             del self._ending[choice]
@@ -159,23 +159,23 @@ class Attempt:
             handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
 
     def _take(self, role: Role, message: Message) -> Delta | None:
-        ended = message if isinstance(message, Ended) else None
+        ended = message if isinstance(message, CallEnded) else None
         if ended is not None and ended.is_lost:
             self._lost.add(role)
         try:
             match message:
                 case prefill_pb2.PrefillResponse():
-                    return self.merger.prefill_said(message)
+                    return self.merger.on_prefill_message(message)
                 case decode_pb2.DecodeResponse():
                     if self.merger.is_unwanted(message.choice):
-                        self.end_choice(message.choice)  # it had not started when it was told to end
-                    return self.merger.decode_said(message)
+                        self.end_choice(message.choice)  # the first EndChoice came before the decode node knew of it
+                    return self.merger.on_decode_message(message)
                 case ReportIsLate():
-                    return self.merger.report_is_late()
-                case Ended() if role is Role.PREFILL:
-                    return self.merger.prefill_ended(message.error)
-                case Ended():
-                    self.merger.decode_ended(message.error)
+                    return self.merger.release()
+                case CallEnded() if role is Role.PREFILL:
+                    return self.merger.on_prefill_end(message.error)
+                case CallEnded():
+                    self.merger.on_decode_end(message.error)
                     return None
         except DeadlineExceeded:
             raise
@@ -189,7 +189,7 @@ class Attempt:
             self._arm(REPORT_GRACE_S, self._report_is_late)
 
     def _arm(self, after_s: float, due: Callable[[], None]) -> None:
-        """Once."""
+        """Start the timer unless it has been started before."""
         if due not in self._timers:
             self._timers[due] = asyncio.get_running_loop().call_later(after_s, due)
 
@@ -197,7 +197,7 @@ class Attempt:
         if self.merger.waits_for_commit:
             self._has_expired = True
             error = HandoffFailed(f"the hand-off was not committed within {self._handoff_timeout_s:g} s")
-            self._inbox.post(Role.DECODE, Ended(error))
+            self._inbox.post(Role.DECODE, CallEnded(error))
 
     def _report_is_late(self) -> None:
         self._inbox.post(Role.PREFILL, ReportIsLate())

@@ -22,7 +22,6 @@ class Booking:
     context_tokens: int
     blocks: int = 0  # to be sent to the decode node
     source_id: str = ""  # the store the prefix is read from; "": none
-    source_bytes: float = 0.0
     ssd_bytes: float = 0.0  # bytes of the read that come from its SSD
     open_prefill: bool = True
     open_decode: bool = True
@@ -43,7 +42,6 @@ class NodeBookings:
     unbooked_decodes: int = 0
     unbooked_context: int = 0
     sending_flows: int = 0
-    sending_bytes: float = 0.0
     ssd_ready_at_ms: float = 0.0
     viewed_blocks: tuple[int, int] | None = None  # of a decode node, as in the view: total, and free or cached
 
@@ -84,11 +82,9 @@ class NodeBookings:
             begins_ms = max(self.ssd_ready_at_ms, now * 1e3)
             self.ssd_ready_at_ms = begins_ms + booking.ssd_bytes * ssd_byte_ms
         self.sending_flows += 1
-        self.sending_bytes += booking.source_bytes
 
-    def remove_read(self, booking: Booking) -> None:
+    def remove_read(self) -> None:
         self.sending_flows -= 1
-        self.sending_bytes = self.sending_bytes - booking.source_bytes if self.sending_flows else 0.0
 
     def reported(self, load: NodeLoad) -> bool:
         """Update the unbooked load from a heartbeat. Returns whether anything changed; usually nothing does."""

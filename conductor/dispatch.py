@@ -182,7 +182,7 @@ class Dispatcher:
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node has left the cluster: whatever runs there fails now and is retried elsewhere."""
         for attempt in list(self._attempts.get(info.incarnation, ())):
-            attempt.lose(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
+            attempt.node_lost(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
 
     @property
     def is_idle(self) -> bool:

@@ -86,7 +86,7 @@ class Fleet:
         self._keeper.update_prefill(booking.prefill_id, booked)
         if booking.source_id:
             booked = self._bookings[booking.source_id]
-            booked.remove_read(booking)
+            booked.remove_read()
             self._keeper.update_store(booking.source_id, booked)
 
     def close(self, booking: Booking, now: float) -> None:

@@ -1,4 +1,4 @@
-"""The calls to an attempt's two nodes: their messages in order of arrival, and how each call ended.
+"""The gRPC calls to an attempt's two nodes: their messages in order of arrival, and how each call ended.
 
 It knows neither what the messages mean nor which attempt they belong to.
 """
@@ -22,7 +22,7 @@ from mooncake.types import Role
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class CallEnded:
     """One side's call has ended. ``error`` is None on success; ``is_lost`` means that its node could not be reached."""
 
     error: MooncakeError | None = None
@@ -35,7 +35,7 @@ class ReportIsLate:
     pass
 
 
-Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | Ended | ReportIsLate
+Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | CallEnded | ReportIsLate
 
 
 class Inbox:
@@ -49,7 +49,7 @@ class Inbox:
         self._has_room = asyncio.Event()
         self._has_room.set()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         await self._has_room.wait()
 
     def post(self, role: Role, message: Message) -> None:
@@ -114,46 +114,46 @@ class NodeCall:
         self._task.cancel()
 
     async def _listen(self) -> None:
-        ended = await self._pass_on()
+        ended = await self._forward()
         if ended.is_lost and not self._closed:
             self._on_lost(self.info)
         self._inbox.post(self._role, ended)
         if self._role is Role.PREFILL:
             self._may_decode.set()
 
-    async def _pass_on(self) -> Ended:
-        """Pass on all its messages. Returns how it ended."""
+    async def _forward(self) -> CallEnded:
+        """Put all messages into the inbox. Returns how the call ended."""
         peer = f"{self._role} node {self.info.node_id}"
         try:
             self.was_accepted = bool((await self._call.initial_metadata()).get(TAKEN_KEY))
             async for message in self._call:
                 if self._role is Role.DECODE:
                     await self._may_decode.wait()
-                await self._inbox.room()
+                await self._inbox.wait_for_room()
                 self._inbox.post(self._role, message)
                 if self._role is Role.PREFILL:
                     self._may_decode.set()
         except grpc.RpcError as error:
-            return _how_it_ended(error, peer, self._is_time_over)
+            return _call_ended(error, peer, self._is_time_over)
         except asyncio.CancelledError:
             if self._closed:
                 raise
             # grpc.aio reports this when the other side cancelled: its server is stopping
-            return Ended(NodeUnavailable(f"{peer} stopped"), is_lost=True)
-        return Ended()
+            return CallEnded(NodeUnavailable(f"{peer} stopped"), is_lost=True)
+        return CallEnded()
 
 
-def _how_it_ended(failure: grpc.RpcError, peer: str, is_time_over: Callable[[], bool]) -> Ended:
+def _call_ended(failure: grpc.RpcError, peer: str, is_time_over: Callable[[], bool]) -> CallEnded:
     error = error_from_rpc(failure, peer)
     has_code = isinstance(failure, grpc.aio.AioRpcError) and CODE_KEY in {
         str(key) for key, _ in failure.trailing_metadata() or ()
     }
     if isinstance(error, DeadlineExceeded):
         if is_time_over():
-            return Ended(error, is_retryable=False)
-        return Ended(HandoffFailed(f"{peer}: {error.message}"))
+            return CallEnded(error, is_retryable=False)
+        return CallEnded(HandoffFailed(f"{peer}: {error.message}"))
     if not has_code and isinstance(error, NodeUnavailable):
-        return Ended(error, is_lost=True)
+        return CallEnded(error, is_lost=True)
     if not has_code and isinstance(error, InternalError):
-        return Ended(error)  # a crash in the node's handler, or a broken stream
-    return Ended(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))
+        return CallEnded(error)  # a crash in the node's handler, or a broken stream
+    return CallEnded(error, is_retryable=isinstance(error, (errors.RetryElsewhere, errors.TryLater)))

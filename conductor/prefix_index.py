@@ -12,16 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from conductor.prefix_table import INDEX_KEY_BYTES, NUM_SHARDS, Slots
+from conductor.prefix_table import NUM_SHARDS, Slots
 from conductor.prefix_table_native import new_table
 from conductor.view import Floats
-from mooncake.types import BlockEvent, BlockKey, Tier
+from mooncake.types import BlockEvent, Tier
 
 MAX_BLOCKS = 16_000_000  # about 40 bytes each, however many nodes hold it
-
-
-def index_keys(keys: Iterable[BlockKey]) -> list[bytes]:
-    return [key[:INDEX_KEY_BYTES] for key in keys]
 
 
 class PrefixIndex:

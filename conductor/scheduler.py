@@ -1,7 +1,7 @@
-"""Where a request goes: asks the policy, predicts what its choice costs, and books it.
+"""Where a request goes: applies the policy, predicts what its choice costs, and books it.
 
-Pure: reads no clock; the random generator is an argument. It checks what no policy needs to know: that some node is
-available, that nodes which failed this request are avoided, and that the deadline can be met.
+Pure: reads no clock; the random generator is an argument. What policies need not know is checked here: that some node
+is available, that nodes which failed this request are avoided, and that the deadline can be met.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Scheduler:
 
     def choose(self, query: PlacementQuery) -> Placement:
         """Like ``answer``, whether or not the deadline can be met. Raises NodeUnavailable."""
-        _check_somebody(query)
+        _check_available(query)
         if self._native is not None and self.policy is milliseconds:
             return Placement(*self._native(query))
         choice = self.policy(query, self._rng)
@@ -106,15 +106,14 @@ class Scheduler:
         parts = placement.breakdown
         source = placement.pools[0] if placement.fetched_tokens else None
         booking = Booking(
-            placement.prefill.node_id,
-            placement.decode.node_id if placement.decode else "",
-            placement.new_tokens,
-            parts.fetch_ms + parts.prefill_ms,
-            facts.num_tokens,
-            placement.sent_blocks,
-            source.node_id if source else "",
-            placement.fetched_tokens * self.shape.block_bytes / self.shape.block_tokens,
-            placement.ssd_tokens * self.shape.block_bytes / self.shape.block_tokens,
+            prefill_id=placement.prefill.node_id,
+            decode_id=placement.decode.node_id if placement.decode else "",
+            new_tokens=placement.new_tokens,
+            prefill_ms=parts.fetch_ms + parts.prefill_ms,
+            context_tokens=facts.num_tokens,
+            blocks=placement.sent_blocks,
+            source_id=source.node_id if source else "",
+            ssd_bytes=placement.ssd_tokens * self.shape.block_bytes / self.shape.block_tokens,
         )
         self.fleet.book(booking, now, facts.session)
         if self._pending_prefixes is not None:
@@ -172,7 +171,7 @@ def _pools(query: PlacementQuery, p: int, source: int) -> tuple[NodeInfo, ...]:
     return (stores[source] if source != NONE else stores[0],)
 
 
-def _check_somebody(query: PlacementQuery) -> None:
+def _check_available(query: PlacementQuery) -> None:
     view = query.view
     if not view.prefill.nodes or (query.prefill_ok is not None and not query.prefill_ok.any()):
         raise NodeUnavailable("no prefill node is available")

@@ -89,7 +89,7 @@ class DecodeSide:
 
 @dataclass(slots=True)
 class StoreSide:
-    """``sending_*`` is what is being read from each store now: readers share its outgoing bandwidth."""
+    """``sending_flows`` is the number of reads from each store now: they share its outgoing bandwidth."""
 
     nodes: tuple[NodeInfo, ...]
     slots: Ints  # blocks in any tier
@@ -97,7 +97,6 @@ class StoreSide:
     ssd_byte_ms: float  # extra ms per byte that is not in DRAM
     ssd_ready_at_ms: Floats  # when each will have finished the SSD reads booked, at that rate; reads take turns
     sending_flows: Floats
-    sending_bytes: Floats
     idleness: Floats  # below 1, lower the more is being read: breaks ties between equal runs
 
 

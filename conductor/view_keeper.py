@@ -125,7 +125,6 @@ class ViewKeeper:
             return
         side = view.stores
         side.sending_flows[at] = booked.sending_flows
-        side.sending_bytes[at] = booked.sending_bytes
         side.idleness[at] = -min(booked.sending_flows, 1000) / 1024
         side.ssd_ready_at_ms[at] = booked.ssd_ready_at_ms
 
@@ -295,4 +294,4 @@ _DECODE_FLOATS = (
     "total_blocks",
     "tie_ms",
 )
-_STORE_FLOATS = ("ssd_ready_at_ms", "sending_flows", "sending_bytes", "idleness")
+_STORE_FLOATS = ("ssd_ready_at_ms", "sending_flows", "idleness")

@@ -32,14 +32,14 @@ def test_a_cancelled_prompt_in_the_queue_does_not_restart_the_first_one() -> Non
 
 
 def test_sums_return_to_exactly_zero_despite_rounding() -> None:
-    booked, bookings = NodeBookings(), [booking(ms=0.1, source_bytes=0.1) for _ in range(10)]
+    booked, bookings = NodeBookings(), [booking(ms=0.1) for _ in range(10)]
     for one in bookings:
         booked.add_prefill(one, now=0.0)
         booked.add_read(one, now=0.0, ssd_byte_ms=0.0)
     for one in bookings:
         booked.remove_prefill(one, now=0.0)
-        booked.remove_read(one)
-    assert (booked.prefill_ms, booked.sending_bytes) == (0.0, 0.0)
+        booked.remove_read()
+    assert (booked.prefill_ms, booked.sending_flows) == (0.0, 0)
     assert booked.is_empty
 
 
@@ -72,12 +72,12 @@ def test_block_counts_of_a_node_outside_the_decode_view_are_no_change() -> None:
 
 def test_reads_of_an_ssd_take_turns_and_those_of_dram_do_not() -> None:
     booked = NodeBookings()
-    booked.add_read(booking(source_bytes=5e6), now=1.0, ssd_byte_ms=1e-6)
+    booked.add_read(booking(), now=1.0, ssd_byte_ms=1e-6)
     assert (booked.sending_flows, booked.ssd_ready_at_ms) == (1, 0.0)
     for ready_at_ms in (1003.0, 1006.0):
-        booked.add_read(booking(source_bytes=5e6, ssd_bytes=3e6), now=1.0, ssd_byte_ms=1e-6)
+        booked.add_read(booking(ssd_bytes=3e6), now=1.0, ssd_byte_ms=1e-6)
         assert booked.ssd_ready_at_ms == pytest.approx(ready_at_ms)
-    booked.add_read(booking(source_bytes=5e6, ssd_bytes=3e6), now=2.0, ssd_byte_ms=1e-6)
+    booked.add_read(booking(ssd_bytes=3e6), now=2.0, ssd_byte_ms=1e-6)
     assert booked.ssd_ready_at_ms == pytest.approx(2003.0), "what was promised has been read by then"
 
 

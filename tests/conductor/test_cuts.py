@@ -48,8 +48,9 @@ class TestOneStore:
     def test_a_cut_is_booked_as_what_is_fetched(self, native: bool) -> None:
         cluster = on_a_slow_disk(native=native)
         facts = cluster.facts(LONG, {"s0": 20}, {"s0": 12})
-        booking = cluster.scheduler.book(facts, cluster.scheduler.place(facts, cluster.now), cluster.now)
-        assert booking.source_bytes == 12 * SHAPE.block_bytes
+        placement = cluster.scheduler.place(facts, cluster.now)
+        assert placement.fetched_tokens == 12 * 64
+        booking = cluster.scheduler.book(facts, placement, cluster.now)
         assert booking.prefill_ms == pytest.approx(12.0 + LONG - 12 * 64, rel=0.02)
         cluster.scheduler.close(booking, cluster.now)
         assert cluster.fleet.open_work == {}

@@ -2,14 +2,15 @@
 table compared with the Python one."""
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefix_index import PrefixIndex, index_keys
-from conductor.prefix_table import NUM_SHARDS, PrefixTable
+from conductor.prefix_index import PrefixIndex
+from conductor.prefix_table import INDEX_KEY_BYTES, NUM_SHARDS, PrefixTable
 from conductor.prefix_table_native import new_table
 from mooncake.types import BlockEvent, BlockKey, Tier
 
@@ -17,6 +18,12 @@ PrefixIndex()  # builds the library now: hypothesis has a time limit
 
 NODES = tuple(f"n{i}" for i in range(70))  # more than one machine word of bits
 KEYS = tuple(BlockKey(bytes([i]) * 32) for i in range(6))
+
+
+def index_keys(keys: Iterable[BlockKey]) -> list[bytes]:
+    """Truncated as the table stores them, and as a directory keeps them."""
+    return [key[:INDEX_KEY_BYTES] for key in keys]
+
 
 operations = st.lists(
     st.one_of(
