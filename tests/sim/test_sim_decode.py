@@ -11,7 +11,7 @@ from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.coupled import CoupledMachine
 from mooncake.app.sim.decode import DecodeMachine
 from mooncake.app.sim.events import Agenda
-from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.requests import SimRequest
 
 CURVE = StepCurve(decode_step_ms=20.0, decode_sequence_ms=1.5, decode_context_ms=1e-4)
 MODEL = Model(num_layers=4, token_bytes=1024, block_tokens=512)
@@ -24,8 +24,8 @@ End = tuple[float, float]  # seconds, tail
 def summed_up(arrivals: list[Arrival]) -> dict[int, End]:
     agenda, ends = Agenda(), {}
 
-    def ended(flight: Flight, tail_ms: float) -> None:
-        ends[flight.index] = (agenda.now, tail_ms)
+    def ended(request: SimRequest, tail_ms: float) -> None:
+        ends[request.index] = (agenda.now, tail_ms)
 
     machine = DecodeMachine("d", GROUP, CURVE, MODEL, agenda, ended)
     _join_all(agenda, arrivals, machine.join)
@@ -37,8 +37,8 @@ def summed_up(arrivals: list[Arrival]) -> dict[int, End]:
 def step_by_step(arrivals: list[Arrival]) -> dict[int, End]:
     agenda, ends = Agenda(), {}
 
-    def ended(flight: Flight, tail_ms: float) -> None:
-        ends[flight.index] = (agenda.now, tail_ms)
+    def ended(request: SimRequest, tail_ms: float) -> None:
+        ends[request.index] = (agenda.now, tail_ms)
 
     machine = CoupledMachine("d", GROUP, CURVE, MODEL, agenda, lambda *_: None, ended)
     _join_all(agenda, arrivals, machine.receive)
@@ -50,9 +50,9 @@ def step_by_step(arrivals: list[Arrival]) -> dict[int, End]:
 def _join_all(agenda: Agenda, arrivals: list[Arrival], join: object) -> None:
     assert callable(join)
     for index, (at_s, prompt, output) in enumerate(arrivals):
-        flight = Flight(index, prompt, output, [])
-        flight.first_token_s = at_s
-        agenda.at(at_s, join, flight)
+        request = SimRequest(index, prompt, output, [])
+        request.first_token_s = at_s
+        agenda.at(at_s, join, request)
     agenda.run()
 
 
@@ -92,13 +92,13 @@ def test_who_waits_on_a_full_machine_does_not_undo_its_slowing_down() -> None:
     full = Machines(role="decode", count=1, curve="it", max_sequences=1)
     curve, model = StepCurve(decode_step_ms=100.0), Model(num_layers=1, token_bytes=1)
     machine = DecodeMachine(
-        "d", full, curve, model, agenda, lambda flight, _: ends.setdefault(flight.index, agenda.now)
+        "d", full, curve, model, agenda, lambda request, _: ends.setdefault(request.index, agenda.now)
     )
 
     def join(index: int) -> None:
-        flight = Flight(index, 10, 101, [])
-        flight.first_token_s = agenda.now
-        machine.join(flight)
+        request = SimRequest(index, 10, 101, [])
+        request.first_token_s = agenda.now
+        machine.join(request)
 
     agenda.at(0.0, join, 0)
     agenda.at(1.05, machine.disturb, 10.0)

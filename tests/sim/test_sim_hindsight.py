@@ -5,10 +5,10 @@ import numpy as np
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.hindsight import (
     RetryProbe,
+    estimated_with_hindsight,
     false_rejections,
     keep_placements,
-    telling_errors,
-    told_with_hindsight,
+    retry_time_errors,
 )
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
@@ -34,7 +34,7 @@ def judged(trace: list[TraceRequest], refuses: int | None = None) -> Simulation:
     simulation = Simulation(cluster(), trace, Run(jitter_s=0.0))
     keep_placements(simulation)
     if refuses is not None:
-        simulation.brain.turned_away.add(refuses)
+        simulation.conductor.turned_away.add(refuses)
     simulation.run()
     return simulation
 
@@ -88,7 +88,7 @@ def test_with_hindsight_is_told_what_is_right_for_most_that_are_alike() -> None:
     features[:30] += 5.0  # slow ones behind a long queue
     true_s = np.where(is_slow, np.where(features[:, 0] > 2.0, 30.0, 8.0), 1.0)
     true_s[::30] = 60.0  # one of each kind is as no other
-    told_s = told_with_hindsight(features, is_slow, true_s)
+    told_s = estimated_with_hindsight(features, is_slow, true_s)
     right = np.abs(told_s / true_s - 1.0) <= 0.25
     assert right.sum() == 87 and not right[::30].any()
 
@@ -97,18 +97,20 @@ def test_clients_that_come_back_when_told_are_let_in_then() -> None:
     trace = [*prompts(200, every_ms=500.0), TraceRequest(200_000.0, 600, 2, (10**6,))]
     simulation = Simulation(cluster(), trace, Run(jitter_s=0.0, returns=2))
     results = simulation.run()
-    assert len(results.tellings) > 100, "half of them found no room at once"
+    assert len(results.retry_times) > 100, "half of them found no room at once"
     assert (results.fate == Fate.DONE).mean() > 0.7
-    assert np.median(telling_errors(results)) <= 0.25
+    assert np.median(retry_time_errors(results)) <= 0.25
     strangers = Simulation(cluster(), trace, Run(jitter_s=0.0)).run()
     assert (strangers.fate == Fate.REJECTED).sum() > 50
-    assert not strangers.tellings
+    assert not strangers.retry_times
 
 
 def test_who_gives_up_waited_as_long_as_can_be_told() -> None:
     simulation = Simulation(cluster(), [*prompts(60, every_ms=50.0), LATER], Run(jitter_s=0.0, returns=1))
     results = simulation.run()
-    lost = [telling for telling in results.tellings if results.fate[telling.request] == Fate.REJECTED]
+    lost = [retry_time for retry_time in results.retry_times if results.fate[retry_time.request] == Fate.REJECTED]
     assert lost
-    errors = dict(zip((telling.request for telling in results.tellings), telling_errors(results), strict=True))
-    assert all(errors[telling.request] == abs(telling.told_s / 60 - 1) for telling in lost)
+    errors = dict(
+        zip((retry_time.request for retry_time in results.retry_times), retry_time_errors(results), strict=True)
+    )
+    assert all(errors[retry_time.request] == abs(retry_time.wait_s / 60 - 1) for retry_time in lost)

@@ -226,7 +226,7 @@ def test_an_ssd_that_nothing_goes_to_changes_nothing() -> None:
 
 
 def test_the_conductor_knows_the_tier_of_each_block(under: Simulation) -> None:
-    index = under.brain.index
+    index = under.conductor.index
     for name, machine in under.prefill.items():
         assert isinstance(machine.cache, TieredCache)
         told = {key: tier for shard in index.blocks_of(f"store-{name}") for key, tier in shard}

@@ -19,7 +19,7 @@ from mooncake.app.sim import verdicts
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run
 from mooncake.app.sim.findings import Finding, Row
-from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, telling_errors
+from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, retry_time_errors
 from mooncake.app.sim.requests import Fate, Floats
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize
@@ -172,11 +172,11 @@ def _waits(probe: RetryProbe) -> list[Row]:
 
 
 def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
-    """The same with clients that return after their retry time, like OpenAI's: the retry time is a promise."""
+    """The same with clients that return after their retry time, like OpenAI's: capacity is reserved for them."""
     simulation, summary = run(cluster, trace, replace(options, returns=RETURNS))
     results = simulation.results
-    told_s = np.array([telling.told_s for telling in results.tellings])
-    errors, has_appointment = telling_errors(results), told_s < MAX_RETRY_S
+    wait_s = np.array([retry_time.wait_s for retry_time in results.retry_times])
+    errors, has_reservation = retry_time_errors(results), wait_s < MAX_RETRY_S
     return [
         Row(
             "clients come back: retry time, median error, %",
@@ -185,9 +185,9 @@ def _returning(cluster: Cluster, trace: Trace, options: Run) -> list[Row]:
             f"of {len(errors)}, told to clients that come back {RETURNS} times; at most. In whole seconds as "
             f"Retry-After has them; told, and true, {MAX_RETRY_S} where it is more",
         ),
-        Row("of those told less, median, %", None, 100 * float(np.median(errors[has_appointment]))),
-        Row("of those told less, mean, %", None, 100 * float(errors[has_appointment].mean())),
-        Row("of those told less, let in when they came, %", None, 100 * float((errors[has_appointment] == 0.0).mean())),
+        Row("of those told less, median, %", None, 100 * float(np.median(errors[has_reservation]))),
+        Row("of those told less, mean, %", None, 100 * float(errors[has_reservation].mean())),
+        Row("of those told less, let in when they came, %", None, 100 * float((errors[has_reservation] == 0.0).mean())),
         Row("clients come back: goodput, %", None, 100 * summary.goodput, "times count from when they came"),
     ]
 
@@ -202,11 +202,11 @@ CROWD_BLOCK_ID = 10**9  # ids from here on are not in the trace
 class _Watch:
     """What the machines have done and hold when the crowd comes, when it goes, and later."""
 
-    def __init__(self, simulation: Simulation, guest: TraceRequest) -> None:
+    def __init__(self, simulation: Simulation, burst_request: TraceRequest) -> None:
         self.busy_s: list[list[float]] = []  # at each of those times, by machine
-        self.replicas: list[int] = []  # likewise: machines that hold the guest's prefix
+        self.replicas: list[int] = []  # likewise: machines that hold the burst's prefix
         self._machines = simulation.prefill.values()
-        self._keys = simulation.block_keys(guest)
+        self._keys = simulation.block_keys(burst_request)
         for at_s in (CROWD_FROM_S, CROWD_UNTIL_S, CROWD_UNTIL_S + AFTER_CROWD_S):
             simulation.agenda.at(at_s, self._look)
 
@@ -216,7 +216,7 @@ class _Watch:
 
 
 def _with_crowd(trace: Trace) -> tuple[list[TraceRequest], list[TraceRequest]]:
-    """The beginning of the trace with guests in it, and the guests alone."""
+    """The beginning of the trace with a burst in it, and the burst alone."""
     speed = CROWD_LOAD * FULL_SPEED["conversation"]
     steady = [
         replace(one, timestamp_ms=one.timestamp_ms / speed)
@@ -225,18 +225,18 @@ def _with_crowd(trace: Trace) -> tuple[list[TraceRequest], list[TraceRequest]]:
     ]
     gap_ms = 1e3 * CROWD_UNTIL_S / sum(one.timestamp_ms < 1e3 * CROWD_UNTIL_S for one in steady) / 10
     prefix = tuple(range(CROWD_BLOCK_ID, CROWD_BLOCK_ID + CROWD_BLOCKS))
-    guests = [
+    burst = [
         TraceRequest(1e3 * CROWD_FROM_S + at * gap_ms, CROWD_TOKENS, 1, (*prefix, CROWD_BLOCK_ID + CROWD_BLOCKS + at))
         for at in range(int(1e3 * CROWD_S / gap_ms))
     ]
-    first = replace(guests[0], timestamp_ms=500.0 * CROWD_FROM_S)  # so that one machine holds the prefix
-    return sorted([*steady, first, *guests], key=lambda one: one.timestamp_ms), guests
+    first = replace(burst[0], timestamp_ms=500.0 * CROWD_FROM_S)  # so that one machine holds the prefix
+    return sorted([*steady, first, *burst], key=lambda one: one.timestamp_ms), burst
 
 
-def _with_policy(policy: str, trace: Trace, guest: TraceRequest) -> list[Row]:
+def _with_policy(policy: str, trace: Trace, burst_request: TraceRequest) -> list[Row]:
     cluster = load_preset("paper-16").with_conductor(policy=policy, replicates=policy == DEFAULT_POLICY)
     simulation = Simulation(cluster, trace, Run(seed=SEED, max_output=1, jitter_s=0.0))
-    watch = _Watch(simulation, guest)
+    watch = _Watch(simulation, burst_request)
     results = simulation.run()
     work = np.array(watch.busy_s[1]) - np.array(watch.busy_s[0])
     before = results.arrival_s < CROWD_FROM_S
@@ -255,14 +255,14 @@ def _with_policy(policy: str, trace: Trace, guest: TraceRequest) -> list[Row]:
 
 def crowd(traces: Traces) -> Finding:
     """Ten times the usual arrivals for two minutes, all with one long prefix that one machine holds."""
-    trace, guests = _with_crowd(traces.conversation())
+    trace, burst = _with_crowd(traces.conversation())
     policies = (DEFAULT_POLICY, "algorithm_1", "longest_prefix")
-    rows = [row for policy in policies for row in _with_policy(policy, trace, guests[0])]
+    rows = [row for policy in policies for row in _with_policy(policy, trace, burst[0])]
     return Finding(
         "crowd",
         "A flash crowd on one prefix: ten times the usual arrivals for two minutes",
         f"8 prefill machines of paper-16, the first minutes of the conversation trace at load {CROWD_LOAD:g}, then "
-        f"{len(guests):,} requests of {CROWD_TOKENS:,} tokens that share all but 100, and the trace for "
+        f"{len(burst):,} requests of {CROWD_TOKENS:,} tokens that share all but 100, and the trace for "
         f"{AFTER_CROWD_S:g} s more; answers cut to one token. With our default, copies may be made ahead, and nodes "
         "give the prefix up when nobody has asked for it for 120 s; the published formulas have neither",
         rows,
@@ -320,7 +320,7 @@ def _part(trace: Trace) -> list[TraceRequest]:
 
 
 def _switches(simulation: Simulation) -> float:
-    balancer = simulation.brain.balancer
+    balancer = simulation.conductor.balancer
     return float(balancer.switches) if balancer is not None else 0.0
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from conductor.replication import CopyPrefix, DropReplica
-from mooncake.app.sim.brain import Brain, host_of
 from mooncake.app.sim.cluster import Model
+from mooncake.app.sim.conductor import SimConductor, host_of
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
@@ -35,7 +35,7 @@ class Copies:
         model: Model,
         agenda: Agenda,
         network: Network,
-        brain: Brain,
+        conductor: SimConductor,
         machines: Mapping[str, PrefillMachine],
         down: Collection[str],
         tell: Callable[[str], None],
@@ -45,7 +45,7 @@ class Copies:
         self._block_bytes = model.block_tokens * model.token_bytes
         self._agenda = agenda
         self._network = network
-        self._brain = brain
+        self._conductor = conductor
         self._machines = machines
         self._down = down
         self._tell = tell
@@ -53,7 +53,7 @@ class Copies:
 
     def look(self) -> None:
         """Begin the copies, and drop those, that the conductor requests now."""
-        for action in self._brain.replications(self._agenda.now):
+        for action in self._conductor.replications(self._agenda.now):
             if isinstance(action, CopyPrefix):
                 self._begin(action)
             else:
@@ -113,7 +113,7 @@ class Copies:
             self._machines[source].cache.release(moving.held)
             self._tell(source)
         self.made += ok
-        self._brain.copied(moving.copy, ok)
+        self._conductor.copied(moving.copy, ok)
 
     def _drop(self, drop: DropReplica) -> None:
         machine = host_of(drop.node_id)

@@ -16,7 +16,7 @@ import numpy as np
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
-from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.requests import SimRequest
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.scheduler import Scheduler, StepPlan
 from mooncake.engine.sequence import Sequence
@@ -31,15 +31,15 @@ _NO_TOKENS = np.zeros(1, dtype=np.uint32)
 class CountedSequence(Sequence):
     """A sequence whose tokens are only counted: its prompt's block names are given, its answer has none."""
 
-    __slots__ = ("flight", "gaps_s", "last_token_s", "length")
+    __slots__ = ("gaps_s", "last_token_s", "length", "request")
 
-    def __init__(self, flight: Flight, number: int) -> None:
-        sampling = SamplingParams(max_tokens=flight.output_tokens)
+    def __init__(self, request: SimRequest, number: int) -> None:
+        sampling = SamplingParams(max_tokens=request.output_tokens)
         super().__init__(str(number), _NO_TOKENS, 1, sampling, Chain(b""), eos_ids=(), max_model_len=MAX_MODEL_LEN)
-        self.flight = flight
-        self.num_tokens = self.num_prompt = flight.num_tokens
-        self.block_keys: list[BlockKey] = list(flight.keys)
-        self.length = flight.num_tokens + flight.output_tokens
+        self.request = request
+        self.num_tokens = self.num_prompt = request.num_tokens
+        self.block_keys: list[BlockKey] = list(request.keys)
+        self.length = request.num_tokens + request.output_tokens
         self.last_token_s = math.nan
         self.gaps_s = array("d")
 
@@ -52,7 +52,7 @@ class CountedSequence(Sequence):
 
 
 class CoupledMachine:
-    """``on_first`` is called with a flight at its first token, ``on_end`` with the mean of its longest tenth of gaps
+    """``on_first`` is called with a request at its first token, ``on_end`` with the mean of its longest tenth of gaps
     (ms) at its last one."""
 
     def __init__(
@@ -62,8 +62,8 @@ class CoupledMachine:
         curve: StepCurve,
         model: Model,
         agenda: Agenda,
-        on_first: Callable[[Flight, float], None],
-        on_end: Callable[[Flight, float], None],
+        on_first: Callable[[SimRequest, float], None],
+        on_end: Callable[[SimRequest, float], None],
     ) -> None:
         self.name = name
         self.curve = curve
@@ -80,20 +80,20 @@ class CoupledMachine:
         self._is_running = False
         self._number = 0
 
-    def submit(self, flight: Flight) -> None:
+    def submit(self, request: SimRequest) -> None:
         self._number += 1
-        self.scheduler.add(CountedSequence(flight, self._number))
+        self.scheduler.add(CountedSequence(request, self._number))
         if not self._is_running:
             self._begin_step()
 
-    def receive(self, flight: Flight) -> bool:
+    def receive(self, request: SimRequest) -> bool:
         """Take over a sequence prefilled elsewhere, as a decode node does. False if there is no room."""
-        sequence = CountedSequence(flight, self._number)
+        sequence = CountedSequence(request, self._number)
         self._number += 1
         self.scheduler.reserve(sequence)
         sequence.num_computed = sequence.num_tokens
         sequence.append(0)
-        sequence.last_token_s = flight.first_token_s
+        sequence.last_token_s = request.first_token_s
         self.scheduler.start_reserved(sequence)
         if not self._is_running:
             self._begin_step()
@@ -136,12 +136,12 @@ class CoupledMachine:
             assert isinstance(sequence, CountedSequence)
             is_prompt = not (entry.num_tokens == 1 and sequence.is_decoding)
             if is_prompt:  # a prompt accounts for the time that it adds to the step
-                flight = sequence.flight
+                request = sequence.request
                 share = entry.num_tokens / prefill_tokens
-                flight.spent_s += share * max(work_ms - self.curve.decode_step_ms, 0.0) / 1e3
-                if math.isnan(flight.started_s):
-                    flight.started_s = now - work_ms / 1e3
-                    flight.cached_tokens = sequence.num_cached_tokens
+                request.spent_s += share * max(work_ms - self.curve.decode_step_ms, 0.0) / 1e3
+                if math.isnan(request.started_s):
+                    request.started_s = now - work_ms / 1e3
+                    request.cached_tokens = sequence.num_cached_tokens
             sequence.num_computed = entry.end
             if self.keeps:
                 self._seal(sequence)
@@ -161,12 +161,12 @@ class CoupledMachine:
     def _token(self, sequence: CountedSequence, now: float) -> None:
         self.tokens += 1
         ended = sequence.append(0)
-        flight = sequence.flight
-        if math.isnan(flight.first_token_s):
-            self._on_first(flight, flight.spent_s)
+        request = sequence.request
+        if math.isnan(request.first_token_s):
+            self._on_first(request, request.spent_s)
         else:
             sequence.gaps_s.append(now - sequence.last_token_s)
         sequence.last_token_s = now
         if ended:
             self.scheduler.finish(sequence)
-            self._on_end(flight, longest_tenth_mean(sequence.gaps_s) * 1e3 if sequence.gaps_s else math.nan)
+            self._on_end(request, longest_tenth_mean(sequence.gaps_s) * 1e3 if sequence.gaps_s else math.nan)

@@ -15,14 +15,14 @@ from heapq import heappop, heappush
 
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
-from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.requests import SimRequest
 from mooncake.app.sim.steps import StepRuns
 
 _KEEP_RUNS = 256  # with more than this, old ones are removed
 
 
 class DecodeMachine:
-    """``on_end`` is called with a flight and the mean of the longest tenth of its token gaps (ms)."""
+    """``on_end`` is called with a request and the mean of the longest tenth of its token gaps (ms)."""
 
     def __init__(
         self,
@@ -31,14 +31,14 @@ class DecodeMachine:
         curve: StepCurve,
         model: Model,
         agenda: Agenda,
-        on_end: Callable[[Flight, float], None],
+        on_end: Callable[[SimRequest, float], None],
     ) -> None:
         self.name = name
         self.slowdown = 1.0
         self.busy_s = 0.0
         self.tokens = 0
-        self.waiting: deque[Flight] = deque()
-        self.running: dict[Flight, None] = {}
+        self.waiting: deque[SimRequest] = deque()
+        self.running: dict[SimRequest, None] = {}
         self.context = 0  # KV tokens of the running sequences at the first step of the current run
         self.kv_tokens = group.kv_tokens
         self.reserved_tokens = 0
@@ -47,7 +47,7 @@ class DecodeMachine:
         self._max_sequences = group.max_sequences
         self._agenda = agenda
         self._on_end = on_end
-        self._ends: list[tuple[int, int, Flight]] = []  # heap: (step at whose beginning it is complete, order, flight)
+        self._ends: list[tuple[int, int, SimRequest]] = []  # heap: (step before which it is complete, order, request)
         self._order = 0
         self._step = 0  # first step of the current run of steps with one batch
         self._since = 0.0  # when it began
@@ -56,11 +56,11 @@ class DecodeMachine:
         self._version = 0
         self._is_disturbed = False  # the speed has changed during the current run of steps
 
-    def join(self, flight: Flight) -> None:
+    def join(self, request: SimRequest) -> None:
         """Its KV is here and its first token is known."""
-        blocks = -(-(flight.num_tokens + flight.output_tokens) // self._block_tokens)
-        flight.reserved_tokens = blocks * self._block_tokens
-        self.waiting.append(flight)
+        blocks = -(-(request.num_tokens + request.output_tokens) // self._block_tokens)
+        request.reserved_tokens = blocks * self._block_tokens
+        self.waiting.append(request)
         if self.running:
             self._plan()
         else:
@@ -72,14 +72,14 @@ class DecodeMachine:
         self._is_disturbed = True
         self._plan()
 
-    def fail(self) -> list[Flight]:
+    def fail(self) -> list[SimRequest]:
         """The process dies. Returns what was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
         steps = self._steps_until(self._agenda.now, whole=True) if self.running else 0
         now_step = self._step + steps
-        for flight in self.running:
-            made = min(now_step - flight.start_step, flight.output_tokens - 1)
-            flight.output_tokens -= made
-            flight.num_tokens += made
+        for request in self.running:
+            made = min(now_step - request.start_step, request.output_tokens - 1)
+            request.output_tokens -= made
+            request.num_tokens += made
         lost = [*self.running, *self.waiting]
         self._step = now_step
         self.running.clear()
@@ -89,10 +89,10 @@ class DecodeMachine:
         self.context = self.reserved_tokens = 0
         return lost
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, request: SimRequest) -> None:
         """It does not join after all. A running one continues to its end."""
-        if flight in self.waiting:
-            self.waiting.remove(flight)
+        if request in self.waiting:
+            self.waiting.remove(request)
 
     @property
     def step_ms(self) -> float:
@@ -105,10 +105,10 @@ class DecodeMachine:
             return 0
         return self.context + len(self.running) * self._steps_until(self._agenda.now, whole=True)
 
-    def _fits(self, flight: Flight) -> bool:
+    def _fits(self, request: SimRequest) -> bool:
         if not self.running:
             return True
-        has_room = self.reserved_tokens + flight.reserved_tokens <= self.kv_tokens
+        has_room = self.reserved_tokens + request.reserved_tokens <= self.kv_tokens
         return has_room and len(self.running) < self._max_sequences
 
     def _admit(self) -> None:
@@ -116,14 +116,14 @@ class DecodeMachine:
         waiting, running, step = self.waiting, self.running, self._step
         self._is_disturbed = False
         while waiting and self._fits(waiting[0]):
-            flight = waiting.popleft()
-            running[flight] = None
-            self.reserved_tokens += flight.reserved_tokens
-            self.context += flight.num_tokens + 1
-            flight.start_step = step
-            flight.end_step = end_step = step + flight.output_tokens - 1
+            request = waiting.popleft()
+            running[request] = None
+            self.reserved_tokens += request.reserved_tokens
+            self.context += request.num_tokens + 1
+            request.start_step = step
+            request.end_step = end_step = step + request.output_tokens - 1
             self._order += 1
-            heappush(self._ends, (end_step, self._order, flight))
+            heappush(self._ends, (end_step, self._order, request))
         batch = len(running)
         self._since = self._agenda.now
         if not batch:
@@ -134,7 +134,7 @@ class DecodeMachine:
         self._growth_ms = growth_ms = curve.decode_context_ms * batch * slowdown
         self._runs.begin(step, first_ms, growth_ms)
         if len(self._runs) > _KEEP_RUNS:
-            self._runs.drop_before(min(flight.start_step for flight in self.running))
+            self._runs.drop_before(min(request.start_step for request in self.running))
         self._plan()
 
     def _plan(self) -> None:
@@ -161,14 +161,14 @@ class DecodeMachine:
         if not ended:  # only a waiting one
             self._admit()
             return
-        for flight in ended:
-            del self.running[flight]
-            self.context -= flight.num_tokens + flight.output_tokens
-            self.reserved_tokens -= flight.reserved_tokens
-        tails_ms = [self._tail_ms(flight) for flight in ended]  # before the runs of their steps are dropped
+        for request in ended:
+            del self.running[request]
+            self.context -= request.num_tokens + request.output_tokens
+            self.reserved_tokens -= request.reserved_tokens
+        tails_ms = [self._tail_ms(request) for request in ended]  # before the runs of their steps are dropped
         self._admit()
-        for flight, tail_ms in zip(ended, tails_ms, strict=True):
-            self._on_end(flight, tail_ms)
+        for request, tail_ms in zip(ended, tails_ms, strict=True):
+            self._on_end(request, tail_ms)
 
     def _span_ms(self, steps: int) -> float:
         return steps * (self._first_ms + self._growth_ms * (steps - 1) / 2)
@@ -183,9 +183,9 @@ class DecodeMachine:
         # A time exactly at the end of a step differs from a later one by far more than rounding.
         return math.floor(steps + 1e-6) if whole else math.ceil(steps - 1e-6)
 
-    def _tail_ms(self, flight: Flight) -> float:
-        """Mean of the longest tenth of the flight's gaps. Its first gap began with the token sampled by prefill."""
-        if flight.end_step <= flight.start_step:
+    def _tail_ms(self, request: SimRequest) -> float:
+        """Mean of the longest tenth of the request's gaps. Its first gap began with the token sampled by prefill."""
+        if request.end_step <= request.start_step:
             return math.nan
-        lived_ms = (self._agenda.now - flight.first_token_s) * 1e3
-        return self._runs.tail_ms(flight.start_step, flight.end_step, lived_ms) * self._curve.decode_tail
+        lived_ms = (self._agenda.now - request.first_token_s) * 1e3
+        return self._runs.tail_ms(request.start_step, request.end_step, lived_ms) * self._curve.decode_tail

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.retry_after import MAX_RETRY_S, WAITS_S
-from mooncake.app.sim.requests import Fate, Flight, Results
+from mooncake.app.sim.requests import Fate, Results, SimRequest
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets
 
@@ -27,7 +27,7 @@ Floats = npt.NDArray[np.float64]
 
 def keep_placements(simulation: Simulation) -> None:
     """Call it before a run whose refusals will be judged."""
-    simulation.brain.kept = {}
+    simulation.conductor.kept = {}
 
 
 def false_rejections(judged: Simulation, count: int, seed: int) -> Mask:
@@ -48,13 +48,13 @@ class _Branches:
     """The run played again, with a branch for each of ``looked_at``."""
 
     def __init__(self, judged: Simulation, refused: Indices, looked_at: Indices) -> None:
-        if judged.brain.kept is None:
+        if judged.conductor.kept is None:
             raise ValueError("the placements of the run were not kept")
         # No samples: the replay decides nothing.
         unasked = judged.cluster.with_conductor(admission="none", sample_every=judged.results.size)
         self._simulation = Simulation(unasked, judged.trace, judged.options)
-        self._simulation.brain.script = judged.brain.kept
-        self._simulation.brain.turned_away = set(refused.tolist())
+        self._simulation.conductor.script = judged.conductor.kept
+        self._simulation.conductor.turned_away = set(refused.tolist())
         self._without = meets(judged.results, judged.cluster.slo)
         self._looked_at: list[int] = looked_at.tolist()
         self._is_branch = False
@@ -108,7 +108,7 @@ class _Branches:
     def _play(self, one: int) -> Mask:
         """Play the rest of the run with the request admitted."""
         simulation, wanted = self._simulation, self._came_before(one)
-        simulation.brain.turned_away.discard(one)
+        simulation.conductor.turned_away.discard(one)
         while (simulation.results.fate[wanted] == Fate.OPEN).any():
             simulation.agenda.run(EVENTS_A_LOOK)
         return meets(simulation.results, simulation.cluster.slo)
@@ -145,13 +145,13 @@ class RetryProbe:
         return self._errors(np.ceil(self._simulation.results.retry_after_s[list(self.waits_s)]))
 
     def errors_with_hindsight(self) -> Floats:
-        """The errors of a prediction from the true waits of all others (``told_with_hindsight``): about the best
+        """The errors of a prediction from the true waits of all others (``estimated_with_hindsight``): about the best
         possible with what the conductor knows of a request. The placements must have been kept."""
-        kept, limit_ms = self._simulation.brain.kept, self._simulation.cluster.slo.ttft_s * 1e3
+        kept, limit_ms = self._simulation.conductor.kept, self._simulation.cluster.slo.ttft_s * 1e3
         assert kept is not None
         parts = [kept[at].breakdown for at in self.waits_s]
         waits = np.array([(part.queue_ms + part.fetch_ms, part.prefill_ms) for part in parts]).reshape(-1, 2)
-        return self._errors(told_with_hindsight(waits, waits.sum(axis=1) > limit_ms, self._true_s()))
+        return self._errors(estimated_with_hindsight(waits, waits.sum(axis=1) > limit_ms, self._true_s()))
 
     def _errors(self, told_s: Floats) -> Floats:
         errors: Floats = np.abs(told_s / self._true_s() - 1.0)
@@ -167,36 +167,36 @@ class RetryProbe:
         self._seen[fresh] = True
         for at in fresh[self._is_wanted[fresh] & (results.end_s[fresh] <= self._until_s)].tolist():
             keys = simulation.block_keys(simulation.trace[at])
-            flight = Flight(at, results.input_tokens.item(at), results.output_tokens.item(at), keys)
-            simulation.agenda.at(results.end_s.item(at) + 1.0, self._ask, flight, 1.0)
+            request = SimRequest(at, results.input_tokens.item(at), results.output_tokens.item(at), keys)
+            simulation.agenda.at(results.end_s.item(at) + 1.0, self._ask, request, 1.0)
         if simulation.agenda.now <= self._until_s + NEWS_S:
             simulation.agenda.after(NEWS_S, self._look)
 
-    def _ask(self, flight: Flight, waited_s: float) -> None:
+    def _ask(self, request: SimRequest, waited_s: float) -> None:
         simulation = self._simulation
-        if simulation.brain.would_admit(flight, simulation.agenda.now):
-            self.waits_s[flight.index] = waited_s
+        if simulation.conductor.would_admit(request, simulation.agenda.now):
+            self.waits_s[request.index] = waited_s
         elif waited_s >= MAX_RETRY_S:
-            self.waits_s[flight.index] = np.inf
+            self.waits_s[request.index] = np.inf
         else:
-            simulation.agenda.after(1.0, self._ask, flight, waited_s + 1.0)
+            simulation.agenda.after(1.0, self._ask, request, waited_s + 1.0)
 
 
-def telling_errors(results: Results) -> Floats:
+def retry_time_errors(results: Results) -> Floats:
     """|predicted / true - 1| of each retry time at which a refused client returned (``Run.returns``).
 
     The true time is that until it was admitted. Both are at most the longest retry time, which also counts for clients
     that gave up.
     """
-    told_s = np.array([telling.told_s for telling in results.tellings], dtype=np.float64)
-    index = np.array([telling.request for telling in results.tellings], dtype=np.int64)
-    waited_s = results.arrival_s[index] - np.array([telling.at_s for telling in results.tellings])
+    told_s = np.array([retry_time.wait_s for retry_time in results.retry_times], dtype=np.float64)
+    index = np.array([retry_time.request for retry_time in results.retry_times], dtype=np.int64)
+    waited_s = results.arrival_s[index] - np.array([retry_time.at_s for retry_time in results.retry_times])
     waited_s[results.fate[index] == Fate.REJECTED] = np.inf
     errors: Floats = np.abs(told_s / np.minimum(waited_s, MAX_RETRY_S) - 1.0)
     return errors
 
 
-def told_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floats:
+def estimated_with_hindsight(features: Floats, is_slow: Mask, true_s: Floats) -> Floats:
     """Predicted waits in seconds, ``[requests]``: for each refusal the wait that is right (``EXACT``) for most of the
     ``ALIKE`` most similar others. Similar are refusals for the same reason (``is_slow``: TTFT) whose features
     ``[requests, features]`` have near ranks."""

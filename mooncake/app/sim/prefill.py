@@ -12,7 +12,7 @@ from collections.abc import Callable
 from mooncake.app.sim.cache import Cache
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
-from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.requests import SimRequest
 
 
 class PrefillMachine:
@@ -27,17 +27,17 @@ class PrefillMachine:
         model: Model,
         agenda: Agenda,
         cache: Cache,
-        on_start: Callable[[Flight, float], None],
-        on_pace: Callable[[Flight, float], None],
-        on_end: Callable[[Flight, float], None],
+        on_start: Callable[[SimRequest, float], None],
+        on_pace: Callable[[SimRequest, float], None],
+        on_end: Callable[[SimRequest, float], None],
     ) -> None:
         self.name = name
         self.cache = cache
         self.curve = curve
         self.slowdown = 1.0
         self.busy_s = 0.0
-        self.queue: deque[Flight] = deque()
-        self.running: Flight | None = None
+        self.queue: deque[SimRequest] = deque()
+        self.running: SimRequest | None = None
         self._block_tokens = model.block_tokens
         self._load_token_ms = model.token_bytes / group.load_gb_per_s / 1e6
         self._agenda = agenda
@@ -47,8 +47,8 @@ class PrefillMachine:
         self._ends_at = 0.0
         self._life = 0
 
-    def submit(self, flight: Flight) -> None:
-        self.queue.append(flight)
+    def submit(self, request: SimRequest) -> None:
+        self.queue.append(request)
         if self.running is None:
             self._start_next()
 
@@ -57,28 +57,28 @@ class PrefillMachine:
         if self.running is None:
             self._start_next()
 
-    def fail(self) -> list[Flight]:
+    def fail(self) -> list[SimRequest]:
         """The process dies. Returns everything that was here."""
         lost = list(self.queue) if self.running is None else [self.running, *self.queue]
         self._life += 1
-        for flight in lost:
-            self.cache.release(flight.held)
-            flight.held = []
+        for request in lost:
+            self.cache.release(request.held)
+            request.held = []
         self.queue.clear()
         self.running = None
         return lost
 
-    def cancel(self, flight: Flight) -> None:
+    def cancel(self, request: SimRequest) -> None:
         """It is no longer wanted; if it runs, its step is abandoned."""
-        if flight is self.running:
+        if request is self.running:
             self._life += 1
             self.running = None
-        elif flight in self.queue:
-            self.queue.remove(flight)
+        elif request in self.queue:
+            self.queue.remove(request)
         else:
             return
-        self.cache.release(flight.held)
-        flight.held = []
+        self.cache.release(request.held)
+        request.held = []
         if self.running is None:
             self._start_next()
 
@@ -95,25 +95,25 @@ class PrefillMachine:
         return tokens * self._load_token_ms
 
     def _start_next(self) -> None:
-        for flight in self.queue:
-            if flight.is_ready:
+        for request in self.queue:
+            if request.is_ready:
                 break
         else:
             return
-        self.queue.remove(flight)
-        self.running = flight
-        usable = (flight.num_tokens - 1) // self._block_tokens  # the last token is always computed
-        cache, keys, held = self.cache, flight.keys, flight.held
+        self.queue.remove(request)
+        self.running = request
+        usable = (request.num_tokens - 1) // self._block_tokens  # the last token is always computed
+        cache, keys, held = self.cache, request.keys, request.held
         found = cache.match(keys[:usable])
-        flight.held = cache.hold(keys, found)
+        request.held = cache.hold(keys, found)
         if held:
             cache.release(held)
-        flight.cached_tokens = cached = found * self._block_tokens
-        work_ms = self.curve.prefill_ms(flight.num_tokens - cached, cached)
+        request.cached_tokens = cached = found * self._block_tokens
+        work_ms = self.curve.prefill_ms(request.num_tokens - cached, cached)
         work_s = work_ms * self.slowdown / 1e3 + self.load_ms(cached) / 1e3
-        flight.started_s = self._agenda.now
+        request.started_s = self._agenda.now
         self._end_after(work_s)
-        self._on_start(flight, work_s)
+        self._on_start(request, work_s)
 
     def _end_after(self, left_s: float) -> None:
         self._life += 1
@@ -121,16 +121,16 @@ class PrefillMachine:
         self._agenda.at(self._ends_at, self._end, self._life)
 
     def _end(self, life: int) -> None:
-        flight = self.running
-        if life != self._life or flight is None:
+        request = self.running
+        if life != self._life or request is None:
             return
-        work_s = self._agenda.now - flight.started_s
+        work_s = self._agenda.now - request.started_s
         self.busy_s += work_s
         self.running = None
-        held, flight.held = flight.held, []
+        held, request.held = request.held, []
         # as prefill nodes offer what their stores were too slow to read
-        was_cut = flight.placement is not None and flight.placement.pool_tokens is not None
-        self.cache.add(flight.keys, held, into_dram=was_cut)
-        self._on_end(flight, work_s)
+        was_cut = request.placement is not None and request.placement.pool_tokens is not None
+        self.cache.add(request.keys, held, into_dram=was_cut)
+        self._on_end(request, work_s)
         if self.running is None:
             self._start_next()

@@ -31,15 +31,15 @@ class Fate(IntEnum):
     FAILED = 4  # its nodes died too often
 
 
-class Telling(NamedTuple):
-    """A client that will return was refused at ``at_s`` and told to wait ``told_s``."""
+class RetryTime(NamedTuple):
+    """The retry time of a client that will return: it was refused at ``at_s`` and told to wait ``wait_s``."""
 
     request: int
     at_s: float
-    told_s: int
+    wait_s: int
 
 
-class Flight:
+class SimRequest:
     """One request while it runs: its parameters, and the state of its current attempt."""
 
     __slots__ = (
@@ -136,4 +136,4 @@ class Results:
         self.prefill_ms = np.zeros(size)  # of the machine's time, over all attempts
         self.retry_after_s = np.full(size, np.nan)
         self.attempts = np.zeros(size, dtype=np.int16)
-        self.tellings: list[Telling] = []
+        self.retry_times: list[RetryTime] = []

@@ -1,6 +1,6 @@
 """One run: a trace against a cluster in virtual time, with the real conductor in the middle.
 
-Machines, links, clients and faults are simulated here; all decisions are the conductor's (``brain``). A request is
+Machines, links, clients and faults are simulated here; all decisions are the conductor's (``conductor``). A request is
 placed, (fetches a prefix), is computed, handed over and decoded. Failures are reported to the conductor as the live
 dispatcher would, and the request continues elsewhere with the tokens it has.
 """
@@ -19,9 +19,9 @@ import numpy as np
 from conductor.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
 from conductor.replication import TICK_S
-from mooncake.app.sim.brain import Brain, Refused, store_id
 from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
+from mooncake.app.sim.conductor import Refused, SimConductor, store_id
 from mooncake.app.sim.copies import Copies
 from mooncake.app.sim.coupled import CoupledMachine
 from mooncake.app.sim.decode import DecodeMachine
@@ -30,7 +30,7 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.prefill import PrefillMachine
-from mooncake.app.sim.requests import Fate, Flight, Results, Telling
+from mooncake.app.sim.requests import Fate, Results, RetryTime, SimRequest
 from mooncake.app.sim.tiered import TieredCache
 from mooncake.app.sim.timeline import Timeline
 from mooncake.config import ConductorSection
@@ -82,8 +82,8 @@ class Simulation:
         self.prefill: dict[str, PrefillMachine] = {}
         self.decode: dict[str, DecodeMachine] = {}
         self.coupled: dict[str, CoupledMachine] = {}
-        self._arrival_rng, brain_rng = np.random.default_rng(run.seed).spawn(2)
-        self.brain = Brain(cluster, brain_rng)
+        self._arrival_rng, conductor_rng = np.random.default_rng(run.seed).spawn(2)
+        self.conductor = SimConductor(cluster, conductor_rng)
         self._block_tokens = cluster.model.block_tokens
         self._sample_every = cluster.conductor.sample_every
         self._stride, rest = divmod(cluster.model.block_tokens, run.tokens_per_block)
@@ -100,16 +100,16 @@ class Simulation:
         self._died: set[str] = set()  # machines that have not been restarted in a role that keeps KV
         self._slowed: dict[str, float] = {}  # by a fault
         self._absent_since: float | None = None  # since when a role has no machine
-        self._waiting: dict[Flight, None] = {}  # requests that wait for a machine to return
+        self._waiting: dict[SimRequest, None] = {}  # requests that wait for a machine to return
         self._draining: Switch | None = None
         self.fetches = Fetches(
-            cluster, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
+            cluster, self.agenda, self.network, self.conductor, self.prefill, self._down, self._tell_index
         )
         self.copies = Copies(
-            cluster.model, self.agenda, self.network, self.brain, self.prefill, self._down, self._tell_index
+            cluster.model, self.agenda, self.network, self.conductor, self.prefill, self._down, self._tell_index
         )
         self._faults = faults
-        self._flying: dict[Flight, None] = {}  # requests in progress
+        self._open: dict[SimRequest, None] = {}  # requests in progress
         self._beats = 0
         self._next = 0  # index into the trace, by arrival
         self._order = self._arrivals()
@@ -136,7 +136,7 @@ class Simulation:
         self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
         if any(group.beside != 1.0 for group in self.cluster.machines):
             self._look_beside()
-        if self.brain.replicator is not None and self.cluster.count("prefill") > 1:
+        if self.conductor.replicator is not None and self.cluster.count("prefill") > 1:
             self._look_for_copies()
         self.agenda.run()
         return self.results
@@ -160,10 +160,10 @@ class Simulation:
         self._next += 1
         results, trace = self.results, self.trace
         keys = self.block_keys(*trace.original(index) if isinstance(trace, ResampledTrace) else (trace[index],))
-        flight = Flight(index, results.input_tokens.item(index), results.output_tokens.item(index), keys)
-        self._flying[flight] = None
-        self.brain.stats.requests += 1
-        self._place(flight)
+        request = SimRequest(index, results.input_tokens.item(index), results.output_tokens.item(index), keys)
+        self._open[request] = None
+        self.conductor.stats.requests += 1
+        self._place(request)
         self._plan_arrival()
 
     def block_keys(self, request: TraceRequest, offset: int = 0) -> list[BlockKey]:
@@ -175,43 +175,43 @@ class Simulation:
 
     # Placement
 
-    def _place(self, flight: Flight) -> None:
+    def _place(self, request: SimRequest) -> None:
         try:
-            self.brain.place(flight, self.agenda.now)
+            self.conductor.place(request, self.agenda.now)
         except Refused as refusal:
-            self._refused(flight, refusal.retry_after_s)
+            self._refused(request, refusal.retry_after_s)
             return
         except NodeUnavailable:
-            self._wait_for_machine(flight)
+            self._wait_for_machine(request)
             return
         except TryLater as error:
             retry_s = error.retry_after_s if isinstance(error, Overloaded) else math.nan
-            self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, retry_s)
+            self._end(request, Fate.FAILED if request.attempts else Fate.REJECTED, retry_s)
             return
-        machines = (flight.prefill_id, flight.decode_id)
+        machines = (request.prefill_id, request.decode_id)
         missing = [name for name in machines if name in self._down] if self._down else ()
         if missing:  # the conductor has not noticed yet: its call fails, which does not count as a retry
-            self._try_again(flight, missing, is_free=True)
+            self._try_again(request, missing, is_free=True)
         elif self.coupled:
-            self.coupled[flight.prefill_id].submit(flight)
+            self.coupled[request.prefill_id].submit(request)
         else:
-            self.fetches.begin(flight)
-            self.prefill[flight.prefill_id].submit(flight)
+            self.fetches.begin(request)
+            self.prefill[request.prefill_id].submit(request)
 
-    def _refused(self, flight: Flight, retry_s: float) -> None:
-        if flight.returns == self.options.returns or math.isnan(retry_s):
-            self._end(flight, Fate.REJECTED, retry_s)
+    def _refused(self, request: SimRequest, retry_s: float) -> None:
+        if request.returns == self.options.returns or math.isnan(retry_s):
+            self._end(request, Fate.REJECTED, retry_s)
             return
-        flight.returns += 1
-        told_s = math.ceil(retry_s)  # Retry-After has whole seconds
-        self.results.tellings.append(Telling(flight.index, self.agenda.now, told_s))
-        self.agenda.after(told_s, self._come_back, flight)
+        request.returns += 1
+        wait_s = math.ceil(retry_s)  # Retry-After has whole seconds
+        self.results.retry_times.append(RetryTime(request.index, self.agenda.now, wait_s))
+        self.agenda.after(wait_s, self._come_back, request)
 
-    def _come_back(self, flight: Flight) -> None:
-        self.results.arrival_s[flight.index] = self.agenda.now
-        self._place(flight)
+    def _come_back(self, request: SimRequest) -> None:
+        self.results.arrival_s[request.index] = self.agenda.now
+        self._place(request)
 
-    def _wait_for_machine(self, flight: Flight) -> None:
+    def _wait_for_machine(self, request: SimRequest) -> None:
         """All machines of a role are down: wait as long as live requests do, because usually they are being
         restarted."""
         now = self.agenda.now
@@ -219,134 +219,134 @@ class Simulation:
             self._absent_since = now
         until = self._absent_since + _LIVE.node_wait_s
         if now >= until or not self._down:
-            self._end(flight, Fate.FAILED if flight.attempts else Fate.REJECTED, math.nan)
+            self._end(request, Fate.FAILED if request.attempts else Fate.REJECTED, math.nan)
             return
-        flight.begin_attempt()  # discards the state of the last one
-        self._waiting[flight] = None
+        request.begin_attempt()  # discards the state of the last one
+        self._waiting[request] = None
         self.agenda.at(until, self._give_up, self._absent_since)
 
     def _give_up(self, absent_since: float) -> None:
         """Fail all waiting requests when no machine has returned."""
         if self._absent_since == absent_since:
             waiting, self._waiting = list(self._waiting), {}
-            for flight in waiting:
-                self._wait_for_machine(flight)
+            for request in waiting:
+                self._wait_for_machine(request)
 
     # Prefill
 
-    def _prefill_starts(self, flight: Flight, work_s: float) -> None:
-        assert flight.placement is not None
-        num_bytes = flight.placement.sent_blocks * self._block_tokens * self.cluster.model.token_bytes
-        if not flight.decode_id or not num_bytes:
-            flight.is_handed_over = True
+    def _prefill_starts(self, request: SimRequest, work_s: float) -> None:
+        assert request.placement is not None
+        num_bytes = request.placement.sent_blocks * self._block_tokens * self.cluster.model.token_bytes
+        if not request.decode_id or not num_bytes:
+            request.is_handed_over = True
             return
         # Layers leave as they are computed, so the flow cannot be faster than the computation.
-        done = partial(self._handed_over, flight)
-        flow = self.network.send(flight.prefill_id, flight.decode_id, num_bytes, done, num_bytes / work_s)
-        flight.transfers.append(flow)
+        done = partial(self._handed_over, request)
+        flow = self.network.send(request.prefill_id, request.decode_id, num_bytes, done, num_bytes / work_s)
+        request.transfers.append(flow)
 
-    def _pace_changed(self, flight: Flight, left_s: float) -> None:
-        for flow in flight.transfers:  # its hand-off: fetched data arrived before it started
+    def _pace_changed(self, request: SimRequest, left_s: float) -> None:
+        for flow in request.transfers:  # its hand-off: fetched data arrived before it started
             self.network.finish_within(flow, left_s)
 
-    def _prefill_ends(self, flight: Flight, work_s: float) -> None:
-        machine = self.prefill[flight.prefill_id]
-        new_tokens = flight.num_tokens - flight.cached_tokens
-        computing_ms = work_s * 1e3 - machine.load_ms(flight.cached_tokens)
-        if flight.index % self._sample_every == 0:
-            self.brain.costs.observe_prefill(flight.prefill_id, new_tokens, flight.cached_tokens, computing_ms)
-        self._tell_index(flight.prefill_id)
-        flight.is_prefilled = True
-        self.results.prefill_ms[flight.index] += work_s * 1e3
-        if not self.brain.prefill_ended(flight, self.agenda.now):
-            self._clean_up(flight)
-            self._end(flight, Fate.REJECTED_LATE, math.nan)
+    def _prefill_ends(self, request: SimRequest, work_s: float) -> None:
+        machine = self.prefill[request.prefill_id]
+        new_tokens = request.num_tokens - request.cached_tokens
+        computing_ms = work_s * 1e3 - machine.load_ms(request.cached_tokens)
+        if request.index % self._sample_every == 0:
+            self.conductor.costs.observe_prefill(request.prefill_id, new_tokens, request.cached_tokens, computing_ms)
+        self._tell_index(request.prefill_id)
+        request.is_prefilled = True
+        self.results.prefill_ms[request.index] += work_s * 1e3
+        if not self.conductor.prefill_ended(request, self.agenda.now):
+            self._clean_up(request)
+            self._end(request, Fate.REJECTED_LATE, math.nan)
             return
-        self._note_first_token(flight)
-        if not flight.decode_id:
-            self._finished(flight, math.nan)
-        elif flight.is_handed_over:
-            self._join_decode(flight)
+        self._note_first_token(request)
+        if not request.decode_id:
+            self._finished(request, math.nan)
+        elif request.is_handed_over:
+            self._join_decode(request)
 
-    def _first_token(self, flight: Flight, spent_s: float) -> None:
+    def _first_token(self, request: SimRequest, spent_s: float) -> None:
         """The first token, on a coupled machine."""
-        self.results.prefill_ms[flight.index] += spent_s * 1e3
-        self.brain.prefill_ended(flight, self.agenda.now)
-        self._note_first_token(flight)
+        self.results.prefill_ms[request.index] += spent_s * 1e3
+        self.conductor.prefill_ended(request, self.agenda.now)
+        self._note_first_token(request)
 
-    def _note_first_token(self, flight: Flight) -> None:
+    def _note_first_token(self, request: SimRequest) -> None:
         """A retry's first token does not count: the client already has it."""
-        if not math.isnan(flight.first_token_s):
+        if not math.isnan(request.first_token_s):
             return
-        now, results, index = self.agenda.now, self.results, flight.index
-        flight.first_token_s = now
+        now, results, index = self.agenda.now, self.results, request.index
+        request.first_token_s = now
         arrival_s = results.arrival_s.item(index)
         results.ttft_s[index] = now - arrival_s + self.cluster.request_ms / 1e3
-        results.queue_s[index] = flight.started_s - arrival_s
-        results.predicted_ttft_s[index] = flight.predicted_ttft_s
-        results.cached_tokens[index] = flight.cached_tokens
-        results.fetched_tokens[index] = min(flight.fetched_tokens, flight.cached_tokens)
-        if flight.ssd_tokens:
-            results.ssd_tokens[index] = min(flight.ssd_tokens, flight.cached_tokens)
+        results.queue_s[index] = request.started_s - arrival_s
+        results.predicted_ttft_s[index] = request.predicted_ttft_s
+        results.cached_tokens[index] = request.cached_tokens
+        results.fetched_tokens[index] = min(request.fetched_tokens, request.cached_tokens)
+        if request.ssd_tokens:
+            results.ssd_tokens[index] = min(request.ssd_tokens, request.cached_tokens)
 
-    def _handed_over(self, flight: Flight, flow: Flow) -> None:
-        flight.transfers.remove(flow)
-        flight.is_handed_over = True
-        if flight.is_prefilled:
-            self._join_decode(flight)
+    def _handed_over(self, request: SimRequest, flow: Flow) -> None:
+        request.transfers.remove(flow)
+        request.is_handed_over = True
+        if request.is_prefilled:
+            self._join_decode(request)
 
-    def _join_decode(self, flight: Flight) -> None:
-        self.decode[flight.decode_id].join(flight)
+    def _join_decode(self, request: SimRequest) -> None:
+        self.decode[request.decode_id].join(request)
 
     # Endings
 
-    def _finished(self, flight: Flight, tail_ms: float) -> None:
-        now, results, index = self.agenda.now, self.results, flight.index
+    def _finished(self, request: SimRequest, tail_ms: float) -> None:
+        now, results, index = self.agenda.now, self.results, request.index
         gaps = results.output_tokens.item(index) - 1
         if gaps:
-            mean_ms = (now - flight.first_token_s) * 1e3 / gaps
+            mean_ms = (now - request.first_token_s) * 1e3 / gaps
             results.mean_tbt_ms[index] = mean_ms
             # After a retry whose prefill gave the last token, no gaps were recorded.
             results.tail_tbt_ms[index] = mean_ms if math.isnan(tail_ms) else tail_ms
-        self._end(flight, Fate.DONE, math.nan)
+        self._end(request, Fate.DONE, math.nan)
 
-    def _end(self, flight: Flight, fate: Fate, retry_s: float) -> None:
-        results, index, now = self.results, flight.index, self.agenda.now
+    def _end(self, request: SimRequest, fate: Fate, retry_s: float) -> None:
+        results, index, now = self.results, request.index, self.agenda.now
         if results.fate.item(index):
             raise AssertionError(f"request {index} ended twice")
-        self.brain.ended(flight, results.output_tokens.item(index) if fate is Fate.DONE else 0, now)
-        del self._flying[flight]
+        self.conductor.ended(request, results.output_tokens.item(index) if fate is Fate.DONE else 0, now)
+        del self._open[request]
         results.fate[index] = fate
         results.end_s[index] = now
         if retry_s == retry_s:
             results.retry_after_s[index] = retry_s
-        results.attempts[index] = flight.attempts
+        results.attempts[index] = request.attempts
 
-    def _clean_up(self, flight: Flight) -> None:
+    def _clean_up(self, request: SimRequest) -> None:
         """Stop everything that belongs to this attempt."""
-        self.fetches.cancel(flight)
-        if flight.prefill_id in self.prefill:
-            self.prefill[flight.prefill_id].cancel(flight)
-        if flight.decode_id in self.decode:
-            self.decode[flight.decode_id].cancel(flight)
+        self.fetches.cancel(request)
+        if request.prefill_id in self.prefill:
+            self.prefill[request.prefill_id].cancel(request)
+        if request.decode_id in self.decode:
+            self.decode[request.decode_id].cancel(request)
 
-    def _try_again(self, flight: Flight, dead: Sequence[str], is_free: bool = False) -> None:
+    def _try_again(self, request: SimRequest, dead: Sequence[str], is_free: bool = False) -> None:
         """Its nodes died: the next attempt runs elsewhere and continues from the existing tokens."""
         now = self.agenda.now
-        self._clean_up(flight)
-        if flight.is_prefilled:  # the token that prefill gave; those of decoding were counted where they were made
-            flight.num_tokens += 1
-            flight.output_tokens -= 1
-            flight.is_prefilled = False
-        flight.dead |= {self.brain.call_failed(name, now) for name in dead}
-        self.brain.ended(flight, 0, now)
-        flight.retries += not is_free
-        if not flight.output_tokens:
-            self._finished(flight, math.nan)
-        elif flight.retries > _LIVE.retries:
-            self._end(flight, Fate.FAILED, math.nan)
+        self._clean_up(request)
+        if request.is_prefilled:  # the token that prefill gave; those of decoding were counted where they were made
+            request.num_tokens += 1
+            request.output_tokens -= 1
+            request.is_prefilled = False
+        request.dead |= {self.conductor.call_failed(name, now) for name in dead}
+        self.conductor.ended(request, 0, now)
+        request.retries += not is_free
+        if not request.output_tokens:
+            self._finished(request, math.nan)
+        elif request.retries > _LIVE.retries:
+            self._end(request, Fate.FAILED, math.nan)
         else:
-            self._place(flight)
+            self._place(request)
 
     # Faults
 
@@ -362,31 +362,31 @@ class Simulation:
             raise ConfigError("coupled machines cannot die in a simulation")
         self._down.add(name)
         self._died.add(name)
-        for flight in [flight for flight in self._flying if flight.source_id == name]:
-            self.fetches.lose_source(flight)
+        for request in [request for request in self._open if request.source_id == name]:
+            self.fetches.lose_source(request)
         self.copies.lose(name)
-        on_it = [flight for flight in self._flying if self._is_on(flight, name)]
+        on_it = [request for request in self._open if self._is_on(request, name)]
         if name in self.decode:
             self.decode[name].fail()
         if name in self.prefill:
             self.prefill[name].fail()
             self.prefill[name].cache.die()
-        for flight in on_it:
-            self._try_again(flight, [name])
+        for request in on_it:
+            self._try_again(request, [name])
         self.agenda.after(fault.down_s, self._revive, name)
 
-    def _is_on(self, flight: Flight, name: str) -> bool:
-        """Whether the flight is affected if the machine dies."""
-        gone_from_prefill = flight.is_prefilled and flight.is_handed_over
-        return flight.decode_id == name or (flight.prefill_id == name and not gone_from_prefill)
+    def _is_on(self, request: SimRequest, name: str) -> bool:
+        """Whether the request is affected if the machine dies."""
+        gone_from_prefill = request.is_prefilled and request.is_handed_over
+        return request.decode_id == name or (request.prefill_id == name and not gone_from_prefill)
 
     def _revive(self, name: str) -> None:
         self._down.discard(name)
         self._start_machine(name)
         self._absent_since = None
         waiting, self._waiting = list(self._waiting), {}
-        for flight in waiting:
-            self._place(flight)
+        for request in waiting:
+            self._place(request)
 
     def _set_slowdown(self, name: str, slowdown: float) -> None:
         self._slowed[name] = slowdown
@@ -406,18 +406,18 @@ class Simulation:
                 slowdown = self._slowed.get(name, 1.0) * (self._groups[name].beside if is_beside else 1.0)
                 if slowdown != machine.slowdown:
                     machine.disturb(slowdown)
-        if self._flying or self._next < len(self._order):
+        if self._open or self._next < len(self._order):
             self.agenda.after(LOOK_BESIDE_S, self._look_beside)
 
     def _look_for_copies(self) -> None:
         self.copies.look()
-        if self._flying or self._next < len(self._order):
+        if self._open or self._next < len(self._order):
             self.agenda.after(TICK_S, self._look_for_copies)
 
     # What nodes report
 
     def _heartbeats(self) -> None:
-        now, brain = self.agenda.now, self.brain
+        now, conductor = self.agenda.now, self.conductor
         self._beats += 1
         self._look(now)
         for name, machine in self.decode.items():
@@ -432,21 +432,21 @@ class Simulation:
                 blocks_total=blocks,
                 blocks_free=max(blocks - used, 0),
             )
-            brain.heartbeat(name, load, now, self._drains(name))
-            brain.fleet.heartbeat(name, load)
+            conductor.heartbeat(name, load, now, self._drains(name))
+            conductor.fleet.heartbeat(name, load)
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
-                brain.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
+                conductor.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
         self._balance(now)
         if self._faults:  # without faults no machine is ever missing
             for name in self.prefill:
                 if name not in self._down:
                     if self._groups[name].role == "prefill":
-                        brain.heartbeat(name, NodeLoad(), now, self._drains(name))
-                    brain.heartbeat(store_id(name), NodeLoad(), now)
-            brain.tick(now)
-        if self._flying or self._next < len(self._order):
+                        conductor.heartbeat(name, NodeLoad(), now, self._drains(name))
+                    conductor.heartbeat(store_id(name), NodeLoad(), now)
+            conductor.tick(now)
+        if self._open or self._next < len(self._order):
             if not len(self.agenda):
-                raise AssertionError(f"{len(self._flying)} requests wait for nothing")
+                raise AssertionError(f"{len(self._open)} requests wait for nothing")
             self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
 
     # Roles
@@ -456,10 +456,10 @@ class Simulation:
 
     def _balance(self, now: float) -> None:
         """Begin a switch when the conductor asks for it, and finish it when the machine is empty."""
-        balancer = self.brain.balancer
+        balancer = self.conductor.balancer
         if balancer is None:
             return
-        switch = self.brain.switch(now)
+        switch = self.conductor.switch(now)
         if switch is not None:
             self._draining = switch
         switch = self._draining
@@ -467,17 +467,17 @@ class Simulation:
             return
         if balancer.switching is None:  # it took too long
             self._draining = None
-            self.brain.heartbeat(switch.node_id, NodeLoad(), now)
+            self.conductor.heartbeat(switch.node_id, NodeLoad(), now)
             return
-        self.brain.heartbeat(switch.node_id, NodeLoad(), now, draining=True)
-        is_empty = not any(self._is_on(flight, switch.node_id) for flight in self._flying)
+        self.conductor.heartbeat(switch.node_id, NodeLoad(), now, draining=True)
+        is_empty = not any(self._is_on(request, switch.node_id) for request in self._open)
         if is_empty and balancer.switching[1] is SwitchState.DRAINING:
             balancer.moved(SwitchState.FLIPPING, now)
             self.agenda.after(self.cluster.conductor.switch_s, self._flip, switch)
 
     def _flip(self, switch: Switch) -> None:
         """The machine serves the other role; weights and the KV in its host's memory stay."""
-        name, balancer = switch.node_id, self.brain.balancer
+        name, balancer = switch.node_id, self.conductor.balancer
         self._draining = None
         self._groups[name] = next(group for group in self.cluster.machines if group.role == switch.to)
         self._start_machine(name)
@@ -496,7 +496,7 @@ class Simulation:
     def _tell_index(self, machine: str) -> None:
         events = self.prefill[machine].cache.take_events()
         if events:
-            self.brain.stored(store_id(machine), events)
+            self.conductor.stored(store_id(machine), events)
 
     # Machines
 
@@ -513,7 +513,7 @@ class Simulation:
                 self.decode[name] = DecodeMachine(name, group, curve, model, self.agenda, self._finished)
         else:
             if name in self.prefill and name not in self._died:  # it had this role before: its host still has the KV
-                self.brain.join(name, group, self.agenda.now, has_store=False)
+                self.conductor.join(name, group, self.agenda.now, has_store=False)
                 return
             self._died.discard(name)
             machine = PrefillMachine(
@@ -530,7 +530,7 @@ class Simulation:
             if name in self.prefill:
                 machine.busy_s = self.prefill[name].busy_s
             self.prefill[name] = machine
-        self.brain.join(name, group, self.agenda.now)
+        self.conductor.join(name, group, self.agenda.now)
         if name in self.disks:  # it recovers its blocks from there
             self._tell_index(name)
 

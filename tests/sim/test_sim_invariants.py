@@ -1,4 +1,4 @@
-"""The promises in virtual time, over random traces, policies, admissions and faults: nothing lost, twice or leaked."""
+"""Invariants in virtual time, over random traces, policies, admissions and faults: nothing is lost, doubled or leaked."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def play(cluster: Cluster, seed: int, faults: list[Fault], requests: int = 80) -
     return simulation
 
 
-def check_promises(simulation: Simulation) -> None:
+def check_invariants(simulation: Simulation) -> None:
     results = simulation.results
     assert not (results.fate == Fate.OPEN).any(), "a request was lost"
-    assert simulation.brain.fleet.open_work == {}, "something is still booked"
+    assert simulation.conductor.fleet.open_work == {}, "something is still booked"
     assert simulation.network.num_open == 0, "a hand-off or a fetch is still open"
     for machine in simulation.prefill.values():
         assert machine.running is None and not machine.queue
@@ -52,8 +52,8 @@ def check_promises(simulation: Simulation) -> None:
     for decoder in simulation.decode.values():
         assert not decoder.running and not decoder.waiting
         assert decoder.reserved_tokens == 0 and decoder.context == 0
-    if simulation.brain.admission is not None:
-        assert len(simulation.brain.admission.inflight) == 0
+    if simulation.conductor.admission is not None:
+        assert len(simulation.conductor.admission.inflight) == 0
     rejected = results.fate == Fate.REJECTED
     assert not results.prefill_ms[rejected].any(), "a rejected request cost prefill"
     assert np.isnan(results.ttft_s[rejected]).all()
@@ -90,7 +90,7 @@ faults = st.lists(
 def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
-    check_promises(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck))
+    check_invariants(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck))
 
 
 @pytest.mark.slow
@@ -106,7 +106,7 @@ def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
 def test_the_same_over_many_more_seeds(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
-    check_promises(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck, 200))
+    check_invariants(play(small_cluster(policy, admission, store_blocks, ssd_tokens), seed, struck, 200))
 
 
 def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
@@ -126,7 +126,7 @@ def test_an_answer_that_goes_on_elsewhere_has_as_many_tokens_as_one_that_does_no
     request = TraceRequest(0, 1024, 100, (1, 2))
     simulation = Simulation(one_of_each(), [request], Run(jitter_s=0.0), [Fault(1.5, "decode-0", 1000.0)])
     prompts: list[int] = []
-    simulation.agenda.at(1.6, lambda: prompts.extend(flight.num_tokens for flight in simulation._flying))
+    simulation.agenda.at(1.6, lambda: prompts.extend(request.num_tokens for request in simulation._open))
     results = simulation.run()
     assert (results.fate.item(0), results.attempts.item(0)) == (Fate.DONE, 2)
     told = prompts[0] - 1024
@@ -140,7 +140,7 @@ def test_requests_wait_for_the_only_machine_of_a_role_as_live_ones_do() -> None:
     for down_s, fates in ((5.0, [Fate.DONE, Fate.DONE]), (60.0, [Fate.FAILED, Fate.FAILED])):
         simulation = Simulation(cluster, trace, Run(jitter_s=0.0), [Fault(1.5, "decode-0", down_s)])
         assert simulation.run().fate.tolist() == fates
-        check_promises(simulation)
+        check_invariants(simulation)
 
 
 def test_a_slow_machine_stays_slow_beside_a_busy_one() -> None:
@@ -178,7 +178,7 @@ def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ss
     for at_s in (4.0, 25.0, 320.0):
         simulation.agenda.at(at_s, look)
     simulation.run()
-    check_promises(simulation)
+    check_invariants(simulation)
     before, during, after = held
     assert before == after == 1 and during > 2
     assert simulation.copies.made == during - 1
@@ -193,14 +193,14 @@ def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None
     on_their_way: list[int] = []
     simulation.agenda.at(6.4, lambda: on_their_way.append(len(simulation.copies._moving)))
     simulation.run()
-    check_promises(simulation)
+    check_invariants(simulation)
     assert on_their_way[0] > 0
     assert not simulation.copies._moving
 
 
 def test_a_machine_that_comes_back_gets_work_again() -> None:
     simulation = play(small_cluster(), 3, [Fault(5.0, "prefill-0", 5.0)], 300)
-    check_promises(simulation)
+    check_invariants(simulation)
     assert len(simulation.prefill["prefill-0"].cache.pool._by_key) > 0
 
 
@@ -208,7 +208,7 @@ def test_a_prefix_that_is_fetched_is_computed_when_its_source_dies() -> None:
     """Slow links, so that the fetch is surely on its way when the machine dies."""
     cluster = small_cluster("algorithm_1").with_machines(nic_gb_per_s=0.05)
     for at_s in (8.0, 12.0, 16.0, 20.0):
-        check_promises(play(cluster, 4, [Fault(at_s, "prefill-0", 10.0), Fault(at_s + 1, "prefill-1", 10.0)]))
+        check_invariants(play(cluster, 4, [Fault(at_s, "prefill-0", 10.0), Fault(at_s + 1, "prefill-1", 10.0)]))
 
 
 def test_what_is_read_from_an_ssd_is_computed_when_its_host_dies() -> None:
@@ -218,7 +218,7 @@ def test_what_is_read_from_an_ssd_is_computed_when_its_host_dies() -> None:
     reading_s = []
 
     def look() -> None:
-        if any(flight.loading is not None for flight in simulation._flying):
+        if any(request.loading is not None for request in simulation._open):
             reading_s.append(simulation.agenda.now)
 
     for tick in range(2000):
@@ -227,7 +227,7 @@ def test_what_is_read_from_an_ssd_is_computed_when_its_host_dies() -> None:
     assert len(reading_s) > 2, "nothing was being read"
     for at_s in reading_s[:: len(reading_s) // 3]:
         struck = [Fault(at_s, name, 10.0) for name in ("prefill-0", "prefill-1", "prefill-2")]
-        check_promises(play(cluster, 5, struck, 300))
+        check_invariants(play(cluster, 5, struck, 300))
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
@@ -242,12 +242,12 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
     assert line(5) != line(6)
 
 
-def test_coupled_machines_keep_the_promises_too() -> None:
+def test_coupled_machines_keep_the_invariants_too() -> None:
     cluster = load_preset("vllm-chunked-16").with_counts(coupled=3)
     simulation = Simulation(cluster, small_trace(2), Run(seed=2))
     results = simulation.run()
     assert (results.fate == Fate.DONE).all()
-    assert simulation.brain.fleet.open_work == {}
+    assert simulation.conductor.fleet.open_work == {}
     for machine in simulation.coupled.values():
         machine.pool.check()
         assert machine.pool.num_in_use == 0
@@ -262,7 +262,7 @@ def test_machines_that_change_roles_lose_nothing_and_keep_their_hosts_memory() -
     cluster = load_preset("paper-16").with_counts(prefill=4, decode=4).with_conductor(balances_roles=True)
     simulation = Simulation(cluster, [*prompts, *answers], Run(seed=1, jitter_s=0.0))
     simulation.run()
-    check_promises(simulation)
+    check_invariants(simulation)
     assert (simulation.results.fate == Fate.DONE).all()
-    assert simulation.brain.balancer is not None and simulation.brain.balancer.switches >= 1
+    assert simulation.conductor.balancer is not None and simulation.conductor.balancer.switches >= 1
     assert any(machine.cache.pool.num_cached for machine in simulation.prefill.values())

@@ -24,7 +24,7 @@ from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
 from conductor.view import RequestFacts, Shape
 from mooncake.app.sim.cluster import Cluster, Machines
-from mooncake.app.sim.requests import Flight
+from mooncake.app.sim.requests import SimRequest
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent, Role, SegmentAddress
 
@@ -40,7 +40,7 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
 
-class Brain:
+class SimConductor:
     """One conductor. Methods take the time (s). Raises ConfigError for an unknown policy or admission."""
 
     def __init__(self, cluster: Cluster, rng: np.random.Generator) -> None:
@@ -79,63 +79,63 @@ class Brain:
 
     # Requests
 
-    def place(self, flight: Flight, now: float) -> None:
+    def place(self, request: SimRequest, now: float) -> None:
         """Choose nodes and book them. Raises Refused, and TryLater if nobody can take it."""
-        facts = self._facts(flight)
+        facts = self._facts(request)
         if self.script is not None:
-            if flight.index in self.turned_away:
+            if request.index in self.turned_away:
                 raise Refused(math.nan)
-            self._book(flight, facts, self.script[flight.index], now)
+            self._book(request, facts, self.script[request.index], now)
             return
         query = self.scheduler.query(facts, now)
         placement = self.scheduler.answer(query)
-        if self.balancer is not None and flight.attempts == 0:
+        if self.balancer is not None and request.attempts == 0:
             work_ms = placement.breakdown.prefill_ms + placement.breakdown.fetch_ms
-            self.balancer.arrived(query.view, work_ms, flight.num_tokens, facts.expected_tokens)
-        if self.replicator is not None and flight.attempts == 0:
+            self.balancer.arrived(query.view, work_ms, request.num_tokens, facts.expected_tokens)
+        if self.replicator is not None and request.attempts == 0:
             self.replicator.observe(query, placement.breakdown.prefill_ms, now)
-        if self.admission is not None and flight.attempts == 0:  # a retry has already cost something: it continues
+        if self.admission is not None and request.attempts == 0:  # a retry has already cost something: it continues
             verdict = self.admission.decide(query, placement, now, self._max_tokens)
             if self.kept is not None:
-                self.kept[flight.index] = placement
-            if flight.index in self.turned_away:
+                self.kept[request.index] = placement
+            if request.index in self.turned_away:
                 raise Refused(math.nan)
             if not verdict.is_admitted:
                 raise Refused(verdict.retry_after_s)
-        self._book(flight, facts, placement, now)
+        self._book(request, facts, placement, now)
 
-    def _book(self, flight: Flight, facts: RequestFacts, placement: Placement, now: float) -> None:
+    def _book(self, request: SimRequest, facts: RequestFacts, placement: Placement, now: float) -> None:
         booking = self.scheduler.book(facts, placement, now)
         if self.admission is not None:
             self.admission.placed(booking, facts, self._max_tokens, placement, now)
-        if flight.attempts:
-            flight.begin_attempt()
-        flight.attempts += 1
-        flight.placement, flight.booking = placement, booking
-        flight.prefill_id = placement.prefill.node_id
-        flight.decode_id = placement.decode.node_id if placement.decode else ""
-        if flight.attempts == 1:
-            flight.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
+        if request.attempts:
+            request.begin_attempt()
+        request.attempts += 1
+        request.placement, request.booking = placement, booking
+        request.prefill_id = placement.prefill.node_id
+        request.decode_id = placement.decode.node_id if placement.decode else ""
+        if request.attempts == 1:
+            request.predicted_ttft_s = placement.predicted_ttft_ms / 1e3
 
-    def would_admit(self, flight: Flight, now: float) -> bool:
+    def would_admit(self, request: SimRequest, now: float) -> bool:
         """Whether the request would be admitted if it came now; changes nothing."""
-        query = self.scheduler.query(self._facts(flight), now)
+        query = self.scheduler.query(self._facts(request), now)
         placement = self.scheduler.answer(query)
         return self.admission is None or self.admission.fits(query, placement, now, self._max_tokens, self._probing_rng)
 
-    def prefill_ended(self, flight: Flight, now: float) -> bool:
+    def prefill_ended(self, request: SimRequest, now: float) -> bool:
         """The first token is ready. False: drop the request."""
-        assert flight.booking is not None
-        self.scheduler.prefill_done(flight.booking, now)
+        assert request.booking is not None
+        self.scheduler.prefill_done(request.booking, now)
         if self.admission is None:
             return True
-        is_checked = self.admission.checks_after_prefill and flight.attempts == 1
-        query = self.scheduler.query(self._facts(flight), now) if is_checked else None
-        return self.admission.prefill_ended(flight.booking, query, now)
+        is_checked = self.admission.checks_after_prefill and request.attempts == 1
+        query = self.scheduler.query(self._facts(request), now) if is_checked else None
+        return self.admission.prefill_ended(request.booking, query, now)
 
-    def ended(self, flight: Flight, output_tokens: int, now: float) -> None:
+    def ended(self, request: SimRequest, output_tokens: int, now: float) -> None:
         """The attempt is over; ``output_tokens`` of a whole answer, or 0."""
-        booking, flight.booking = flight.booking, None
+        booking, request.booking = request.booking, None
         if booking is None:
             return
         self.scheduler.close(booking, now)
@@ -144,14 +144,14 @@ class Brain:
         if self.admission is not None:
             self.admission.finished(booking, now, output_tokens)
 
-    def _facts(self, flight: Flight) -> RequestFacts:
+    def _facts(self, request: SimRequest) -> RequestFacts:
         return RequestFacts(
-            num_tokens=flight.num_tokens,
-            keys=flight.keys,
+            num_tokens=request.num_tokens,
+            keys=request.keys,
             expected_tokens=self.stats.expected_output_tokens(1 << 20),
-            needs_decode=self._has_decode and flight.output_tokens > 1,
-            excluded=flight.dead,
-            session=flight.session,
+            needs_decode=self._has_decode and request.output_tokens > 1,
+            excluded=request.dead,
+            session=request.session,
             number=self.stats.requests,
         )
 
