@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
-from conductor.ingress.reading.parts import PlainReader, Reader, Said, merged
+from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
 from mooncake.errors import Cancelled, InternalError
 from mooncake.text import TextAssembler, TextPiece
 from mooncake.tokenizer import Tokenizer
@@ -28,8 +28,8 @@ class Job:
     arrived_at: float
     include_stop: bool = False  # whether the stop string or token is part of the text
     skip_special: bool = True  # whether control tokens are left out of the text
-    kept: frozenset[str] = frozenset()  # control tokens that stay, because ``reader`` needs to see them
-    reader: Callable[[], Reader] = PlainReader  # makes one per answer
+    kept: frozenset[str] = frozenset()  # control tokens that stay, because ``parser`` needs to see them
+    parser: Callable[[], OutputParser] = PlainParser  # makes one per answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What is new in answer number ``choice``. Text may lag behind the tokens; only an answer's last piece has an
-    outcome. ``said`` is the parsed text, and may lag behind too."""
+    outcome. ``parts`` are the parsed text, and may lag behind too."""
 
     tokens: tuple[SampledToken, ...]
     text: str
     outcome: Outcome | None = None
     choice: int = 0
     prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: all prompt tokens but the first
-    said: tuple[Said, ...] = ()
-    thought: tuple[bool, ...] = ()  # for each token, whether it belongs to a thought, including its tags
+    parts: tuple[Part, ...] = ()
+    is_reasoning: tuple[bool, ...] = ()  # for each token, its tags included
 
     @property
-    def num_thought(self) -> int:
-        return sum(self.thought)
+    def num_reasoning(self) -> int:
+        return sum(self.is_reasoning)
 
 
 class Observer(Protocol):
@@ -110,26 +110,26 @@ class Stopwatch:
 
 
 @dataclass(slots=True)
-class _News:
-    """What one delta adds. The reader gets the text token by token, so the result does not depend on how tokens are
+class _Increment:
+    """What one delta adds. The parser gets the text token by token, so the result does not depend on how tokens are
     batched."""
 
-    reader: Reader
+    parser: OutputParser
     text: list[str] = field(default_factory=list)
-    said: list[Said] = field(default_factory=list)
-    thought: list[bool] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    is_reasoning: list[bool] = field(default_factory=list)
 
     def take_token(self, text: str) -> None:
-        was_thinking = self.reader.is_thinking
+        was_reasoning = self.parser.is_reasoning
         self._push(text, is_last=False)
-        self.thought.append(was_thinking or self.reader.is_thinking)
+        self.is_reasoning.append(was_reasoning or self.parser.is_reasoning)
 
     def take_end(self, text: str) -> None:
         self._push(text, is_last=True)
 
     def _push(self, text: str, is_last: bool) -> None:
         self.text.append(text)
-        self.said += self.reader.push(text, is_last)
+        self.parts += self.parser.push(text, is_last)
 
 
 class Answer:
@@ -143,7 +143,7 @@ class Answer:
         self._assembler = TextAssembler(
             tokenizer, job.stop, job.include_stop, job.skip_special, sampling.min_tokens, job.kept
         )
-        self._reader = job.reader()
+        self._parser = job.parser()
         self._end_ids = frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else tokenizer.eos_ids)))
         self._stop_ids = frozenset(sampling.stop_token_ids) - (
             frozenset() if sampling.ignore_eos else {*tokenizer.eos_ids}
@@ -161,25 +161,25 @@ class Answer:
         if delta.finish_reason is FinishReason.ABORT:
             raise Cancelled("the request was cancelled")
         tokens: list[SampledToken] = []
-        news = _News(self._reader)
+        increment = _Increment(self._parser)
         stopped = False
         for token in delta.tokens:
             self._count(token, now)
             tokens.append(token)
             is_text = self._job.include_stop or token.token_id not in self._end_ids
             piece = self._assembler.push(token.token_id) if is_text else TextPiece("")
-            news.take_token(piece.text)
+            increment.take_token(piece.text)
             if stopped := piece.stopped:
                 break
         reason = FinishReason.STOP if stopped else delta.finish_reason
         outcome = None
         if reason is not None:
             last = TextPiece("") if stopped else self._assembler.flush()
-            news.take_end(last.text)
+            increment.take_end(last.text)
             outcome = self._complete(FinishReason.STOP if last.stopped else reason, now)
         scores = None if outcome else delta.prompt_logprobs
-        text, said = "".join(news.text), tuple(merged(news.said))
-        return Piece(tuple(tokens), text, outcome, self._choice, scores, said, tuple(news.thought))
+        text, parts = "".join(increment.text), tuple(merged(increment.parts))
+        return Piece(tuple(tokens), text, outcome, self._choice, scores, parts, tuple(increment.is_reasoning))
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self._num_tokens:
@@ -211,8 +211,8 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         "".join(piece.text for piece in pieces),
         pieces[-1].outcome,
         prompt_logprobs=pieces[0].prompt_logprobs,
-        said=tuple(merged(part for piece in pieces for part in piece.said)),
-        thought=tuple(itertools.chain.from_iterable(piece.thought for piece in pieces)),
+        parts=tuple(merged(part for piece in pieces for part in piece.parts)),
+        is_reasoning=tuple(itertools.chain.from_iterable(piece.is_reasoning for piece in pieces)),
     )
 
 

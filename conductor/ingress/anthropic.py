@@ -42,7 +42,7 @@ from conductor.ingress.http_errors import error_headers, json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, read_json
+from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.tokenizer import ChatCall, ChatMessage
@@ -122,10 +122,10 @@ class MessagesApi:
 class MessageWriter:
     """One message while it is generated: pieces in, events out; ``message`` is what is known so far."""
 
-    def __init__(self, head: MessageBody, tells_thoughts: bool, cut_reason: str) -> None:
+    def __init__(self, head: MessageBody, sends_reasoning: bool, cut_reason: str) -> None:
         """``cut_reason`` is reported for an answer that reached its maximum number of tokens."""
         self.message = head
-        self._tells_thoughts = tells_thoughts
+        self._sends_reasoning = sends_reasoning
         self._cut_reason = cut_reason
         self._events: list[MessageEvent] = []  # not yet sent
         self._has_begun = False
@@ -140,12 +140,12 @@ class MessageWriter:
             self._has_begun = True
             self._tell("message_start", message=self.message)
         self._num_tokens += len(piece.tokens)
-        for part in piece.said:
+        for part in piece.parts:
             if isinstance(part, str):
                 self._add(TextBlock(""), part, TextDelta(part))
             elif isinstance(part, CallPart):
                 self._take_call(part)
-            elif self._tells_thoughts:
+            elif self._sends_reasoning:
                 self._add(ThinkingBlock(""), part.text, ThinkingDelta(part.text))
         if piece.outcome is not None:
             self._close()

@@ -1,4 +1,4 @@
-"""Wire types of Anthropic's Messages API: the part for text, thoughts and a client's own tools. Only data."""
+"""Wire types of Anthropic's Messages API: the part for text, reasoning and a client's own tools. Only data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from conductor.ingress.openai_types import GenerationFields
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A text, a thought, a call that the model made, or that call's result, depending on ``type``."""
+    """A text, reasoning, a call that the model made, or that call's result, depending on ``type``."""
 
     type: str
     text: str | None = None
@@ -102,7 +102,7 @@ class TextBlock(msgspec.Struct, frozen=True):
 
 class ThinkingBlock(msgspec.Struct, frozen=True):
     thinking: str
-    signature: str = ""  # thoughts need no proof here that they are the model's own
+    signature: str = ""  # reasoning needs no proof here that it is the model's own
     type: str = "thinking"
 
 

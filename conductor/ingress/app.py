@@ -27,8 +27,8 @@ from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_respon
 from conductor.ingress.http_server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
 from conductor.ingress.openai import OpenAIApi, guarded
+from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
-from conductor.ingress.reading.form import answer_form
 from conductor.ingress.responses import ResponsesApi
 from conductor.ingress.served_model import ServedModel
 from conductor.stats import DispatchStats
@@ -74,10 +74,10 @@ class Ingress:
         self._pipeline = Pipeline(
             model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, most_tokens=most_tokens
         )
-        form = answer_form(
+        answers = output_format(
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
         )
-        api = OpenAIApi(self._pipeline, form, self._timeout_s, keep_alive_s)
+        api = OpenAIApi(self._pipeline, answers, self._timeout_s, keep_alive_s)
         app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
             exposed = ("x-request-id", "x-mooncake-warning", "retry-after")

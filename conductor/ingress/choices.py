@@ -28,7 +28,7 @@ from conductor.ingress.openai_types import (
     ToolCallBody,
     TopLogprob,
 )
-from conductor.ingress.reading.parts import CallPart, Thought, joined_calls
+from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
 from mooncake.tokenizer import DetokenizeStream
 from mooncake.types import FinishReason, SampledToken
 
@@ -69,7 +69,7 @@ class ChoiceWriter(ABC):
         self._has_begun = False
         self._told_scores = False
         self.num_tokens = 0
-        self.num_thought = 0  # how many of them belong to a thought
+        self.num_reasoning = 0  # how many of them are reasoning
         self.outcome: Outcome | None = None
 
     def take(self, piece: Piece) -> None:
@@ -78,7 +78,7 @@ class ChoiceWriter(ABC):
         if piece.prompt_logprobs is not None:  # empty for a prompt of one token
             self._prompt_scores = piece.prompt_logprobs
         self.num_tokens += len(piece.tokens)
-        self.num_thought += piece.num_thought
+        self.num_reasoning += piece.num_reasoning
         self.outcome = piece.outcome or self.outcome
 
     def chunks(self, piece: Piece) -> list[AnyChoice]:
@@ -129,25 +129,25 @@ class ChoiceWriter(ABC):
 
 
 class ChatWriter(ChoiceWriter):
-    """``thinks``: whether the model does; ``tells_thoughts``: whether the client wants to read it."""
+    """``has_reasoning``: whether the model does; ``sends_reasoning``: whether the client wants to read it."""
 
-    def __init__(self, index: int, extras: Extras, thinks: bool = False, tells_thoughts: bool = True) -> None:
+    def __init__(self, index: int, extras: Extras, has_reasoning: bool = False, sends_reasoning: bool = True) -> None:
         super().__init__(index, extras)
-        self._thinks = thinks
-        self._tells_thoughts = tells_thoughts
-        self._thought = ""  # not yet sent
+        self._has_reasoning = has_reasoning
+        self._sends_reasoning = sends_reasoning
+        self._reasoning = ""  # not yet sent
         self._calls: list[CallPart] = []  # likewise
         self._num_calls = 0  # sent
 
     def take(self, piece: Piece) -> None:
-        super().take(replace(piece, text="".join(part for part in piece.said if isinstance(part, str))))
-        if self._tells_thoughts:
-            self._thought += "".join(part.text for part in piece.said if isinstance(part, Thought))
-        self._calls += [part for part in piece.said if isinstance(part, CallPart)]
+        super().take(replace(piece, text="".join(part for part in piece.parts if isinstance(part, str))))
+        if self._sends_reasoning:
+            self._reasoning += "".join(part.text for part in piece.parts if isinstance(part, ReasoningPart))
+        self._calls += [part for part in piece.parts if isinstance(part, CallPart)]
 
     @property
     def _has_news(self) -> bool:
-        return super()._has_news or bool(self._calls or self._thought)
+        return super()._has_news or bool(self._calls or self._reasoning)
 
     @property
     def _finish_reason(self) -> str | None:
@@ -162,11 +162,11 @@ class ChatWriter(ChoiceWriter):
         for part in self._calls:
             self._num_calls += bool(part.name)
             calls.append(structs.replace(_call_body(part), index=self._num_calls - 1))
-        thought = self._thought or None
+        reasoning = self._reasoning or None
         delta = ChatDelta(
-            content=self._text or None, reasoning=thought, reasoning_content=thought, tool_calls=calls or None
+            content=self._text or None, reasoning=reasoning, reasoning_content=reasoning, tool_calls=calls or None
         )
-        self._calls, self._thought = [], ""
+        self._calls, self._reasoning = [], ""
         return ChatChunkChoice(
             index=self._index,
             delta=delta,
@@ -178,12 +178,12 @@ class ChatWriter(ChoiceWriter):
 
     def whole(self) -> AnyChoice:
         calls = [_call_body(call) for call in joined_calls(self._calls)]
-        thought = (self._thought or None) if self._thinks and self._tells_thoughts else UNSET
+        reasoning = (self._reasoning or None) if self._has_reasoning and self._sends_reasoning else UNSET
         message = AssistantMessage(
             self._text or (None if calls else ""),
             tool_calls=calls or UNSET,
-            reasoning=thought,
-            reasoning_content=thought,
+            reasoning=reasoning,
+            reasoning_content=reasoning,
         )
         return ChatChoice(
             index=self._index,

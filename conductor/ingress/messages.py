@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.ingress.openai_types import ContentPart, Message
-from conductor.ingress.reading.form import AnswerForm
+from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.tools import Tools, chat_calls, in_words
 from mooncake.errors import InvalidRequest, shown
 from mooncake.tokenizer import ROLES, ChatMessage
@@ -25,14 +25,14 @@ class Conversation:
     continue_final: bool = False  # the last message is continued instead of a new one started
     param: str = "messages"  # its field in the request
 
-    def for_template(self, form: AnswerForm) -> tuple[list[ChatMessage], dict[str, object]]:
+    def for_template(self, output_format: OutputFormat) -> tuple[list[ChatMessage], dict[str, object]]:
         """Messages and variables. Tools, calls and results use the model's own form where its template has one, else
         ours."""
-        messages = self.messages if form.takes_calls else [in_words(message) for message in self.messages]
+        messages = self.messages if output_format.takes_calls else [in_words(message) for message in self.messages]
         variables = dict(self.variables or {})
         if self.tools is None:
             return messages, variables
-        if form.takes_tools:
+        if output_format.takes_tools:
             return messages, variables | {"tools": self.tools.listed()}
         return self.tools.told(messages), variables
 

@@ -45,15 +45,15 @@ from conductor.ingress.openai_types import (
     template_variables,
     usage_body,
 )
+from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
-from conductor.ingress.reading.form import AnswerForm
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest, MooncakeError, shown
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"
-PROMPT_END_TOKENS = 32  # last tokens of a prompt that show whether its template opens a thought
+PROMPT_END_TOKENS = 32  # last tokens of a prompt that show whether its template opens the reasoning
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -109,17 +109,19 @@ class Plan:
                 blended_tokens += outcome.summary.report.blended_tokens
             first += job.request.sampling.n
         written = sum(writer.num_tokens for writer in self.writers)
-        thought = sum(writer.num_thought for writer in self.writers)
-        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens, thought)
+        reasoning_tokens = sum(writer.num_reasoning for writer in self.writers)
+        return usage_body(prompt_tokens, written, cached_tokens, blended_tokens, reasoning_tokens)
 
 
 class OpenAIApi:
     """The API's routes. Every handler returns a response, whatever the input."""
 
-    def __init__(self, pipeline: Pipeline, form: AnswerForm, request_timeout_s: float, keep_alive_s: float) -> None:
+    def __init__(
+        self, pipeline: Pipeline, output_format: OutputFormat, request_timeout_s: float, keep_alive_s: float
+    ) -> None:
         self.pipeline = pipeline
         self.prompts = pipeline.prompts
-        self.form = form
+        self.output_format = output_format
         self.keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
 
@@ -185,13 +187,15 @@ class OpenAIApi:
         job = await self.chat_job(call, conversation, max_new, logprobs)
         self.prompts.check_room(len(job.request.tokens), max_new, name)
         extras = self.extras(body, logprobs=bool(body.logprobs))
-        thinks = self.form.thinks
+        has_reasoning = self.output_format.has_reasoning
         return await self._answer(
             Plan(
                 call=call,
                 wording=CHAT,
                 jobs=[job],
-                writers=[ChatWriter(index, extras, thinks, body.include_reasoning is not False) for index in range(n)],
+                writers=[
+                    ChatWriter(index, extras, has_reasoning, body.include_reasoning is not False) for index in range(n)
+                ],
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
             )
         )
@@ -199,7 +203,7 @@ class OpenAIApi:
     async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
         """A chat's prompt, or its last ``keep`` tokens. Raises like ``Pipeline.encode_chat``."""
         try:
-            messages, variables = conversation.for_template(self.form)
+            messages, variables = conversation.for_template(self.output_format)
             return await self.prompts.encode_chat(
                 messages, conversation.param, keep, variables, conversation.continue_final, TEMPLATE_ROLES
             )
@@ -216,7 +220,9 @@ class OpenAIApi:
         max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
         bad_words = self.prompts.bad_words(fields.bad_words or ())
         tokenizer = self.prompts.tokenizer
-        start = self.form.start(tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening)
+        start = self.output_format.start(
+            tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening
+        )
         with _guide_named(fields.guide_field):
             sampling = sampling_of(fields, self.pipeline.model.sampling, max_tokens, logprobs, bad_words=bad_words)
             guide = sampling.guide
@@ -226,10 +232,12 @@ class OpenAIApi:
             guide = call_guide
         if guide is not None:
             with _guide_named("tools" if sampling.guide is None else fields.guide_field):
-                sampling = replace(sampling, guide=self.form.guide(guide, start, tokenizer.control_id))
+                sampling = replace(sampling, guide=self.output_format.guide(guide, start, tokenizer.control_id))
                 await self.prompts.check_guide(sampling.guide)
         job = self._job(call, tokens, sampling, 0)
-        return replace(job, kept=self.form.markers(tools), reader=lambda: self.form.reader(tools, start))
+        return replace(
+            job, kept=self.output_format.markers(tools), parser=lambda: self.output_format.parser(tools, start)
+        )
 
     async def tokenize(self, request: Request) -> Response:
         body, ignored = await self._decode(request, TokenizeRequest)

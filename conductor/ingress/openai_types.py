@@ -136,7 +136,7 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[ContentPart] | None = None
     tool_calls: list[SaidCall] | None = None
     tool_call_id: str | None = None
-    reasoning: str | None = None  # what the model thought before this message; the older name is accepted too
+    reasoning: str | None = None  # the reasoning before this message; the older name is accepted too
     reasoning_content: str | None = None
 
 
@@ -376,10 +376,10 @@ class UsageBody(msgspec.Struct, frozen=True):
 
 
 def usage_body(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0, thought_tokens: int = 0
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0, reasoning_tokens: int = 0
 ) -> UsageBody:
     details = PromptTokensDetails(cached_tokens, blended_tokens=blended_tokens or UNSET)
-    written = CompletionTokensDetails(thought_tokens)
+    written = CompletionTokensDetails(reasoning_tokens)
     return UsageBody(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details, written)
 
 

@@ -31,7 +31,7 @@ from conductor.ingress.openai_types import (
     ResponseFormat,
     chosen_variables,
 )
-from conductor.ingress.reading.parts import CallPart, Thought, joined_calls
+from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
 from conductor.ingress.responses_types import (
     CallItem,
     ChosenTool,
@@ -112,7 +112,7 @@ class ResponsesApi:
         api.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
         extras = api.extras(body, logprobs is not None)
-        writer = ResponseWriter(head, extras, tells_thoughts=body.include_reasoning is not False)
+        writer = ResponseWriter(head, extras, sends_reasoning=body.include_reasoning is not False)
         if body.stream:
 
             async def stream(events: EventStream) -> None:
@@ -134,37 +134,37 @@ class ResponsesApi:
 class ResponseWriter:
     """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
 
-    def __init__(self, head: ResponseBody, extras: Extras, tells_thoughts: bool) -> None:
+    def __init__(self, head: ResponseBody, extras: Extras, sends_reasoning: bool) -> None:
         self.response = head
         self._extras = extras
-        self._tells_thoughts = tells_thoughts
+        self._sends_reasoning = sends_reasoning
         self._events: list[ResponseEvent] = []  # not yet sent
         self._num_events = 0
         self._items: list[OutputItem] = []
         self._is_message_open = False  # the last item is a message
-        self._is_thought_open = False  # the last item is a thought
+        self._is_reasoning_open = False  # the last item is reasoning
         self._call: list[CallPart] = []  # parts of the open call, the last item
-        self._text = ""  # of the open message or thought
+        self._text = ""  # of the open message or reasoning
         self._logprobs: list[ContentLogprob] = []  # likewise
-        self._tokens: list[tuple[SampledToken, bool]] = []  # not yet sent; whether they belong to a thought
+        self._tokens: list[tuple[SampledToken, bool]] = []  # not yet sent; whether they are reasoning
         self._num_tokens = 0
-        self._num_thought = 0  # how many of them belong to a thought
+        self._num_reasoning = 0  # how many of them are reasoning
 
     def take(self, piece: Piece) -> list[ResponseEvent]:
         """Emits nothing before the answer has content: an error until then still has its own HTTP status."""
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
-        self._tokens += zip(piece.tokens, piece.thought, strict=True)
+        self._tokens += zip(piece.tokens, piece.is_reasoning, strict=True)
         self._num_tokens += len(piece.tokens)
-        self._num_thought += piece.num_thought
+        self._num_reasoning += piece.num_reasoning
         is_cut = piece.outcome is not None and piece.outcome.finish_reason is FinishReason.LENGTH
         status = "incomplete" if is_cut else "completed"
-        for part in piece.said:
+        for part in piece.parts:
             if isinstance(part, str):
-                self._say(part)
-            elif isinstance(part, Thought):
-                self._think(part.text)
+                self._emit(part)
+            elif isinstance(part, ReasoningPart):
+                self._reasoning_parts(part.text)
             else:
                 self._take_call(part)
         if piece.outcome is not None:
@@ -201,22 +201,22 @@ class ResponseWriter:
         self._items[-1] = item
         self._tell("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
-    def _think(self, text: str) -> None:
+    def _reasoning_parts(self, text: str) -> None:
         _, self._tokens = _first_run(self._tokens, of_thought=True)
-        if not self._tells_thoughts:
+        if not self._sends_reasoning:
             return
-        if not self._is_thought_open:
+        if not self._is_reasoning_open:
             self._close_message("completed")
-            self._is_thought_open, self._text = True, ""
+            self._is_reasoning_open, self._text = True, ""
             self._add(ReasoningItem(f"rs_{uuid.uuid4().hex}", "in_progress", []))
             self._tell("response.content_part.added", **self._last, content_index=0, part=ReasoningText(""))
         self._text += text
         self._tell("response.reasoning_text.delta", **self._last, content_index=0, delta=text)
 
     def _close_thought(self, status: str) -> None:
-        if not self._is_thought_open:
+        if not self._is_reasoning_open:
             return
-        self._is_thought_open = False
+        self._is_reasoning_open = False
         part = ReasoningText(self._text)
         where = self._last | {"content_index": 0}
         self._tell("response.reasoning_text.done", **where, text=self._text)
@@ -229,7 +229,7 @@ class ResponseWriter:
         self._add(MessageItem(f"msg_{uuid.uuid4().hex}", "in_progress", []))
         self._tell("response.content_part.added", **self._last, content_index=0, part=OutputText("", logprobs=[]))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if not self._is_message_open:
             self._open_message()
         tokens, self._tokens = _first_run(self._tokens, of_thought=False)
@@ -280,7 +280,7 @@ class ResponseWriter:
                 InputDetails(usage.cached_tokens, blended_tokens=outcome.summary.report.blended_tokens or UNSET),
                 self._num_tokens,
                 usage.prompt_tokens + self._num_tokens,
-                OutputDetails(self._num_thought),
+                OutputDetails(self._num_reasoning),
             ),
         )
         self._tell(f"response.{status}", response=self.response)
@@ -289,7 +289,7 @@ class ResponseWriter:
 def _first_run(
     tokens: Sequence[tuple[SampledToken, bool]], of_thought: bool
 ) -> tuple[list[SampledToken], list[tuple[SampledToken, bool]]]:
-    """The first tokens in a row that belong to a thought, or to none, and all behind them."""
+    """The first tokens in a row that are all reasoning, or all not, and the tokens after them."""
     behind = list(itertools.dropwhile(lambda token: token[1] is not of_thought, tokens))
     run = [token for token, _ in itertools.takewhile(lambda token: token[1] is of_thought, behind)]
     return run, behind[len(run) :]

@@ -16,7 +16,7 @@ class InputPart(msgspec.Struct, frozen=True):
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a thought, a call that the model made, or that call's result, depending on ``type``."""
+    """A message, reasoning, a call that the model made, or that call's result, depending on ``type``."""
 
     type: str = "message"
     role: str | None = None

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from conductor.ingress.reading.json_calls import CLOSE, OPEN
-from conductor.ingress.reading.parts import NOT_JSON, SayableJson
+from conductor.ingress.parsers.json_calls import CLOSE, OPEN
+from conductor.ingress.parsers.parts import NOT_JSON, SurrogateFilter
 from mooncake.errors import InvalidRequest, shown
 from mooncake.tokenizer import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
@@ -177,7 +177,7 @@ def chat_calls(calls: Sequence[SaidCall], where: str) -> tuple[ChatCall, ...]:
 
 def _arguments(call: SaidCall, where: str) -> dict[str, object]:
     try:
-        arguments = json.loads(SayableJson().take(call.function.arguments or "{}"))
+        arguments = json.loads(SurrogateFilter().take(call.function.arguments or "{}"))
     except NOT_JSON:
         raise InvalidRequest("arguments are not JSON", where) from None
     if not isinstance(arguments, dict):

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from conductor.admission import Mode
 from conductor.admission_rules import ADMISSIONS
-from conductor.ingress.reading.form import REASONING_PARSERS, TOOL_CALL_PARSERS
+from conductor.ingress.parsers.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
 from conductor.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes

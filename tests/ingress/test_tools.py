@@ -9,8 +9,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.reading.json_calls import CLOSE, OPEN, CallReader
-from conductor.ingress.reading.parts import CallPart, OnceReader, joined_calls
+from conductor.ingress.parsers.json_calls import CLOSE, OPEN, JsonCallParser
+from conductor.ingress.parsers.parts import CallPart, FirstCallParser, joined_calls
 from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import GuideKind
@@ -56,7 +56,7 @@ async def test_a_call_comes_out_as_a_call(front, client):
 @pytest.mark.parametrize("text", [f"So. {CALL}\n{CALL} And?", f'So. {OPEN}[{{"name": "f"}}, {{"name": "g"}}]{CLOSE}'])
 async def test_there_is_one_call_where_parallel_ones_are_not_wanted(front, client, text):
     front.script.text = text
-    for said, calls in cut(text, lambda: OnceReader(CallReader())):
+    for said, calls in cut(text, lambda: FirstCallParser(JsonCallParser())):
         assert said == "So. " and len(calls) == 1
 
     answer = await client.chat.completions.create(
@@ -385,7 +385,7 @@ async def test_json_that_nests_without_end_is_no_call(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="bytes", messages=[*ASK, said])
     assert caught.value.param == "messages[1].tool_calls"
-    assert CallReader(is_call=True).push(nested, is_last=True) == [nested]
+    assert JsonCallParser(is_call=True).push(nested, is_last=True) == [nested]
 
 
 async def test_arguments_that_can_just_be_read_are_no_error_of_ours(open_front):
@@ -436,7 +436,7 @@ F = '{"name": "f", "arguments": {"x": 1}}'
     ],
 )
 async def test_where_the_text_is_cut_does_not_matter(text, said, called):
-    for heard, calls in cut(text, CallReader):
+    for heard, calls in cut(text, JsonCallParser):
         assert heard == said
         assert [call.name + call.arguments for call in calls] == called
 
@@ -447,29 +447,29 @@ async def test_where_the_text_is_cut_does_not_matter(text, said, called):
 )
 async def test_a_call_without_an_end_takes_no_more_time_with_each_token(text):
     """Clients can make a model generate anything, and one event loop parses for all."""
-    reader = CallReader()
-    reader.push(OPEN + text[:-2], is_last=False)
+    parser = JsonCallParser()
+    parser.push(OPEN + text[:-2], is_last=False)
     started = time.process_time()
     for _ in range(15_000):
-        reader.push(text[-2:] * 2, is_last=False)
+        parser.push(text[-2:] * 2, is_last=False)
     assert time.process_time() - started < 2  # 40 ms; 20 s if all of it was read again each time
 
 
 @pytest.mark.parametrize("arguments", ['{"a": "}\\"{", "b": [{}, 1]}', "{}", "[1, []]", "true", '"}"'])
 async def test_where_a_demanded_call_is_cut_does_not_matter_either(arguments):
-    for said, [call] in cut(f'{{"name": "f", "arguments": {arguments}}}', lambda: CallReader(is_call=True)):
+    for said, [call] in cut(f'{{"name": "f", "arguments": {arguments}}}', lambda: JsonCallParser(is_call=True)):
         assert (said, call.name, call.arguments, call.is_end) == ("", "f", arguments, True)
 
 
-def cut(text, reader_of):
-    """The text and the whole calls that a reader makes of ``text`` in three pieces, for many ways to cut it."""
+def cut(text, parser_of):
+    """The text and the whole calls that a parser makes of ``text`` in three pieces, for many ways to cut it."""
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1, 3):
-            reader = reader_of()
+            parser = parser_of()
             parts = [
-                *reader.push(text[:first], is_last=False),
-                *reader.push(text[first:second], is_last=False),
-                *reader.push(text[second:], is_last=True),
+                *parser.push(text[:first], is_last=False),
+                *parser.push(text[first:second], is_last=False),
+                *parser.push(text[second:], is_last=True),
             ]
             said = "".join(part for part in parts if isinstance(part, str))
             yield said, joined_calls([part for part in parts if isinstance(part, CallPart)])

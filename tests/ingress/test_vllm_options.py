@@ -74,7 +74,11 @@ async def test_what_ended_an_answer_is_told(front, wishes, reason):
 
 async def test_a_chat_template_reads_documents_and_how_much_to_think(front):
     chat = {"messages": MESSAGES, "documents": [{"title": "T"}], "reasoning_effort": "none"}
-    thinks = {"messages": MESSAGES, "reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}}
+    thinks = {
+        "messages": MESSAGES,
+        "reasoning_effort": "low",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
     await front.http.post("/v1/chat/completions", json=chat)
     await front.http.post("/v1/chat/completions", json=thinks)
     response = await front.http.post("/v1/responses", json={"input": "Hi", "reasoning": {"effort": "high"}})

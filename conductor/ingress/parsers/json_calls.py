@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, SayableJson, new_call_id, overlap, read_json
-from conductor.ingress.reading.steps import StepReader
+from conductor.ingress.parsers.parts import NOT_JSON, CallPart, SurrogateFilter, new_call_id, overlap, read_json
+from conductor.ingress.parsers.step_parser import StepParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -25,7 +25,7 @@ _START = '{"name": "'  # of a call as its guide writes it
 _NAME = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _KIND = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _HEAD = rf'\s*+(?P<list>\[?)\s*+\{{\s*{_KIND}"name"\s*:\s*(?P<name>{_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*'
-_NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from a call's arguments to the next call behind the same tag
+_NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from a call's arguments to the next call after the same tag
 _MAX_HEAD_CHARS = 1024  # of either pattern: they are retried with each piece of text
 _FIRST_KEY = re.compile(r'\s*+\[?\s*+(?:\{\s*+(?:"(?P<key>\w*+)(?P<end>"?))?)?')
 _KEYS = ("name", "type", "arguments", "parameters")  # the keys a call may begin with
@@ -37,7 +37,7 @@ def _mistral_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class JsonForm:
+class JsonCallFormat:
     """The text around calls: a tag before one or several, and a tag after or none. With ``is_bare`` an answer may
     begin with a call that has no tag. ``silent`` tags, around all calls of an answer, are dropped."""
 
@@ -49,18 +49,18 @@ class JsonForm:
     silent: tuple[str, ...] = ()
 
 
-HERMES = JsonForm(OPEN, CLOSE)
-GRANITE = JsonForm("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's too; Granite writes no closing tag
-LLAMA_3 = JsonForm("<|python_tag|>", is_bare=True)
+HERMES = JsonCallFormat(OPEN, CLOSE)
+GRANITE = JsonCallFormat("<|tool_call|>", "<|/tool_call|>")  # Phi-4-mini's too; Granite writes no closing tag
+LLAMA_3 = JsonCallFormat("<|python_tag|>", is_bare=True)
 # Older models write a list of objects, newer ones a tag before each call: its name, then its arguments.
-MISTRAL = JsonForm(
+MISTRAL = JsonCallFormat(
     "[TOOL_CALLS]",
     head=re.compile(rf"{_HEAD}|\s*+(?P<word>[\w.-]+)\s*+(?:\[CALL_ID\]\s*+\w+\s*+)?(?:\[ARGS\])?\s*+(?=\{{)"),
     new_id=_mistral_id,
 )
 KIMI_ARGUMENTS, DEEPSEEK_NAME = "<|tool_call_argument_begin|>", "<｜tool▁sep｜>"
 # A call has its id before its arguments, with the name in it: functions.NAME:0.
-KIMI = JsonForm(
+KIMI = JsonCallFormat(
     "<|tool_call_begin|>",
     "<|tool_call_end|>",
     head=re.compile(
@@ -70,7 +70,7 @@ KIMI = JsonForm(
     silent=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
 )
 # V3 and R1 write a kind, a name and then a code block; V3.1 a name and then the arguments.
-DEEPSEEK = JsonForm(
+DEEPSEEK = JsonCallFormat(
     "<｜tool▁call▁begin｜>",
     "<｜tool▁call▁end｜>",
     head=re.compile(
@@ -81,8 +81,8 @@ DEEPSEEK = JsonForm(
 )
 
 
-class _Place(Enum):
-    """The reader's state."""
+class _State(Enum):
+    """The parser's state."""
 
     TEXT = auto()
     HEAD = auto()  # of a call, after its tag
@@ -91,47 +91,47 @@ class _Place(Enum):
 
 
 @dataclass(slots=True)
-class CallReader(StepReader):
-    """Reads one answer. Text that may start a tag or a call is held; if it turns out not to, it is text.
+class JsonCallParser(StepParser):
+    """Parses one answer. Text that may start a tag or a call is held; if it turns out not to, it is text.
 
     With ``is_call`` the whole answer is one call without tags, as its guide writes it. The closing tag may be missing,
     and several calls may follow one tag.
     """
 
     is_call: bool = False
-    form: JsonForm = HERMES
-    _place: _Place = field(init=False)
+    form: JsonCallFormat = HERMES
+    _state: _State = field(init=False)
     _tag: str = ""  # before the calls being read
     _depth: int = 1  # open brackets around the arguments: an object, and maybe a list
-    _is_further: bool = False  # a call behind this tag has been reported
+    _is_further: bool = False  # a call after this tag has been reported
     _name: str = ""  # not yet reported
     _call_id: str = ""  # likewise
     _arguments: JsonValue | None = None
-    _sayable: SayableJson = field(default_factory=SayableJson)
+    _surrogates: SurrogateFilter = field(default_factory=SurrogateFilter)
 
     def __post_init__(self) -> None:
-        self._place = _Place.HEAD if self.is_call or self.form.is_bare else _Place.TEXT
+        self._state = _State.HEAD if self.is_call or self.form.is_bare else _State.TEXT
 
     def _step(self, is_last: bool) -> bool:
-        match self._place:
-            case _Place.TEXT:
+        match self._state:
+            case _State.TEXT:
                 return self._text(is_last)
-            case _Place.HEAD:
+            case _State.HEAD:
                 return self._head(is_last)
-            case _Place.ARGUMENTS:
+            case _State.ARGUMENTS:
                 return self._value()
         return self._rest(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        self._skip_space_behind_call()
-        before, tag, behind = self._held.partition(self.form.begin)
+        self._skip_space_after_call()
+        before, tag, after = self._held.partition(self.form.begin)
         if tag:
-            self._say(before)
-            self._go(_Place.HEAD, behind)
+            self._emit(before)
+            self._go(_State.HEAD, after)
             self._tag, self._is_further = tag, False
             return True
         cut = len(self._held) - (0 if is_last else overlap(self._held, self.form.begin, *self.form.silent))
-        self._say(self._held[:cut])
+        self._emit(self._held[:cut])
         self._held = self._held[cut:]
         return False
 
@@ -141,22 +141,22 @@ class CallReader(StepReader):
         begins = self._held[head.end() :][:1] if head else ""
         if head and (begins == "{" or (self.is_call and (begins or is_last))) and (name := _name_in(head)):
             self._depth = 2 if head["list"] else 1 if head["name"] else 0
-            self._name, self._arguments, self._sayable = name, JsonValue(end=self.form.end), SayableJson()
+            self._name, self._arguments, self._surrogates = name, JsonValue(end=self.form.end), SurrogateFilter()
             has_id = head.groupdict().get("number")  # a name alone could belong to another call as well
             self._call_id = head["id"] if has_id else self.form.new_id()
-            self._go(_Place.ARGUMENTS, self._held[head.end() :])
+            self._go(_State.ARGUMENTS, self._held[head.end() :])
             return True
         if self.is_call:
             return self._without_name(is_last)
         if not self._tag and not self._is_further and not _may_call(self._held):
-            self._place = _Place.TEXT
+            self._state = _State.TEXT
             return True
         return self._whole(is_last)
 
     def _without_name(self, is_last: bool) -> bool:
         """An answer cut short before the name is dropped if it could have become a call; otherwise it is text."""
         if is_last:
-            self._say("" if _START.startswith(self._held[: len(_START)]) else self._held)
+            self._emit("" if _START.startswith(self._held[: len(_START)]) else self._held)
             self._held = ""
         return False
 
@@ -166,11 +166,11 @@ class CallReader(StepReader):
         if not tag and not is_last:
             return False
         inside = self._held[:at]
-        self._go(_Place.TEXT, self._held[at + len(tag) :])
+        self._go(_State.TEXT, self._held[at + len(tag) :])
         is_text = not self._take_forms(inside) and not (self._is_further and self._tag)
         if is_text:
-            self._say(self._tag + inside + tag)
-        self._is_behind_call = not is_text
+            self._emit(self._tag + inside + tag)
+        self._is_after_call = not is_text
         return True
 
     def _take_forms(self, text: str) -> bool:
@@ -180,7 +180,7 @@ class CallReader(StepReader):
             forms = found if isinstance(found, list) else [found]
             if not forms or not all(_is_call(form, is_tagged=bool(self._tag)) for form in forms):
                 return False
-            self._said += [CallPart(self.form.new_id(), form["name"], _arguments(form)) for form in forms]
+            self._parts += [CallPart(self.form.new_id(), form["name"], _arguments(form)) for form in forms]
         except NOT_JSON:
             return False
         return True
@@ -188,13 +188,13 @@ class CallReader(StepReader):
     def _value(self) -> bool:
         assert self._arguments is not None
         num_chars = self._arguments.take(self._held)
-        part, self._held = self._sayable.take(self._held[:num_chars]), self._held[num_chars:]
+        part, self._held = self._surrogates.take(self._held[:num_chars]), self._held[num_chars:]
         is_end = self._arguments.is_whole
         if self._name or part or is_end:
-            self._said.append(CallPart(self._call_id, self._name, part, is_end))
+            self._parts.append(CallPart(self._call_id, self._name, part, is_end))
             self._name = self._call_id = ""
         if is_end:
-            self._go(_Place.REST, self._held)
+            self._go(_State.REST, self._held)
         return is_end
 
     def _rest(self, is_last: bool) -> bool:
@@ -202,7 +202,7 @@ class CallReader(StepReader):
             self._held = ""
             return False
         if self._depth and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
-            self._go(_Place.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
+            self._go(_State.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
             self._is_further = True
             return True
         begin, end = self.form.begin, self.form.end
@@ -210,26 +210,26 @@ class CallReader(StepReader):
         if not tag and not is_last:
             return False
         if tag != end or not tag:  # the closing tag is missing or cut short
-            self._say(self._behind_call(self._held[:at]))
-        self._go(_Place.TEXT, self._held[at + len(end) :] if tag == end else self._held[at:])
-        self._is_behind_call = True
+            self._emit(self._after_call(self._held[:at]))
+        self._go(_State.TEXT, self._held[at + len(end) :] if tag == end else self._held[at:])
+        self._is_after_call = True
         return True
 
-    def _behind_call(self, text: str) -> str:
+    def _after_call(self, text: str) -> str:
         """The part of ``text``, which follows a call's arguments, that follows the end of the call or of its list."""
         end = JsonValue(self._depth, self.form.end)
         num_chars = end.take(text) if self._depth else 0
-        behind = text[num_chars:] if end.is_whole or not self._depth else ""
-        return behind[: len(behind) - (overlap(behind, self.form.end) if self.form.end else 0)].lstrip()
+        after = text[num_chars:] if end.is_whole or not self._depth else ""
+        return after[: len(after) - (overlap(after, self.form.end) if self.form.end else 0)].lstrip()
 
-    def _go(self, place: _Place, held: str) -> None:
-        self._place = place
+    def _go(self, state: _State, held: str) -> None:
+        self._state = state
         self._hold(held)
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         for tag in self.form.silent:
             text = text.replace(tag, "")
-        StepReader._say(self, text)  # dataclasses with slots have no super()
+        StepParser._emit(self, text)  # dataclasses with slots have no super()
 
 
 @dataclass(slots=True)

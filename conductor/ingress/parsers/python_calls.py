@@ -12,8 +12,8 @@ import warnings
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import CallPart, json_of, new_call_id
-from conductor.ingress.reading.steps import StepReader
+from conductor.ingress.parsers.parts import CallPart, json_of, new_call_id
+from conductor.ingress.parsers.step_parser import StepParser
 
 BEGIN, END = "<|python_start|>", "<|python_end|>"
 
@@ -24,59 +24,59 @@ _NOT_PYTHON = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
-class _Place(Enum):
-    """The reader's state."""
+class _State(Enum):
+    """The parser's state."""
 
     BEFORE = auto()
     CALL = auto()
     BETWEEN = auto()  # after a call of the list
-    BEHIND = auto()  # after the list
+    AFTER = auto()  # after the list
     TEXT = auto()
 
 
 @dataclass(slots=True)
-class PythonCallReader(StepReader):
-    """Reads one answer. From the first thing that is not a list of calls on, it is text."""
+class PythonicCallParser(StepParser):
+    """Parses one answer. From the first thing that is not a list of calls on, it is text."""
 
-    _place: _Place = _Place.BEFORE
+    _state: _State = _State.BEFORE
     _lead: str = ""  # text before the first call, until that is reported
     _call: _Brackets = field(default_factory=lambda: _Brackets())
 
     def _step(self, is_last: bool) -> bool:
-        match self._place:
-            case _Place.BEFORE:
+        match self._state:
+            case _State.BEFORE:
                 return self._begin(is_last)
-            case _Place.CALL:
+            case _State.CALL:
                 return self._take_call(is_last)
-            case _Place.BETWEEN:
+            case _State.BETWEEN:
                 return self._between(is_last)
-            case _Place.BEHIND:
-                return self._behind(is_last)
+            case _State.AFTER:
+                return self._after(is_last)
         return self._text()
 
     def _begin(self, is_last: bool) -> bool:
         if found := _LIST.match(self._held):
-            self._lead, self._held, self._place = found[0], self._held[found.end() :], _Place.CALL
+            self._lead, self._held, self._state = found[0], self._held[found.end() :], _State.CALL
             return True
         if not is_last and _may_begin(self._held):
             return False
-        self._place = _Place.TEXT
+        self._state = _State.TEXT
         return True
 
     def _take_call(self, is_last: bool) -> bool:
         end = self._call.end_in(self._held)
         if not self._lead and self._held.lstrip().startswith("]"):  # after a trailing comma
-            self._place = _Place.BETWEEN
+            self._state = _State.BETWEEN
             return True
         if end is None and not is_last:
             return False
         call = _call_of(self._held[:end]) if end is not None else None
         if call is None:
-            self._held, self._lead, self._place = self._lead + self._held, "", _Place.TEXT
+            self._held, self._lead, self._state = self._lead + self._held, "", _State.TEXT
             return True
-        self._said.append(call)
-        self._held, self._lead, self._place = self._held[end:], "", _Place.BETWEEN
-        self._call, self._is_behind_call = _Brackets(), True
+        self._parts.append(call)
+        self._held, self._lead, self._state = self._held[end:], "", _State.BETWEEN
+        self._call, self._is_after_call = _Brackets(), True
         return True
 
     def _between(self, is_last: bool) -> bool:
@@ -84,22 +84,22 @@ class PythonCallReader(StepReader):
         if not self._held and not is_last:
             return False
         if self._held.startswith(","):
-            self._held, self._place = self._held[1:], _Place.CALL
+            self._held, self._state = self._held[1:], _State.CALL
         else:
-            self._place = _Place.BEHIND
+            self._state = _State.AFTER
             self._held = self._held.removeprefix("]")
         return True
 
-    def _behind(self, is_last: bool) -> bool:
+    def _after(self, is_last: bool) -> bool:
         self._held = self._held.lstrip()
         if not is_last and END.startswith(self._held):
             return False
-        self._held, self._place = self._held.removeprefix(END), _Place.TEXT
+        self._held, self._state = self._held.removeprefix(END), _State.TEXT
         return True
 
     def _text(self) -> bool:
-        self._skip_space_behind_call()
-        self._say(self._held)
+        self._skip_space_after_call()
+        self._emit(self._held)
         self._held = ""
         return False
 

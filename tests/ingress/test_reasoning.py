@@ -11,8 +11,8 @@ import pytest_asyncio
 from conductor.api import Delta, InferenceRequest
 from conductor.ingress.answers import Answer, Job, joined
 from conductor.ingress.metrics import Metrics
-from conductor.ingress.reading.form import answer_form
-from conductor.ingress.reading.thought import Start
+from conductor.ingress.parsers.output_format import output_format
+from conductor.ingress.parsers.reasoning import Start
 from conductor.stats import DispatchStats
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
@@ -247,10 +247,10 @@ async def test_a_guide_of_harmony_is_for_the_final_channel(open_front):
 @pytest.mark.parametrize("stop", [(), ("tag.",), ("\n</th",)])
 async def test_how_tokens_come_together_changes_nothing(front, stop):
     """Guesses that came true come several at once."""
-    form = answer_form("qwen3", "auto", "", False)
+    form = output_format("qwen3", "auto", "", False)
 
     def told(num_together: int):
-        job = Job(request, stop, 0.0, reader=lambda: form.reader(None, Start.BEFORE))
+        job = Job(request, stop, 0.0, parser=lambda: form.parser(None, Start.BEFORE))
         answer, pieces = Answer(job, 0, front.tokenizer, Metrics("bytes", StatusResponse, DispatchStats())), []
         for first in range(0, len(tokens), num_together):
             some = tuple(tokens[first : first + num_together])
@@ -259,7 +259,7 @@ async def test_how_tokens_come_together_changes_nothing(front, stop):
             if answer.is_complete:
                 break
         whole = joined(pieces)
-        return whole.said, whole.num_thought, whole.text
+        return whole.parts, whole.num_reasoning, whole.text
 
     request = InferenceRequest("r", front.tokenizer.encode("a"), SamplingParams(), 10.0)
     ids = [*TEXT.encode(), *front.tokenizer.eos_ids]

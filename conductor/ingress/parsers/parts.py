@@ -1,6 +1,6 @@
-"""The parts of an answer's text, as they are recognised while it is generated: text for the user, thoughts, tool calls.
+"""The parts of an answer's text, recognised while it is generated: text for the user, reasoning, tool calls.
 
-A reader takes the text in pieces, however it is cut, and reports what has been decided. Pure; it knows no wire form.
+A parser takes the text in pieces, however it is cut, and returns what has been decided. Pure; it knows no wire format.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NOT_JSON = (ValueError, RecursionError)  # the second: nested too deeply
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningPart:
     """What the model thinks before it answers; a part, or all of it."""
 
     text: str
@@ -32,48 +32,48 @@ class CallPart:
     is_end: bool = True  # nothing of it follows
 
 
-Said = str | Thought | CallPart
-"""Text for the user, a thought, or a part of a call."""
+Part = str | ReasoningPart | CallPart
+"""Text for the user, reasoning, or a part of a tool call."""
 
 
-class Reader(Protocol):
-    """Reads one answer. The result does not depend on how its text is cut into pieces."""
+class OutputParser(Protocol):
+    """Parses one answer. The result does not depend on how its text is cut into pieces."""
 
     @property
-    def is_thinking(self) -> bool:
-        """Whether what comes next belongs to a thought, as far as is known."""
+    def is_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
         ...
 
-    def push(self, text: str, is_last: bool) -> list[Said]:
+    def push(self, text: str, is_last: bool) -> list[Part]:
         """What has been decided, in order. ``is_last``: nothing follows."""
         ...
 
 
-class PlainReader:
+class PlainParser:
     """Everything is text for the user."""
 
-    is_thinking = False
+    is_reasoning = False
 
-    def push(self, text: str, is_last: bool) -> list[Said]:
+    def push(self, text: str, is_last: bool) -> list[Part]:
         return [text] if text else []
 
 
 @dataclass(slots=True)
-class OnceReader:
-    """Another reader's parts up to the end of the first call."""
+class FirstCallParser:
+    """Another parser's parts up to the end of the first call."""
 
-    reader: Reader
+    parser: OutputParser
     _is_over: bool = False
 
     @property
-    def is_thinking(self) -> bool:
-        return not self._is_over and self.reader.is_thinking
+    def is_reasoning(self) -> bool:
+        return not self._is_over and self.parser.is_reasoning
 
-    def push(self, text: str, is_last: bool) -> list[Said]:
-        parts: list[Said] = []
+    def push(self, text: str, is_last: bool) -> list[Part]:
+        parts: list[Part] = []
         if self._is_over:
             return parts
-        for part in self.reader.push(text, is_last):
+        for part in self.parser.push(text, is_last):
             parts.append(part)
             if isinstance(part, CallPart) and part.is_end:
                 self._is_over = True
@@ -101,7 +101,7 @@ _BEGINS = re.compile(rf"\\(?:u(?:[dD](?:[89abAB](?:{_HEX}(?:{_HEX}(?:{_LOW_BEGIN
 
 
 @dataclass(slots=True)
-class SayableJson:
+class SurrogateFilter:
     """A JSON text passed on as it is generated, with escaped unpaired surrogates replaced by question marks, because
     clients can neither store nor send them. Text that may begin such an escape is held back."""
 
@@ -128,14 +128,14 @@ def joined_calls(parts: Sequence[CallPart]) -> list[CallPart]:
     ]
 
 
-def merged(parts: Iterable[Said]) -> list[Said]:
+def merged(parts: Iterable[Part]) -> list[Part]:
     """Join consecutive parts of the same kind; calls stay separate."""
-    found: list[Said] = []
+    found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
         if isinstance(part, str) and isinstance(last, str):
             found[-1] = last + part
-        elif isinstance(part, Thought) and isinstance(last, Thought):
+        elif isinstance(part, ReasoningPart) and isinstance(last, ReasoningPart):
             found[-1] = replace(last, text=last.text + part.text)
         else:
             found.append(part)

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.ingress.reading.form import TAGS, THINK, Calls, answer_form
-from conductor.ingress.reading.harmony import HarmonyReader
-from conductor.ingress.reading.json_calls import DEEPSEEK, GRANITE, KIMI, LLAMA_3, MISTRAL, CallReader
-from conductor.ingress.reading.parts import CallPart, PlainReader, Thought, joined_calls, merged
-from conductor.ingress.reading.python_calls import PythonCallReader
-from conductor.ingress.reading.thought import Start, ThoughtReader
-from conductor.ingress.reading.xml_calls import XmlCallReader
+from conductor.ingress.parsers.harmony import HarmonyParser
+from conductor.ingress.parsers.json_calls import DEEPSEEK, GRANITE, KIMI, LLAMA_3, MISTRAL, JsonCallParser
+from conductor.ingress.parsers.output_format import TAGS, THINK, CallFormat, output_format
+from conductor.ingress.parsers.parts import CallPart, PlainParser, ReasoningPart, joined_calls, merged
+from conductor.ingress.parsers.python_calls import PythonicCallParser
+from conductor.ingress.parsers.reasoning import ReasoningParser, Start
+from conductor.ingress.parsers.xml_calls import XmlCallParser
 from conductor.ingress.tools import Function, Tools
 from mooncake.errors import ConfigError
 from mooncake.types import Guide, GuideKind
@@ -22,9 +22,9 @@ from mooncake.types import Guide, GuideKind
 TEXT = "<think>\nHm, a <b> or\n\n</thin… \n</think>\n\nBecause <think> is a tag."
 
 
-def heard(reader, pieces):
-    """The parts that a reader returns, in order: texts, thoughts, and calls with whether they ended."""
-    parts = [part for at, piece in enumerate(pieces) for part in reader.push(piece, is_last=at == len(pieces) - 1)]
+def parsed(parser, pieces):
+    """The parts that a parser returns, in order: texts, thoughts, and calls with whether they ended."""
+    parts = [part for at, piece in enumerate(pieces) for part in parser.push(piece, is_last=at == len(pieces) - 1)]
     told = []
     for part in merged(parts):
         if isinstance(part, CallPart) and not part.name:
@@ -67,9 +67,9 @@ def in_three(text):
     ],
 )
 def test_a_thought_is_told_apart_wherever_it_is_cut(text, is_open, thought, answer):
-    expected = [*([Thought(thought)] if thought else []), *([answer] if answer else [])]
+    expected = [*([ReasoningPart(thought)] if thought else []), *([answer] if answer else [])]
     for pieces in in_three(text):
-        assert heard(ThoughtReader(THINK, is_open), pieces) == expected
+        assert parsed(ReasoningParser(THINK, is_open), pieces) == expected
 
 
 @given(
@@ -80,37 +80,37 @@ def test_a_thought_is_told_apart_wherever_it_is_cut(text, is_open, thought, answ
 def test_any_text_cut_anywhere_says_the_same(text, cuts, is_open):
     ends = sorted({min(cut, len(text)) for cut in cuts} | {len(text)})
     pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    readers = (ThoughtReader(THINK, is_open, CallReader()) for _ in range(2))
-    assert heard(next(readers), pieces) == heard(next(readers), [text])
+    parsers = (ReasoningParser(THINK, is_open, JsonCallParser()) for _ in range(2))
+    assert parsed(next(parsers), pieces) == parsed(next(parsers), [text])
 
 
 def test_the_form_is_read_from_the_template_or_named():
     def tags(template: str, name: str = "auto"):
-        return answer_form(name, "auto", template, False).tags
+        return output_format(name, "auto", template, False).tags
 
     assert tags("{{ '<think>' }} x.split('</think>')") is THINK and tags("<|im_start|>") is None
-    assert answer_form("auto", "auto", "tools <tool_call> <arg_key>", True).takes_tools is False
-    assert answer_form("auto", "auto", "tools <｜tool▁call▁begin｜>", True).calls is Calls.DEEPSEEK
-    assert answer_form("auto", "deepseek_v31", "tools", True).calls is Calls.DEEPSEEK
+    assert output_format("auto", "auto", "tools <tool_call> <arg_key>", True).takes_tools is False
+    assert output_format("auto", "auto", "tools <｜tool▁call▁begin｜>", True).calls is CallFormat.DEEPSEEK
+    assert output_format("auto", "deepseek_v31", "tools", True).calls is CallFormat.DEEPSEEK
     assert tags("[THINK] [/THINK]") is TAGS["mistral"] and tags("</think>", "none") is None
     assert tags("", "deepseek_r1").start("<|im_start|>assistant", "") is Start.WITHIN
-    assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.BEHIND
+    assert tags("", "deepseek_r1").start("<think>\n\n</think>\n\n", "") is Start.AFTER
     assert tags("", "qwen3").start("<|im_start|>assistant", "") is Start.BEFORE
     with pytest.raises(ConfigError, match="openai_gptoss and openai go together, got 'qwen3' and 'openai'"):
-        answer_form("qwen3", "openai", "", True)
+        output_format("qwen3", "openai", "", True)
     with pytest.raises(ConfigError, match=r"conductor.reasoning_parser must be one of auto, none, qwen3.*got 'qwen'"):
         tags("", "qwen")
 
 
 def test_tags_that_are_control_tokens_are_tokens_of_a_guide():
-    guide = answer_form("mistral", "auto", "", False).guide(
+    guide = output_format("mistral", "auto", "", False).guide(
         Guide(GuideKind.REGEX, "a"), Start.WITHIN, {"[THINK]": 34, "[/THINK]": 35}.get
     )
     assert "<[35]>" in guide.lead and "[/THINK]" not in guide.lead and guide.text == "a"
 
 
 ONE = '{"name": "f", "parameters": {"x": "}\\"{"}}'
-CALLED = [Thought("Hm, <b>."), ("f", '{"x": 1}')]
+CALLED = [ReasoningPart("Hm, <b>."), ("f", '{"x": 1}')]
 LIST = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
 
 
@@ -141,13 +141,13 @@ LIST = '[{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]'
 )
 def test_llama_calls_bare_or_behind_its_tag(text, told):
     for pieces in in_three(text):
-        assert heard(CallReader(form=LLAMA_3), pieces) == told
+        assert parsed(JsonCallParser(form=LLAMA_3), pieces) == told
 
 
 def test_what_begins_like_a_call_is_told_as_soon_as_it_is_none():
     text = '{"city": "Bern", "name": "f"}'
-    reader = CallReader(form=LLAMA_3)
-    told = [reader.push(char, is_last=False) for char in text]
+    parser = JsonCallParser(form=LLAMA_3)
+    told = [parser.push(char, is_last=False) for char in text]
     assert told[:2] == [[], []] and merged(part for parts in told for part in parts) == [text]
 
 
@@ -168,7 +168,7 @@ def test_what_begins_like_a_call_is_told_as_soon_as_it_is_none():
 )
 def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
     for pieces in in_three(text):
-        assert heard(CallReader(form=MISTRAL), pieces) == told
+        assert parsed(JsonCallParser(form=MISTRAL), pieces) == told
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
 )
 def test_granite_s_and_phi_s_calls(text, told):
     for pieces in in_three(text):
-        assert heard(CallReader(form=GRANITE), pieces) == told
+        assert parsed(JsonCallParser(form=GRANITE), pieces) == told
 
 
 def kimi(name: str, arguments: str) -> str:
@@ -207,17 +207,17 @@ KIMI_CALLS = kimi("functions.f:0", ' {"x": 1}') + kimi("functions.g:1", "{}")
 )
 def test_kimi_s_calls(text, told):
     for pieces in in_three(text):
-        assert heard(CallReader(form=KIMI), pieces) == told
+        assert parsed(JsonCallParser(form=KIMI), pieces) == told
 
 
 def test_kimi_s_calls_have_the_ids_that_it_gave_them():
-    reader = answer_form("auto", "auto", "tools <|tool_call_begin|>", True).reader(
-        Tools((Function("f"),)), Start.BEHIND
+    parser = output_format("auto", "auto", "tools <|tool_call_begin|>", True).parser(
+        Tools((Function("f"),)), Start.AFTER
     )
-    told = [part for part in reader.push(KIMI_CALLS, is_last=True) if isinstance(part, CallPart)]
+    told = [part for part in parser.push(KIMI_CALLS, is_last=True) if isinstance(part, CallPart)]
     assert [part.call_id for part in told if part.name] == ["functions.f:0", "functions.g:1"]
     told = [
-        part for part in CallReader(form=KIMI).push(kimi("f", "{}") * 2, is_last=True) if isinstance(part, CallPart)
+        part for part in JsonCallParser(form=KIMI).push(kimi("f", "{}") * 2, is_last=True) if isinstance(part, CallPart)
     ]
     assert len({part.call_id for part in told if part.name}) == 2, "a name alone names no call"
 
@@ -237,14 +237,14 @@ V31 = deepseek('f<｜tool▁sep｜>{"x": 1}') + deepseek("g<｜tool▁sep｜>{}"
 @pytest.mark.parametrize("calls", [V3, V31], ids=["V3", "V3.1"])
 def test_deepseek_s_calls(calls):
     for pieces in in_three(f"So.<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"):
-        assert heard(CallReader(form=DEEPSEEK), pieces) == ["So.", ("f", '{"x": 1}'), ("g", "{}")]
-    assert heard(CallReader(form=DEEPSEEK), [deepseek("none")]) == [deepseek("none")]
+        assert parsed(JsonCallParser(form=DEEPSEEK), pieces) == ["So.", ("f", '{"x": 1}'), ("g", "{}")]
+    assert parsed(JsonCallParser(form=DEEPSEEK), [deepseek("none")]) == [deepseek("none")]
 
 
 def test_mistral_s_templates_take_the_ids_of_its_calls():
-    form = answer_form("auto", "auto", "tools [TOOL_CALLS]", True)
-    written = form.reader(Tools((Function("f"),)), Start.BEHIND).push(f"[TOOL_CALLS]{LIST}", is_last=True)
-    demanded = form.reader(Tools((Function("f"),), must_call=True), Start.BEHIND).push(LIST[1:-1], is_last=True)
+    form = output_format("auto", "auto", "tools [TOOL_CALLS]", True)
+    written = form.parser(Tools((Function("f"),)), Start.AFTER).push(f"[TOOL_CALLS]{LIST}", is_last=True)
+    demanded = form.parser(Tools((Function("f"),), must_call=True), Start.AFTER).push(LIST[1:-1], is_last=True)
     ids = [part.call_id for part in (*written, *demanded) if isinstance(part, CallPart) and part.name]
     assert len(set(ids)) == 3 and all(len(each) == 9 and each.isalnum() for each in ids)
 
@@ -302,12 +302,12 @@ def parameter(key, value):
 )
 def test_calls_as_functions_and_parameters(text, told):
     for pieces in in_three(text):
-        assert heard(XmlCallReader(SCHEMAS), pieces) == told
+        assert parsed(XmlCallParser(SCHEMAS), pieces) == told
 
 
 def test_a_string_parameter_is_told_as_it_is_written():
-    reader = XmlCallReader(SCHEMAS)
-    parts = [part for char in f"{F}{parameter('s', 'abcdef')}" for part in reader.push(char, is_last=False)]
+    parser = XmlCallParser(SCHEMAS)
+    parts = [part for char in f"{F}{parameter('s', 'abcdef')}" for part in parser.push(char, is_last=False)]
     assert [part.arguments for part in parts if part.arguments.isalpha()] == list("abcdef")
 
 
@@ -338,13 +338,13 @@ def test_a_string_parameter_is_told_as_it_is_written():
 )
 def test_calls_as_a_list_of_python_s(text, told):
     for pieces in in_three(text):
-        assert heard(PythonCallReader(), pieces) == told
+        assert parsed(PythonicCallParser(), pieces) == told
 
 
 def test_a_call_of_python_s_that_nests_without_end_is_none():
     for depth in (300, 50_000):
         text = f"[f(x={'(' * depth}{')' * depth})]"
-        assert heard(PythonCallReader(), [text]) == [text]
+        assert parsed(PythonicCallParser(), [text]) == [text]
 
 
 ANALYSIS = "<|channel|>analysis<|message|>Hm, <b>.<|end|>"
@@ -355,63 +355,63 @@ COMMENTARY = "<|start|>assistant<|channel|>commentary"
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        (f"{ANALYSIS}{FINAL}It <|is|> so.<|return|>", [Thought("Hm, <b>."), "It <|is|> so."]),
-        (f"{ANALYSIS}{FINAL}It", [Thought("Hm, <b>."), "It"]),
+        (f"{ANALYSIS}{FINAL}It <|is|> so.<|return|>", [ReasoningPart("Hm, <b>."), "It <|is|> so."]),
+        (f"{ANALYSIS}{FINAL}It", [ReasoningPart("Hm, <b>."), "It"]),
         ("<|channel|>final<|message|>So.", ["So."]),
         (f"{ANALYSIS}{COMMENTARY} to=functions.f <|constrain|>json<|message|>" + '{"x": 1}<|call|>', CALLED),
         (f"{ANALYSIS}<|start|>assistant to=functions.f<|channel|>commentary json<|message|>" + ' {"x": 1}', CALLED),
         (f"{ANALYSIS}{COMMENTARY} to=f<|message|>" + '{"x": 1} }<|end|>', CALLED),
         (' to=functions.f<|channel|>commentary<|message|>{"x": ', [("f", '{"x": ', "cut")]),
         (f' to=functions.f<|channel|>commentary<|message|>{{"x": <|end|>{FINAL}So.', [("f", '{"x": '), "So."]),
-        (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [Thought("Hm, <b>."), "I look.\n\nSo."]),
-        (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [Thought("Hm, <b>.\n\nHm, <b>.")]),
-        ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [Thought("Hm"), "So."]),
-        (f"{ANALYSIS}{COMMENTARY} to=browser.search<|message|>x", [Thought("Hm, <b>."), "x"]),
+        (f"{ANALYSIS}{COMMENTARY}<|message|>I look.<|end|>{FINAL}So.", [ReasoningPart("Hm, <b>."), "I look.\n\nSo."]),
+        (f"{ANALYSIS}<|start|>assistant{ANALYSIS}", [ReasoningPart("Hm, <b>.\n\nHm, <b>.")]),
+        ("<|channel|>analysis<|message|>Hm{FINAL}".replace("{FINAL}", FINAL) + "So.", [ReasoningPart("Hm"), "So."]),
+        (f"{ANALYSIS}{COMMENTARY} to=browser.search<|message|>x", [ReasoningPart("Hm, <b>."), "x"]),
         # cut in a header, and what has none
         ("<|channel|>ana", []),
-        (f"{ANALYSIS}<|start|>assist", [Thought("Hm, <b>.")]),
+        (f"{ANALYSIS}<|start|>assist", [ReasoningPart("Hm, <b>.")]),
         ("So.", ["So."]),
         ("to be", ["to be"]),
         ("to", ["to"]),
         ("<|chan", ["<|chan"]),
-        (f"{ANALYSIS} So.", [Thought("Hm, <b>."), "So."]),
+        (f"{ANALYSIS} So.", [ReasoningPart("Hm, <b>."), "So."]),
         ("", []),
     ],
 )
 def test_harmony_s_channels_are_thoughts_texts_and_calls(text, told):
     for pieces in in_three(text):
-        assert heard(HarmonyReader(PlainReader(), calls=True), pieces) == told
+        assert parsed(HarmonyParser(PlainParser(), calls=True), pieces) == told
 
 
 def test_harmony_answers_to_who_offers_no_tools_and_to_who_demands_a_call():
-    form = answer_form("auto", "auto", "tools <|channel|> tool_calls", True)
-    assert form.thinks and form.takes_calls
+    form = output_format("auto", "auto", "tools <|channel|> tool_calls", True)
+    assert form.has_reasoning and form.takes_calls
     call = f'{ANALYSIS}{COMMENTARY} to=functions.f<|message|>{{"x": 1}}'
-    assert heard(form.reader(None, Start.BEFORE), [call]) == [Thought("Hm, <b>."), '{"x": 1}']
+    assert parsed(form.parser(None, Start.BEFORE), [call]) == [ReasoningPart("Hm, <b>."), '{"x": 1}']
     demanded = f'{ANALYSIS}{FINAL}{{"name": "f", "arguments": {{"x": 1}}}}'
     tools = Tools((Function("f"),), must_call=True)
-    assert heard(form.reader(tools, Start.BEFORE), [demanded]) == CALLED
-    assert heard(form.reader(None, form.start("<|message|>", "")), ["So.<|return|>"]) == ["So."]
-    with_once = form.reader(Tools((Function("f"),), once=True), Start.BEFORE)
-    assert heard(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
+    assert parsed(form.parser(tools, Start.BEFORE), [demanded]) == CALLED
+    assert parsed(form.parser(None, form.start("<|message|>", "")), ["So.<|return|>"]) == ["So."]
+    with_once = form.parser(Tools((Function("f"),), once=True), Start.BEFORE)
+    assert parsed(with_once, [f"{call}<|call|>{FINAL}So."]) == CALLED
 
 
 @pytest.mark.parametrize(
-    ("reader", "text"),
+    ("parser", "text"),
     [
-        (CallReader(), '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
-        (CallReader(), '<tool_call>{"arguments": "\\ud800", "name": "f\\ud800"}</tool_call>'),
-        (CallReader(), '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
-        (HarmonyReader(PlainReader(), calls=True), f'{COMMENTARY} to=functions.f<|message|>{{"x": "\\uDC00"}}<|call|>'),
-        (PythonCallReader(), "[f(x='\\ud800')]"),
+        (JsonCallParser(), '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>'),
+        (JsonCallParser(), '<tool_call>{"arguments": "\\ud800", "name": "f\\ud800"}</tool_call>'),
+        (JsonCallParser(), '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>'),
+        (HarmonyParser(PlainParser(), calls=True), f'{COMMENTARY} to=functions.f<|message|>{{"x": "\\uDC00"}}<|call|>'),
+        (PythonicCallParser(), "[f(x='\\ud800')]"),
         (
-            XmlCallReader({"f": {"properties": {"x": {"type": "object"}}}}),
+            XmlCallParser({"f": {"properties": {"x": {"type": "object"}}}}),
             '<function=f><parameter=x>{"y": "\\ud800"}</parameter></function>',
         ),
     ],
 )
-def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(reader, text):
-    [(name, arguments)] = heard(reader, [text])
+def test_halves_of_surrogate_pairs_are_told_as_what_utf_8_can_say(parser, text):
+    [(name, arguments)] = parsed(parser, [text])
     assert "?" in f"{name}{arguments}" and f"{name}{arguments}".encode()
     assert r"\u" not in arguments
 
@@ -421,22 +421,22 @@ def test_arguments_are_told_as_written_but_for_halves_of_surrogate_pairs():
     written = r'{"x": "\ud83d \\ud800 \ud83d\ude00 \ud83d\n \ude00 \u00e9 \\\ud800\ud83d\ude00 \ud800"}'
     sayable = r'{"x": "? \\ud800 \ud83d\ude00 ?\n ? \u00e9 \\?\ud83d\ude00 ?"}'
     for pieces in in_three(f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'):
-        assert heard(CallReader(), pieces) == [("f", sayable)]
+        assert parsed(JsonCallParser(), pieces) == [("f", sayable)]
 
 
 READERS = {
     "harmony": (
-        lambda: HarmonyReader(PlainReader(), calls=True),
+        lambda: HarmonyParser(PlainParser(), calls=True),
         [ANALYSIS, FINAL, f"{COMMENTARY} to=functions.f", "<|message|>", "<|end|>", "<|start|>", '{"x": {}}', "to="],
     ),
-    "llama": (lambda: CallReader(form=LLAMA_3), ["<|python_tag|>", ONE, "; ", '{"name": "f"', "}", "{"]),
-    "mistral": (lambda: CallReader(form=MISTRAL), ["[TOOL_CALLS]", LIST, "f", "[ARGS]", "{}", "[CALL_ID]a", "{"]),
+    "llama": (lambda: JsonCallParser(form=LLAMA_3), ["<|python_tag|>", ONE, "; ", '{"name": "f"', "}", "{"]),
+    "mistral": (lambda: JsonCallParser(form=MISTRAL), ["[TOOL_CALLS]", LIST, "f", "[ARGS]", "{}", "[CALL_ID]a", "{"]),
     "kimi": (
-        lambda: CallReader(form=KIMI),
+        lambda: JsonCallParser(form=KIMI),
         [*KIMI.silent, KIMI.begin, KIMI.end, "functions.f:0", "<|tool_call_argument_begin|>", '{"x": 1}', "{", "\n"],
     ),
     "deepseek": (
-        lambda: CallReader(form=DEEPSEEK),
+        lambda: JsonCallParser(form=DEEPSEEK),
         [
             *DEEPSEEK.silent,
             DEEPSEEK.begin,
@@ -450,16 +450,16 @@ READERS = {
         ],
     ),
     "hermes": (
-        CallReader,
+        JsonCallParser,
         ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', "{", "\n", "\\ud83d", "\\ude00", "\\"],
     ),
     "xml": (
-        lambda: XmlCallReader(SCHEMAS),
+        lambda: XmlCallParser(SCHEMAS),
         [F, END, parameter("s", "a<"), parameter("n", "1"), "</parameter>", "<parameter=s>", "\n"],
     ),
-    "python": (PythonCallReader, ["[", "f(", "x=1", ")", "]", ", ", "g()", "'", "<|python_end|>"]),
+    "python": (PythonicCallParser, ["[", "f(", "x=1", ")", "]", ", ", "g()", "'", "<|python_end|>"]),
     "thought": (
-        lambda: ThoughtReader(THINK, False, CallReader()),
+        lambda: ReasoningParser(THINK, False, JsonCallParser()),
         ["<think>", "</think>", "\n", '<tool_call>{"name": "f", "arguments": {}}', "a"],
     ),
 }
@@ -473,9 +473,9 @@ def test_whatever_is_written_says_the_same_wherever_it_is_cut(name, data):
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
     ends = sorted({*cuts, len(text)})
     pieces = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    assert heard(make(), pieces) == heard(make(), [text])
+    assert parsed(make(), pieces) == parsed(make(), [text])
     letters = [*text, ""]
-    assert heard(make(), letters) == heard(make(), [text])
+    assert parsed(make(), letters) == parsed(make(), [text])
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -485,9 +485,9 @@ def test_no_answer_takes_more_time_with_each_piece(name, more):
     make, words = READERS[name]
     starts = (f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "', "<|channel|>")
     for start in (words[0], "", *starts):
-        reader = make()
-        reader.push(start, is_last=False)
+        parser = make()
+        parser.push(start, is_last=False)
         began = time.process_time()
         for _ in range(15_000):
-            reader.push(more * 2, is_last=False)
+            parser.push(more * 2, is_last=False)
         assert time.process_time() - began < 2, start  # tens of milliseconds

@@ -1,6 +1,6 @@
-"""The loop of a reader that is a state machine: it holds text until it can decide, and moves from place to place.
+"""The loop of a parser that is a state machine: it holds text back until it can decide, and moves from state to state.
 
-Each reader supplies the places and one step; what all of them do with the text they hold is here. Pure.
+Each parser supplies the states and one step; what all of them do with held text is here. Pure.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from conductor.ingress.reading.parts import Said
+from conductor.ingress.parsers.parts import Part
 
 
 @dataclass(slots=True)
-class StepReader(ABC):
-    """A ``Reader`` of answers without thoughts. Text is held until a step can tell what it is."""
+class StepParser(ABC):
+    """An ``OutputParser`` of answers without reasoning. Text is held until a step can tell what it is."""
 
     _held: str = field(init=False, default="")
     _num_searched: int = field(init=False, default=0)  # characters of it in which no tag begins
-    _said: list[Said] = field(init=False, default_factory=list)
-    _is_behind_call: bool = field(init=False, default=False)  # white space there is not part of the answer
+    _parts: list[Part] = field(init=False, default_factory=list)
+    _is_after_call: bool = field(init=False, default=False)  # white space there is not part of the answer
 
     @property
-    def is_thinking(self) -> bool:
+    def is_reasoning(self) -> bool:
         return False
 
-    def push(self, text: str, is_last: bool) -> list[Said]:
+    def push(self, text: str, is_last: bool) -> list[Part]:
         self._held += text
         while self._step(is_last):
             pass
-        said, self._said = self._said, []
-        return said
+        parts, self._parts = self._parts, []
+        return parts
 
     @abstractmethod
     def _step(self, is_last: bool) -> bool:
@@ -40,10 +40,10 @@ class StepReader(ABC):
         """Replace the held text; a search for tags starts at its beginning."""
         self._held, self._num_searched = text, 0
 
-    def _skip_space_behind_call(self) -> None:
-        if self._is_behind_call:
+    def _skip_space_after_call(self) -> None:
+        if self._is_after_call:
             self._held = self._held.lstrip()
-            self._is_behind_call = not self._held
+            self._is_after_call = not self._held
 
     def _find(self, tags: Sequence[str]) -> tuple[int, str]:
         """Position and text of the first tag in the held text; its length and "" if there is none yet. Text that an
@@ -53,6 +53,6 @@ class StepReader(ABC):
         self._num_searched = len(self._held)
         return min(found, default=(len(self._held), ""))
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
-            self._said.append(text)
+            self._parts.append(text)

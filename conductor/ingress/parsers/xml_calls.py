@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from conductor.ingress.reading.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
-from conductor.ingress.reading.steps import StepReader
+from conductor.ingress.parsers.parts import NOT_JSON, CallPart, new_call_id, overlap, read_json
+from conductor.ingress.parsers.step_parser import StepParser
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -36,128 +36,128 @@ _TYPES: Mapping[type, tuple[str, ...]] = {
 }
 
 
-class _Place(Enum):
-    """The reader's state."""
+class _State(Enum):
+    """The parser's state."""
 
     TEXT = auto()
     FUNCTION = auto()  # between parameters
     VALUE = auto()  # inside a parameter
-    BEHIND = auto()  # after a function, perhaps before the closing tag around it
+    AFTER = auto()  # after a function, perhaps before the closing tag around it
 
 
 @dataclass(slots=True)
-class XmlCallReader(StepReader):
-    """Reads one answer. ``schemas``: parameter schemas by function name."""
+class XmlCallParser(StepParser):
+    """Parses one answer. ``schemas``: parameter schemas by function name."""
 
     schemas: Mapping[str, Mapping[str, object]]
-    _place: _Place = _Place.TEXT
+    _state: _State = _State.TEXT
     _function: str = ""
     _is_first: bool = True  # no parameter has been read yet
     _types: tuple[str, ...] = ()  # allowed for the open parameter; a string alone is reported as it arrives
     _is_begun: bool = False  # the open string's quote has been reported
 
     def _step(self, is_last: bool) -> bool:
-        match self._place:
-            case _Place.TEXT:
+        match self._state:
+            case _State.TEXT:
                 return self._text(is_last)
-            case _Place.FUNCTION:
+            case _State.FUNCTION:
                 return self._between(is_last)
-            case _Place.VALUE:
+            case _State.VALUE:
                 return self._value(is_last)
-        return self._behind(is_last)
+        return self._after(is_last)
 
     def _text(self, is_last: bool) -> bool:
-        self._skip_space_behind_call()
-        before, sign, behind = self._held.partition("<")
-        self._say(before)
-        self._held = sign + behind
+        self._skip_space_after_call()
+        before, sign, after = self._held.partition("<")
+        self._emit(before)
+        self._held = sign + after
         if head := _HEAD.match(self._held):
             self._function, self._is_first = head["name"], True
-            self._said.append(CallPart(new_call_id(), self._function, "{", is_end=False))
-            self._go(_Place.FUNCTION, self._held[head.end() :])
+            self._parts.append(CallPart(new_call_id(), self._function, "{", is_end=False))
+            self._go(_State.FUNCTION, self._held[head.end() :])
             return True
         if not sign or (not is_last and _may_begin(self._held)):
             return False
-        self._say(sign)
-        self._held = behind
+        self._emit(sign)
+        self._held = after
         return True
 
     def _between(self, is_last: bool) -> bool:
         """Text that is neither a parameter nor a closing tag is dropped."""
-        _, sign, behind = self._held.partition("<")
-        self._held = sign + behind
+        _, sign, after = self._held.partition("<")
+        self._held = sign + after
         if key := _KEY.match(self._held):
             self._open(key["key"].strip())
-            self._go(_Place.VALUE, self._held[key.end() :])
+            self._go(_State.VALUE, self._held[key.end() :])
             return True
         if self._held.startswith((_FUNCTION_END, _CALL_END)) or (is_last and not self._held):
-            self._tell("}", is_end=True)
-            self._go(_Place.BEHIND, self._held.removeprefix(_FUNCTION_END))
+            self._emit_arguments("}", is_end=True)
+            self._go(_State.AFTER, self._held.removeprefix(_FUNCTION_END))
             return True
         tags = (_PARAMETER, _FUNCTION_END, _CALL_END)
         may_be_tag = any(tag.startswith(self._held) for tag in tags) or self._held.startswith(_PARAMETER)
         if not is_last and (not sign or (may_be_tag and ">" not in self._held and len(self._held) < 512)):
             return False
-        self._held = behind
+        self._held = after
         return True
 
     def _open(self, key: str) -> None:
         properties = self.schemas.get(self._function, {}).get("properties")
         schema = properties.get(key) if isinstance(properties, dict) else None
         self._types, self._is_begun = _types_of(schema), False
-        self._tell(f"{'' if self._is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
+        self._emit_arguments(f"{'' if self._is_first else ', '}{json.dumps(key, ensure_ascii=False)}: ")
         self._is_first = False
 
     def _value(self, is_last: bool) -> bool:
         at, tag = self._find(_VALUE_ENDS)
         if self._types == ("string",):
-            self._tell_string(at, tag, is_last)
+            self._emit_string(at, tag, is_last)
         elif tag:
-            self._tell(_json_of(self._held[:at], self._types))
+            self._emit_arguments(_json_of(self._held[:at], self._types))
             self._held = self._held[at:]
         if tag:
-            self._go(_Place.FUNCTION, self._held.removeprefix(_PARAMETER_END))
+            self._go(_State.FUNCTION, self._held.removeprefix(_PARAMETER_END))
         return bool(tag)
 
-    def _tell_string(self, end: int, tag: str, is_last: bool) -> None:
+    def _emit_string(self, end: int, tag: str, is_last: bool) -> None:
         """Report the string as far as it is known; line breaks next to the tags are not part of it."""
         text = self._held[:end]
         if not self._is_begun:
             if text == "" and not tag and not is_last:
                 return
             text, self._is_begun = text.removeprefix("\n"), True
-            self._tell('"')
+            self._emit_arguments('"')
         if tag:
             told = text.removesuffix("\n")
         else:
             told = text[: len(text) - overlap(text, *(f"\n{tag}" for tag in _VALUE_ENDS))]
             told = told[: len(told) - overlap(told, *_VALUE_ENDS)]
-        self._tell(json.dumps(told, ensure_ascii=False)[1:-1] + ('"' if tag else ""))
+        self._emit_arguments(json.dumps(told, ensure_ascii=False)[1:-1] + ('"' if tag else ""))
         self._hold(self._held[end:] if tag else text[len(told) :])
 
-    def _behind(self, is_last: bool) -> bool:
+    def _after(self, is_last: bool) -> bool:
         text = self._held.lstrip()
         if not is_last and _CALL_END.startswith(text):
             return False
-        self._go(_Place.TEXT, text.removeprefix(_CALL_END))
-        self._is_behind_call = True
+        self._go(_State.TEXT, text.removeprefix(_CALL_END))
+        self._is_after_call = True
         return True
 
-    def _go(self, place: _Place, held: str) -> None:
-        self._place = place
+    def _go(self, state: _State, held: str) -> None:
+        self._state = state
         self._hold(held)
 
-    def _tell(self, arguments: str, is_end: bool = False) -> None:
+    def _emit_arguments(self, arguments: str, is_end: bool = False) -> None:
         if arguments:
-            self._said.append(CallPart("", "", arguments, is_end))
+            self._parts.append(CallPart("", "", arguments, is_end))
 
 
 def _may_begin(text: str) -> bool:
     """Whether ``text``, too short to be sure, may begin a call."""
     if _HEAD_BEGINS.fullmatch(text):
         return True
-    behind = text.removeprefix(_CALL).lstrip() if text.startswith(_CALL) else text
-    return len(text) < 128 and (_FUNCTION.startswith(behind) or _CALL.startswith(text))
+    after = text.removeprefix(_CALL).lstrip() if text.startswith(_CALL) else text
+    return len(text) < 128 and (_FUNCTION.startswith(after) or _CALL.startswith(text))
 
 
 def _types_of(schema: object) -> tuple[str, ...]:
