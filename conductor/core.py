@@ -1,7 +1,7 @@
 """The conductor without its interfaces: registry, index, costs, fleet and dispatcher, and how they are wired together.
 
-The one place that decides what follows when a node joins, reports, is replaced or falls silent. It opens no port and
-knows no text; ``service`` brings the nodes' messages, ingress the requests.
+The one place that says what follows when a node joins, reports, is replaced or times out. It opens no port and knows no
+text: ``service`` receives the nodes' messages, ingress the requests.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Core:
             self.replica_manager = ReplicaManager(section, self.fleet, self.registry, self.channels)
             self.dispatcher.placer.on_arrival.append(self.replica_manager.arrived)
         self._ticker: asyncio.Task[None] | None = None
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._closing_channels: set[asyncio.Task[None]] = set()
         self._seen_version = 0  # of the registry
 
     async def start(self) -> None:
@@ -96,7 +96,7 @@ class Core:
             await self.replica_manager.close()
         await self.subscriber.close()
         await self.directory.close()
-        await asyncio.gather(*self._dropping, return_exceptions=True)
+        await asyncio.gather(*self._closing_channels, return_exceptions=True)
         await self.channels.close()
 
     def register(self, info: NodeInfo) -> None:
@@ -106,7 +106,7 @@ class Core:
         replaced = self.registry.register(info, self.clock())
         self.role_requests.registered(info)
         if replaced is not None:
-            self._drop(replaced, "was started anew")
+            self._remove(replaced, "was started anew")
         if self._role_switcher is not None:
             self._role_switcher.registered(info, self.clock())
         if is_new:
@@ -123,7 +123,7 @@ class Core:
         return known
 
     def _restore(self, known: KnownNode) -> None:
-        """Register a node from the directory, as a suspect until it is heard from."""
+        """Register a node from the directory, as a suspect until its first heartbeat."""
         try:
             info = info_from_bytes(known.description)
             self.registry.register(info, self.clock())
@@ -144,14 +144,14 @@ class Core:
     def tick(self) -> None:
         now = self.clock()
         for info in self.registry.tick(now):
-            self._drop(info, "has stopped heartbeating")
+            self._remove(info, "has stopped heartbeating")
             if self._role_switcher is not None:
                 self._role_switcher.gone(info.node_id, now)
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
-            are_gone = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
-            self.dispatcher.node_wait.nodes_changed(bool(are_gone), is_role_draining=bool(without_live))
+            missing = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
+            self.dispatcher.node_wait.nodes_changed(bool(missing), is_role_draining=bool(without_live))
         if self._watches_health:
             self.health.tick(now)
         if self._role_switcher is not None:
@@ -162,7 +162,7 @@ class Core:
     def _has(self, state: NodeState, role: Role) -> bool:
         return any(node.info.role is role and node.state is state for node in self.registry.nodes())
 
-    def _drop(self, info: NodeInfo, why: str) -> None:
+    def _remove(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)
         self.role_requests.withdraw(info.node_id)  # a later process would switch unexpectedly
         self.subscriber.forget(info.node_id)
@@ -175,8 +175,8 @@ class Core:
         self.fleet.forget(info.node_id)
         if not any(node.info.control_address == info.control_address for node in self.registry.nodes()):
             task = asyncio.create_task(self.channels.drop(info.control_address))
-            self._dropping.add(task)
-            task.add_done_callback(self._dropping.discard)
+            self._closing_channels.add(task)
+            task.add_done_callback(self._closing_channels.discard)
 
     async def _tick_for_ever(self) -> None:
         while True:

@@ -60,7 +60,7 @@ class HealthLimits:
     missed_probes: int = 3
     checksum_errors: int = 2  # within ``memory_s``
     memory_s: float = 60.0
-    confirm_s: float = 5.0  # after this long with faults it is drained
+    confirm_s: float = 5.0  # a suspect is drained after this long with faults
     clear_s: float = 10.0  # after this long without any it is trusted again
     probes_needed: int = 3
     probation_s: float = 60.0

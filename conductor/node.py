@@ -70,7 +70,7 @@ class ConductorNode:
             core.dispatcher,
             cluster.status,
             core.dispatcher.stats,
-            most_tokens=core.registry.most_tokens,
+            capacity_tokens=core.registry.capacity_tokens,
         )
         ingress.add_grpc(server)
         await core.start()

@@ -1,6 +1,6 @@
-"""Who is in the cluster and usable: nodes by id, with incarnation, state and last reported load.
+"""The nodes of the cluster by id, with incarnation, state and last reported load.
 
-Pure: time is an argument and nothing is sent from here. A node's states are a table; a process that was replaced by a
+Pure: time is an argument and nothing is sent from here. A node's states are a table. A process that was replaced by a
 newer one of the same id is refused for ever, so that the two cannot take turns.
 """
 
@@ -18,7 +18,7 @@ from mooncake.types import Role, SegmentAddress
 
 MAX_NODES = 4096
 REPLACED_KEPT = 64  # replaced incarnations remembered per node id
-GONE_KEPT = 4096  # node ids whose last incarnation is remembered after they fell silent
+GONE_KEPT = 4096  # node ids whose last incarnation is remembered after they timed out
 MISSED_HEARTBEATS = 3  # after this many a node is suspect
 
 
@@ -144,7 +144,7 @@ class Registry:
         self._suspect_s = 2 * interval_s
         self._nodes: dict[str, Node] = {}
         self._replaced: dict[str, deque[int]] = {}
-        self._gone: dict[str, int] = {}  # by node id: incarnations that fell silent; they may only be asleep
+        self._gone: dict[str, int] = {}  # by node id: incarnations that timed out; they may only be paused
         self.version = 0  # changes whenever the set of nodes or a state does
 
     def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
@@ -231,7 +231,7 @@ class Registry:
         return (self._nodes[node_id] for node_id in sorted(self._nodes))
 
     def live(self) -> frozenset[int]:
-        """Incarnations of the nodes that are being heard from."""
+        """Incarnations of the nodes whose heartbeats arrive."""
         return frozenset(node.info.incarnation for node in self._nodes.values() if node.state is NodeState.LIVE)
 
     def usable(self, role: Role) -> list[Node]:
@@ -243,8 +243,8 @@ class Registry:
                 return found
         return [node for node in of_role if node.state is NodeState.LIVE]
 
-    def most_tokens(self) -> int:
-        """The longest sequence, in tokens, that the decode node with the most memory can hold; 0 while unknown."""
+    def capacity_tokens(self) -> int:
+        """KV tokens that the decode node with the most memory can hold: the longest sequence; 0 while unknown."""
         nodes = (node for node in self._nodes.values() if node.info.role is Role.DECODE)
         return max((node.load.blocks_total for node in nodes), default=0) * self.block_tokens
 

@@ -202,7 +202,7 @@ class Replicator:
         return holds
 
     def _requested_depth(self, keys: tuple[BlockKey, ...], now: float) -> int:
-        """How many of the first blocks have been observe for during the time to live."""
+        """How many of the first blocks have been requested during the time to live."""
         for depth in reversed(_depths(keys)):
             watched = self._watched.get(keys[depth - 1])
             if watched is not None and now - watched.requested_at <= self.limits.ttl_s:

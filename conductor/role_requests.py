@@ -1,4 +1,4 @@
-"""Which nodes have been observe to change their role, by an operator or by ``role_switcher``.
+"""Which nodes have been asked to change their role, by an operator or by ``role_switcher``.
 
 Pure. A request is passed on in the replies to the node's heartbeats, and ends when the node registers in that role, is
 gone, or the request is withdrawn.
@@ -40,11 +40,11 @@ class RoleRequests:
         self._requested.pop(node_id, None)
 
     def of(self, node_id: str) -> Role | None:
-        """The role that a node has been observe for but does not have yet."""
+        """The role that a node has been asked to take and does not have yet."""
         return self._requested.get(node_id)
 
     def registered(self, info: NodeInfo) -> None:
-        """A node has registered, perhaps in the role it was observe for."""
+        """A node has registered, perhaps in the role it was asked to take."""
         if self._requested.get(info.node_id) is info.role:
             self.withdraw(info.node_id)
             self.num_switches += 1

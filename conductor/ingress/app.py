@@ -61,9 +61,9 @@ class Ingress:
         status: Callable[[], StatusResponse],
         stats: DispatchStats,
         keep_alive_s: float = KEEP_ALIVE_S,
-        most_tokens: Callable[[], int] = lambda: 0,
+        capacity_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``most_tokens`` is passed to ``Pipeline``. Raises ConfigError for an unknown parser."""
+        """``capacity_tokens`` is passed to ``Pipeline``. Raises ConfigError for an unknown parser."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
@@ -72,7 +72,7 @@ class Ingress:
         self._metrics = Metrics(model.name, status, stats)
         # the core refuses with a better retry time; this only bounds what waits before it
         self._pipeline = Pipeline(
-            model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, most_tokens=most_tokens
+            model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, capacity_tokens=capacity_tokens
         )
         answers = output_format(
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools

@@ -55,11 +55,11 @@ class Pipeline:
         observer: Observer,
         max_running: int,
         clock: Callable[[], float] = time.monotonic,
-        most_tokens: Callable[[], int] = lambda: 0,
+        capacity_tokens: Callable[[], int] = lambda: 0,
     ) -> None:
-        """``most_tokens`` is passed to ``Prompts``."""
+        """``capacity_tokens`` is passed to ``Prompts``."""
         self.model = model
-        self.prompts = Prompts(model, tokenizer, most_tokens, self.check_open)
+        self.prompts = Prompts(model, tokenizer, capacity_tokens, self.check_open)
         self._generator = generator
         self._observer = observer
         self._max_running = max_running

@@ -29,13 +29,17 @@ class Prompts:
     """Call ``close`` when done."""
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, most_tokens: Callable[[], int], check_open: Callable[[], None]
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        capacity_tokens: Callable[[], int],
+        check_open: Callable[[], None],
     ) -> None:
-        """``most_tokens`` returns the longest sequence the nodes have memory for; 0: not known yet. ``check_open``
+        """``capacity_tokens`` returns the longest sequence the nodes have memory for; 0: not known yet. ``check_open``
         raises when nothing long should be started any more."""
         self.model = model
         self.tokenizer = tokenizer
-        self._most_tokens = most_tokens
+        self._capacity_tokens = capacity_tokens
         self._check_open = check_open
         self._guides = Guides(lambda: tokenizer, model.vocab_size)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
@@ -43,7 +47,7 @@ class Prompts:
     @property
     def context_len(self) -> int:
         """Tokens of prompt plus answer: the lesser of the model's limit and the nodes' memory."""
-        return min(self.model.max_model_len, self._most_tokens() or self.model.max_model_len)
+        return min(self.model.max_model_len, self._capacity_tokens() or self.model.max_model_len)
 
     async def encode(
         self, text: str, param: str = "prompt", keep: int | None = None, add_special: bool = True

@@ -1,4 +1,4 @@
-"""Tools of a chat: how they are described to a model, and how an answer is constrained to call them; ``reading`` parses
+"""Tools of a chat: how they are described to a model, and how an answer is constrained to call them; ``parsers`` parses
 the calls.
 
 If the chat template has no form for tools whose calls can be parsed, they are described in Hermes' form, which SmolLM2,

@@ -243,7 +243,7 @@ async def running_front(script=None, **limits):
     tokenizer = ByteTokenizer()
     tokenizer.template_source = limits.pop("template", "")
     tokenizer.opens = limits.pop("opens", "")
-    most_tokens = limits.pop("most_tokens", 0)
+    capacity_tokens = limits.pop("capacity_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
     model = ModelSection(adapters=limits.pop("adapters", ()))
     config = Config(model=model, conductor=ConductorSection(**limits))
@@ -255,7 +255,7 @@ async def running_front(script=None, **limits):
     )
     status = cluster_status()
     ingress = Ingress(
-        config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s, lambda: most_tokens
+        config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s, lambda: capacity_tokens
     )
     server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)

@@ -187,9 +187,9 @@ async def test_wrong_paths_and_methods_are_told_in_the_same_shape(front, method,
     assert response.json()["error"]["code"] == code
 
 
-@pytest.mark.parametrize(("most_tokens", "context"), [(0, 4096), (640, 640), (8192, 4096)])
-async def test_the_context_is_what_the_nodes_have_memory_for_if_that_is_less(open_front, most_tokens, context):
-    async with open_front(most_tokens=most_tokens) as front:
+@pytest.mark.parametrize(("capacity_tokens", "context"), [(0, 4096), (640, 640), (8192, 4096)])
+async def test_the_context_is_what_the_nodes_have_memory_for_if_that_is_less(open_front, capacity_tokens, context):
+    async with open_front(capacity_tokens=capacity_tokens) as front:
         models = (await front.http.get("/v1/models")).json()["data"]
         tokenized = (await front.http.post("/tokenize", json={"prompt": "x"})).json()
         refused = (await front.http.post("/v1/completions", json={"prompt": "x" * 5000})).json()
