@@ -1,4 +1,4 @@
-"""Invariants in virtual time, over random traces, policies, admissions, faults: nothing is lost, run twice or leaked."""
+"""Invariants in virtual time, over random traces, policies, admissions, faults: nothing lost, run twice or leaked."""
 
 from __future__ import annotations
 
