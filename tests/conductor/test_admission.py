@@ -91,7 +91,7 @@ def test_a_first_token_that_comes_too_late_is_refused_with_the_time_that_the_que
     assert case.ask()[0]
 
 
-def test_early_rejection_does_not_see_who_is_on_the_way_and_prediction_does() -> None:
+def test_early_admission_ignores_requests_in_prefill_and_prediction_counts_them() -> None:
     """The oscillation in the paper: while prefills run, the decode node looks empty."""
     entered = {}
     for rule in ("early", "predicted"):
@@ -103,7 +103,7 @@ def test_early_rejection_does_not_see_who_is_on_the_way_and_prediction_does() ->
     assert 8 <= entered["predicted"] <= 14, "ten sequences make a step of 20 ms"
 
 
-def test_prediction_lets_in_who_joins_when_others_have_left() -> None:
+def test_prediction_admits_a_request_that_joins_when_others_have_left() -> None:
     case = Case("predicted")
     case.admission.decode_s = 0.5
     for _ in range(10):
@@ -113,7 +113,7 @@ def test_prediction_lets_in_who_joins_when_others_have_left() -> None:
     assert case.ask(enter=False)[0]
 
 
-def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
+def test_the_baseline_wastes_the_prefill_of_requests_it_refuses() -> None:
     case = Case("baseline")
     bookings = [case.ask()[2] for _ in range(14)]
     kept = [case.joins(booking) for booking in bookings]
@@ -121,7 +121,7 @@ def test_the_baseline_wastes_the_prefill_of_whom_it_refuses() -> None:
     assert case.admission.stats.refused_after_prefill == 4
 
 
-def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
+def test_lookahead_counts_on_short_answers_ending_soon() -> None:
     """Short answers are running; a request with a second of prefill joins after they have ended."""
     case = Case("lookahead", tbt_ms=18.0 / TBT_ROOM)
     for _ in range(200):
@@ -135,7 +135,7 @@ def test_the_look_ahead_knows_that_short_answers_end_soon() -> None:
     assert 0.05 < wait_s < 0.6, "20 tokens of 18 ms"
 
 
-def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
+def test_lookahead_leaves_kv_room_for_answers_to_grow() -> None:
     case = Case("lookahead", tbt_ms=1e6)
     load = NodeLoad(blocks_total=200, blocks_free=200)  # 12,800 tokens
     info = case.cluster.fleet.view(case.now).decode.nodes[0]
@@ -149,7 +149,7 @@ def test_the_look_ahead_keeps_room_for_what_answers_grow_to() -> None:
     assert 8 <= len(case.open) <= 11, "1,280 tokens each at the end"
 
 
-def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
+def test_unneeded_refusals_are_counted() -> None:
     case = Case("early")
     bookings = [case.ask()[2] for _ in range(12)]
     for booking in bookings:
@@ -163,7 +163,7 @@ def test_who_was_refused_and_would_have_found_room_is_counted() -> None:
     assert (stats.refusals_checked, stats.refusals_unneeded) == (1, 1)
 
 
-def test_nothing_is_left_of_requests_that_ended() -> None:
+def test_requests_that_ended_leave_nothing_behind() -> None:
     case = Case("lookahead")
     bookings = [case.ask()[2] for _ in range(5)]
     for booking in bookings:
@@ -186,7 +186,7 @@ def test_the_peak_is_that_of_a_simulation_token_by_token(sequences: list[tuple[i
 
 
 class TestLengths:
-    def test_intervals_hold_what_they_say(self) -> None:
+    def test_quantiles_hold_the_share_they_claim(self) -> None:
         rng, lengths = np.random.default_rng(1), OutputLengths()
         answers = np.exp(rng.normal(5.0, 0.8, 4000)).astype(int) + 1
         for answer in answers[:2000]:
@@ -196,7 +196,7 @@ class TestLengths:
             assert np.mean(answers[2000:] <= limit) == pytest.approx(share, abs=0.03)
         assert lengths.mean(CHAT, 100_000) == pytest.approx(answers.mean(), rel=0.1)
 
-    def test_what_is_there_already_counts(self) -> None:
+    def test_sampled_lengths_exceed_the_tokens_already_generated(self) -> None:
         lengths, rng = OutputLengths(), np.random.default_rng(2)
         for answer in (10, 10, 10, 1000) * 50:
             lengths.observe(CHAT, answer)
@@ -204,14 +204,14 @@ class TestLengths:
         assert lengths.sample(CHAT, 4096, 200, rng, generated=50).min() > 800
         assert (lengths.sample(CHAT, 4096, 20, rng, generated=3000) == 4096).all(), "longer than anything seen"
 
-    def test_a_turn_is_known_by_the_answer_before_it(self) -> None:
+    def test_the_kind_of_a_turn_includes_the_previous_answer_s_length(self) -> None:
         turns, chain = Turns(), [b"system", b"query", b"and more"]
         assert turns.kind(chain[:2], 700) == Kind(b"system", 700)
         turns.observe(chain[1], 300)
         assert turns.kind([*chain, b"next"], 1900) == Kind(b"system", 1900, 300)
         assert turns.kind([b"system", b"another query"], 700) == Kind(b"system", 700)
 
-    def test_kinds_differ_and_unknown_ones_lean_on_all(self) -> None:
+    def test_kinds_differ_and_unknown_ones_fall_back_on_all(self) -> None:
         lengths = OutputLengths()
         for _ in range(300):
             lengths.observe(Kind(b"tool", 1000), 20)
@@ -221,7 +221,7 @@ class TestLengths:
         assert 100 < lengths.mean(Kind(b"new", 50), 4096) < 300
         assert lengths.mean(Kind(b"new", 50), 64) <= 64
 
-    def test_a_change_is_followed(self) -> None:
+    def test_the_distribution_follows_a_change(self) -> None:
         lengths = OutputLengths()
         for _ in range(3000):
             lengths.observe(Kind(b"a", 100), 50)
@@ -229,12 +229,12 @@ class TestLengths:
             lengths.observe(Kind(b"a", 100), 500)
         assert lengths.quantile(Kind(b"a", 100), 0.5, 4096) > 400
 
-    def test_nothing_known_is_the_limit(self) -> None:
+    def test_without_samples_the_length_is_the_limit(self) -> None:
         assert OutputLengths().mean(CHAT, 77) == 77.0
         assert (OutputLengths().sample(CHAT, 77, 4, np.random.default_rng(0)) == 77.0).all()
 
 
-def test_room_goes_to_who_was_told_to_come_now_and_not_to_a_stranger() -> None:
+def test_room_goes_to_the_client_with_a_due_reservation() -> None:
     case = Case("early", tbt_ms=14.0)
     one, another = case.cluster.facts(620), case.cluster.facts(630)
     while (visit := case.ask(600))[0]:

@@ -32,7 +32,7 @@ async def full_cluster(start_cluster: Any, requests: int = 2, **settings: Any) -
     return cluster, running
 
 
-async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster: Any) -> None:
+async def test_a_hard_limit_refuses_with_a_retry_time_and_costs_nothing(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster)
     calls = cluster.prefill[0].calls
     with pytest.raises(Overloaded, match="time between tokens") as refused:
@@ -45,7 +45,7 @@ async def test_a_hard_limit_refuses_with_a_time_and_costs_nothing(start_cluster:
 
 
 @pytest.mark.parametrize("mode", ["hard", "soft"])
-async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: Any, mode: str) -> None:
+async def test_the_baseline_refuses_after_the_prefill(start_cluster: Any, mode: str) -> None:
     """In soft mode the request is not refused, although it is counted."""
     cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
     stats = cluster.core.dispatcher.admission_queue.admission.stats
@@ -63,7 +63,7 @@ async def test_the_baseline_finds_out_when_the_prefill_has_ended(start_cluster: 
     await cluster.is_quiet()
 
 
-async def test_admission_knows_how_long_the_answer_before_was(start_cluster: Any) -> None:
+async def test_admission_learns_the_length_of_the_previous_answer(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, tbt_limit_ms=1e6)
     prompt = list(range(2, 11))  # two blocks, and one token more
     answer, _ = await cluster.generate(cluster.request(prompt, 23))
@@ -71,7 +71,7 @@ async def test_admission_knows_how_long_the_answer_before_was(start_cluster: Any
     assert cluster.core.dispatcher.admission_queue.admission.turns.kind(keys, 99).parent_tokens == 23
 
 
-async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -> None:
+async def test_a_soft_limit_queues_until_there_is_room(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     waiting = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4))) for _ in range(3)]
     await cluster.eventually(lambda: cluster.core.dispatcher.admission_queue.num_waiting == 3)
@@ -82,7 +82,7 @@ async def test_a_soft_limit_holds_back_until_there_is_room(start_cluster: Any) -
     await cluster.is_quiet()
 
 
-async def test_a_soft_limit_that_no_step_can_keep_lets_one_in_after_the_other(start_cluster: Any) -> None:
+async def test_a_soft_limit_that_no_step_can_keep_admits_one_request_at_a_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, tbt_limit_ms=1.0, admission="early", admission_mode="soft")
     for batch in (1, 2, 4, 8):
         cluster.core.costs.observe_prefill("p0", 10 * batch, 0, 0.1 * batch)
@@ -92,7 +92,7 @@ async def test_a_soft_limit_that_no_step_can_keep_lets_one_in_after_the_other(st
     await cluster.is_quiet()
 
 
-async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: Any) -> None:
+async def test_a_request_that_times_out_or_is_cancelled_leaves_the_queue(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     queue = cluster.core.dispatcher.admission_queue
     gone = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4)))
@@ -106,7 +106,7 @@ async def test_who_waits_too_long_or_goes_away_leaves_the_room(start_cluster: An
     await cluster.is_quiet()
 
 
-async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(start_cluster: Any) -> None:
+async def test_a_queued_request_that_can_no_longer_meet_its_deadline_does_not_block_others(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     queue = cluster.core.dispatcher.admission_queue
     first = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s=10.0)))
@@ -122,7 +122,7 @@ async def test_who_cannot_be_in_time_any_more_is_told_so_and_lets_others_pass(st
     await cluster.is_quiet()
 
 
-async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) -> None:
+async def test_a_request_that_left_the_queue_still_counts_as_demand(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft")
     queue, arrivals = cluster.core.dispatcher.admission_queue, []
     cluster.core.dispatcher.placer.on_arrival.append(lambda query, placement, now: arrivals.append(query.facts.session))
@@ -143,18 +143,16 @@ async def test_who_gave_up_waiting_is_demand_all_the_same(start_cluster: Any) ->
 
 
 @pytest.mark.parametrize("comes_back", [False, True])
-async def test_who_waits_for_room_waits_for_a_missing_role_like_everybody_else(
-    start_cluster: Any, comes_back: bool
-) -> None:
+async def test_a_queued_request_waits_for_a_missing_role_like_any_other(start_cluster: Any, comes_back: bool) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft", node_wait_s=20.0 if comes_back else 0.1)
     queue, node = cluster.core.dispatcher.admission_queue, cluster.decode[0].membership
     timeout_s = 20.0 if comes_back else 4.0
-    guests = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s))) for _ in range(3)]
+    queued = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s))) for _ in range(3)]
     await cluster.eventually(lambda: queue.num_waiting == 3)
     node.draining = True  # it goes on with what it has, and takes nobody
     await cluster.eventually(lambda: queue.num_waiting == 0)
     node.draining = not comes_back
-    for ended in await asyncio.gather(*guests, return_exceptions=True):
+    for ended in await asyncio.gather(*queued, return_exceptions=True):
         assert ended[0] == cluster.answer(PROMPT, 4) if comes_back else isinstance(ended, NodeUnavailable)
     await asyncio.gather(*running)
     await cluster.is_quiet()
@@ -184,7 +182,7 @@ async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster
     await cluster.is_quiet()
 
 
-async def test_without_limits_everybody_walks_through(start_cluster: Any) -> None:
+async def test_without_limits_every_request_is_admitted(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     assert cluster.core.dispatcher.admission_queue.is_unlimited
     await cluster.generate(cluster.request(PROMPT, 4))

@@ -76,7 +76,7 @@ def test_it_follows_a_lasting_shift_and_then_holds_still() -> None:
     assert len(town.flips) == count
 
 
-def test_what_was_looked_at_before_any_node_came_hinders_no_switch() -> None:
+def test_time_without_nodes_does_not_delay_a_switch() -> None:
     town = Town(0, 0)
     town.run(60, prefill_nodes=0.0, decode_nodes=0.0, arrivals=0)
     everybody = Town(6, 2)
@@ -103,7 +103,7 @@ def test_nodes_that_could_not_switch_are_asked_again() -> None:
     assert set(asked) == {"d0", "d1"}
 
 
-def test_noise_moves_nobody() -> None:
+def test_noise_causes_no_switch() -> None:
     town = Town(4, 4)
     town.run(3600, prefill_nodes=2.8, decode_nodes=2.8, noise=0.6)
     assert len(town.flips) <= 6, "an hour"
@@ -142,7 +142,7 @@ def test_demand_counts_requests_in_nodes() -> None:
     assert balancer.decode.level == pytest.approx(10 * 50 * 0.110 / 100, rel=0.15)
 
 
-def test_a_node_that_does_not_get_empty_keeps_its_role() -> None:
+def test_a_node_that_does_not_drain_keeps_its_role() -> None:
     limits = BalanceLimits(smoothing_s=1.0, patience_s=20.0)
     cluster = Cluster(prefill=3, decode=1)
     balancer = Balancer(100.0, 64, limits)

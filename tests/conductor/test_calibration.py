@@ -15,7 +15,7 @@ START = StartCosts(
 )
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_calibration_can_be_read(tmp_path: Path) -> None:
     file = tmp_path / "curve.toml"
     file.write_text(calibration_toml("here", START, "a test"))
     found = read_calibration(file)

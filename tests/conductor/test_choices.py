@@ -49,7 +49,7 @@ async def test_first_tokens_can_be_the_whole_answers(start_cluster: Any) -> None
     assert cluster.decode[0].calls == 0
 
 
-async def test_answers_that_have_begun_go_on_alone_after_a_failure(start_cluster: Any) -> None:
+async def test_answers_that_have_begun_continue_separately_after_a_failure(start_cluster: Any) -> None:
     cluster = await start_cluster(2, 2, retries=5)
     for decode in cluster.decode:
         decode.script.error, decode.script.tokens_first, decode.script.times = NodeUnavailable("out"), 2, 1
@@ -77,7 +77,7 @@ async def test_a_beam_search_holds_its_prefill_node_no_longer_than_other_request
     await cluster.is_quiet()
 
 
-async def test_answers_that_go_on_alone_and_fail_leave_no_task_behind(start_cluster: Any) -> None:
+async def test_separately_continued_answers_that_fail_leave_no_task_behind(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, retries=1)
     cluster.decode[0].script.error, cluster.decode[0].script.tokens_first = HandoffFailed("out"), 2
     told = 0
@@ -97,7 +97,7 @@ async def test_a_failure_before_the_first_token_tries_all_together(start_cluster
     assert got == dict.fromkeys(range(3), cluster.answer(PROMPT, 6))
 
 
-async def test_an_answer_that_nobody_needs_ends_on_its_node_and_the_others_go_on(start_cluster: Any) -> None:
+async def test_an_unneeded_answer_ends_on_its_node_and_the_others_continue(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.decode[0].script.token_s = 0.01
     dispatcher = cluster.core.dispatcher
@@ -131,7 +131,7 @@ async def test_an_answer_that_was_ended_from_outside_is_a_finished_one(start_clu
     await cluster.is_quiet()
 
 
-async def test_several_answers_that_went_on_alone_are_a_finished_request_once_all_have_ended(
+async def test_separately_continued_answers_finish_the_request_once_all_have_ended(
     start_cluster: Any,
 ) -> None:
     """As ingress takes them: it closes the generator at the last delta."""
@@ -150,7 +150,7 @@ async def test_several_answers_that_went_on_alone_are_a_finished_request_once_al
     await cluster.is_quiet()
 
 
-async def test_the_scores_of_a_prompt_are_told_once_though_its_search_begins_anew(start_cluster: Any) -> None:
+async def test_prompt_logprobs_are_sent_once_though_the_beam_search_starts_over(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.decode[0].script.hang = True
     search = cluster.request(PROMPT, 6, n=2, temperature=0.0, beam_search=BeamSearch(), prompt_logprobs=0)
@@ -164,7 +164,7 @@ async def test_the_scores_of_a_prompt_are_told_once_though_its_search_begins_ane
     assert cluster.prefill[0].calls == 2
 
 
-async def test_the_scores_of_a_long_prompt_come_before_its_answer(start_cluster: Any) -> None:
+async def test_the_logprobs_of_a_long_prompt_come_before_its_answer(start_cluster: Any) -> None:
     """Scores are megabytes, and the decode node's first messages are small and overtake them."""
     cluster = await start_cluster(1, 1)
     prompt = [5 + at % 900 for at in range(200_000)]

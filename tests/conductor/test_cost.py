@@ -31,7 +31,7 @@ def test_prefill_coefficients_are_recovered() -> None:
 
 
 @pytest.mark.parametrize("noise", [0.02, 0.1, 0.4])
-def test_short_prompts_say_little_of_long_ones_and_their_noise_nothing(noise: float) -> None:
+def test_short_prompts_and_their_noise_do_not_set_the_quadratic_term(noise: float) -> None:
     """The quadratic term of short prompts is too small to measure: fitted to noise, it once predicted an hour."""
     found = []
     for seed in range(50):
@@ -43,7 +43,7 @@ def test_short_prompts_say_little_of_long_ones_and_their_noise_nothing(noise: fl
     assert max(found) < 3.0
 
 
-def test_what_grows_with_the_square_shows_as_soon_as_prompts_are_long_enough() -> None:
+def test_the_quadratic_term_shows_once_prompts_are_long_enough() -> None:
     costs, rng = CostModel(), random.Random(1)
     for _ in range(20):
         new = rng.randint(500, 3000)
@@ -78,7 +78,7 @@ def test_nothing_is_known_before_the_first_sample() -> None:
     assert costs.transfer("p0", "d0").ms(1 << 20) == 0.0
 
 
-def test_a_new_node_starts_from_what_all_have_shown_and_then_speaks_for_itself() -> None:
+def test_a_new_node_starts_from_the_fit_over_all_nodes() -> None:
     costs, rng = CostModel(), random.Random(4)
     feed_prefill(costs, "p0", rng)
     assert costs.prefill("new").ms(1000, 0) == pytest.approx(prefill_ms(1000, 0), rel=0.05)
@@ -94,7 +94,7 @@ def test_a_node_that_becomes_slower_is_noticed() -> None:
     assert costs.prefill("p0").ms(1000, 0) == pytest.approx(2 * prefill_ms(1000, 0), rel=0.15)
 
 
-def test_a_node_that_is_gone_is_forgotten_and_the_common_experience_stays() -> None:
+def test_a_node_that_is_gone_is_forgotten_but_not_in_the_fit_over_all() -> None:
     costs, rng = CostModel(), random.Random(6)
     feed_prefill(costs, "p0", rng, slower=5.0)
     feed_prefill(costs, "p1", rng)
@@ -128,7 +128,7 @@ def test_one_sample_predicts_itself() -> None:
     assert sum(c * x for c, x in zip(found, (1.0, 512.0, 131072.0), strict=True)) == pytest.approx(80.0, rel=1e-3)
 
 
-def test_a_hiccup_moves_nothing_and_a_lasting_change_does() -> None:
+def test_an_outlier_changes_nothing_and_a_lasting_change_does() -> None:
     costs, rng = CostModel(), random.Random(7)
     feed_prefill(costs, "p0", rng, count=100)
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_pair_far_slower_than_all_others_is_known_as_such_at_once() -> None:
     assert costs.transfer("p0", "d0").ms(50 << 20) == pytest.approx(50, rel=0.2)
 
 
-def test_start_values_hold_until_a_node_says_otherwise() -> None:
+def test_start_costs_hold_until_a_node_reports() -> None:
     start = StartCosts(
         PrefillCost(4.0, 0.5, 2e-4, True), DecodeCost(20.0, 0.3, 5e-4, True), TransferCost(0.4, 1e-6, True)
     )
@@ -161,7 +161,7 @@ def test_start_values_hold_until_a_node_says_otherwise() -> None:
     assert costs.error("prefill", "p0") < 0.1
 
 
-def test_what_has_changed_is_told_once() -> None:
+def test_each_change_is_returned_once() -> None:
     costs = CostModel()
     costs.observe_prefill("p0", 100, 0, 10.0)
     costs.observe_transfer("p0", "d0", 1000, 1.0)
@@ -176,7 +176,7 @@ def test_what_has_changed_is_told_once() -> None:
 
 
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=3, max_size=3))
-def test_three_equations_written_out_are_solved_as_any(values: list[list[float]]) -> None:
+def test_the_unrolled_solver_equals_the_general_one(values: list[list[float]]) -> None:
     moment = [[sum(row[i] * row[j] for row in values) for j in range(3)] for i in range(3)]
     target = [row[3] for row in values]
     assert repr(_solve_three([list(row) for row in moment], target)) == repr(_solve(moment, target))

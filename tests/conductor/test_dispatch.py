@@ -44,7 +44,7 @@ async def test_an_answer_comes_through_both_nodes(start_cluster: Any) -> None:
     await cluster.is_quiet()
 
 
-async def test_both_nodes_are_told_the_same_hand_off(start_cluster: Any) -> None:
+async def test_both_nodes_get_the_same_hand_off(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     await cluster.generate(cluster.request(PROMPT, 3))
     await cluster.generate(cluster.request(PROMPT, 3))
@@ -90,7 +90,7 @@ async def test_the_end_of_sequence_ends_the_stream(start_cluster: Any, at: int) 
     "error",
     [KVLoadFailed("no"), HandoffFailed("no"), NodeUnavailable("draining"), OutOfBlocks("no"), NotFinite("no")],
 )
-async def test_a_failed_prefill_is_tried_once_elsewhere(start_cluster: Any, error: MooncakeError) -> None:
+async def test_a_failed_prefill_is_retried_elsewhere(start_cluster: Any, error: MooncakeError) -> None:
     cluster = await start_cluster(2, 2)
     cluster.prefill[0].script.error = error
     tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
@@ -136,7 +136,7 @@ async def test_an_answer_whose_end_was_lost_is_not_continued(start_cluster: Any)
     await cluster.is_quiet()
 
 
-async def test_the_same_pair_is_tried_again_when_it_is_alive_and_all_there_is(start_cluster: Any) -> None:
+async def test_the_same_pair_is_retried_when_it_is_alive_and_the_only_one(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     script = cluster.decode[0].script
     script.error, script.tokens_first, script.times = HandoffFailed("checksum"), 2, 1
@@ -146,7 +146,7 @@ async def test_the_same_pair_is_tried_again_when_it_is_alive_and_all_there_is(st
     await cluster.is_quiet()
 
 
-async def test_when_every_try_fails_the_caller_gets_the_typed_error(start_cluster: Any) -> None:
+async def test_when_every_attempt_fails_the_caller_gets_the_typed_error(start_cluster: Any) -> None:
     cluster = await start_cluster(2, 2)
     for node in cluster.prefill:
         node.script.error = KVLoadFailed("the pool is broken")
@@ -157,7 +157,7 @@ async def test_when_every_try_fails_the_caller_gets_the_typed_error(start_cluste
     await cluster.is_quiet()
 
 
-async def test_a_request_that_is_wrong_is_not_tried_again(start_cluster: Any) -> None:
+async def test_an_invalid_request_is_not_retried(start_cluster: Any) -> None:
     cluster = await start_cluster(2, 2)
     cluster.prefill[0].script.error = ContextTooLong("5 tokens do not fit")
     with pytest.raises(ContextTooLong, match="do not fit"):
@@ -189,7 +189,7 @@ async def test_a_node_that_dies_midway_is_survived_and_gets_no_more_work(start_c
     await cluster.is_quiet()
 
 
-async def test_nodes_that_die_together_cost_one_try(start_cluster: Any) -> None:
+async def test_nodes_that_die_together_cost_one_retry(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 3, node_timeout_s=30.0)
     for victim in cluster.decode:
         victim.script.token_s = 0.02
@@ -206,7 +206,7 @@ async def test_nodes_that_die_together_cost_one_try(start_cluster: Any) -> None:
     await cluster.is_quiet()
 
 
-async def test_a_node_that_beats_but_cannot_be_reached_ends_the_request_soon(start_cluster: Any) -> None:
+async def test_a_node_with_heartbeats_that_cannot_be_reached_ends_the_request_soon(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, node_wait_s=60)
     cluster.prefill[0].script.gate = asyncio.Event()  # it would notice, too, and whoever is first is believed
     await cluster.decode[0].relay.kill()  # its heartbeats take another way
@@ -216,7 +216,7 @@ async def test_a_node_that_beats_but_cannot_be_reached_ends_the_request_soon(sta
     await cluster.is_quiet()
 
 
-async def test_a_node_that_falls_silent_loses_its_requests_to_another(start_cluster: Any) -> None:
+async def test_requests_of_a_node_that_times_out_are_retried_elsewhere(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, node_timeout_s=0.5)
     victim = cluster.decode[0]
     victim.script.hang = True
@@ -256,7 +256,7 @@ async def test_a_dead_node_takes_nothing_from_another_that_has_its_address(start
     await cluster.is_quiet()
 
 
-async def test_nodes_that_leave_one_after_the_other_cost_no_try(start_cluster: Any) -> None:
+async def test_nodes_that_drain_one_after_the_other_cost_no_retry(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 3, retries=0)
     for node in cluster.decode:
         node.script.token_s = 0.01
@@ -274,7 +274,7 @@ async def test_nodes_that_leave_one_after_the_other_cost_no_try(start_cluster: A
     await cluster.is_quiet()
 
 
-async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_cluster: Any) -> None:
+async def test_a_failure_that_the_other_node_reports_of_a_draining_one_costs_no_retry(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0)
     cluster.prefill[0].script.gate = gate = asyncio.Event()
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
@@ -291,7 +291,7 @@ async def test_what_the_other_end_tells_of_a_leaving_node_costs_no_try(start_clu
     await cluster.is_quiet()
 
 
-async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) -> None:
+async def test_an_uncounted_retry_is_not_a_new_request(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0, ttft_limit_ms=60_000)
     dispatcher, arrivals = cluster.core.dispatcher, []
     dispatcher.placer.on_arrival.append(lambda query, placement, now: arrivals.append(placement.decode.node_id))
@@ -308,7 +308,7 @@ async def test_a_try_that_costs_nothing_is_no_new_request(start_cluster: Any) ->
     await cluster.is_quiet()
 
 
-async def test_an_answer_that_has_begun_is_not_refused_for_what_is_predicted(start_cluster: Any) -> None:
+async def test_an_answer_that_has_begun_is_not_refused_by_prediction(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 2, retries=0)
     for node in cluster.decode:
         node.script.token_s = 0.02
@@ -322,7 +322,7 @@ async def test_an_answer_that_has_begun_is_not_refused_for_what_is_predicted(sta
     await cluster.is_quiet()
 
 
-async def test_the_wait_for_a_node_begins_when_the_last_one_has_gone_not_when_it_drains(start_cluster: Any) -> None:
+async def test_the_node_wait_begins_when_the_last_node_is_gone_not_when_it_drains(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, node_wait_s=0.4, retries=0)
     last = cluster.decode[0]
     last.membership.draining = True
@@ -341,7 +341,7 @@ async def test_the_wait_for_a_node_begins_when_the_last_one_has_gone_not_when_it
     await cluster.is_quiet()
 
 
-async def test_an_answer_goes_on_when_its_only_node_comes_back(start_cluster: Any) -> None:
+async def test_an_answer_continues_when_its_only_node_comes_back(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     victim = cluster.decode[0]
     victim.script.token_s = 0.02
@@ -373,7 +373,7 @@ async def test_a_loss_that_the_other_node_saw_first_is_one_failure_not_two(start
     await cluster.is_quiet()
 
 
-async def test_a_node_whose_connection_broke_is_used_again_once_it_is_heard(start_cluster: Any) -> None:
+async def test_a_node_whose_connection_broke_is_used_again_after_a_heartbeat(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     node = cluster.decode[0]
     node.script.token_s = 0.02
@@ -418,7 +418,7 @@ async def test_without_another_node_its_death_is_a_typed_error(start_cluster: An
     await cluster.is_quiet()
 
 
-async def test_a_prefill_node_that_dies_after_the_commit_hurts_nobody(start_cluster: Any) -> None:
+async def test_a_prefill_node_that_dies_after_the_commit_is_harmless(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.prefill[0].script.silent_report = True
     cluster.decode[0].script.token_s = 0.02
@@ -431,7 +431,7 @@ async def test_a_prefill_node_that_dies_after_the_commit_hurts_nobody(start_clus
     await cluster.is_quiet()
 
 
-async def test_a_report_that_does_not_come_holds_no_answer_back(start_cluster: Any) -> None:
+async def test_a_missing_report_does_not_hold_the_answer_back(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.prefill[0].script.silent_report = True
     tokens, deltas = await cluster.generate(cluster.request(PROMPT, 4))
@@ -480,7 +480,7 @@ async def test_a_deadline_in_the_past_costs_nothing(start_cluster: Any) -> None:
     await cluster.is_quiet()
 
 
-async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere(start_cluster: Any) -> None:
+async def test_a_hand_off_that_is_never_committed_expires_and_is_retried_elsewhere(start_cluster: Any) -> None:
     cluster = await start_cluster(2, 2, handoff_timeout_s=0.3)
     cluster.decode[0].script.hang = True
     tokens, deltas = await cluster.generate(cluster.request(PROMPT, 5))
@@ -490,7 +490,7 @@ async def test_a_hand_off_that_is_never_committed_expires_and_is_tried_elsewhere
     await cluster.is_quiet()
 
 
-async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster: Any) -> None:
+async def test_more_requests_than_allowed_are_refused_with_a_retry_time(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, max_requests=2)
     arrivals: list[float] = []
     cluster.core.dispatcher.placer.on_arrival.append(
@@ -509,7 +509,7 @@ async def test_more_requests_than_allowed_are_refused_with_a_time(start_cluster:
     await cluster.is_quiet()
 
 
-async def test_who_is_refused_for_its_deadline_is_demand_all_the_same(start_cluster: Any) -> None:
+async def test_a_request_refused_for_its_deadline_still_counts_as_demand(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     arrivals: list[float] = []
     cluster.core.dispatcher.placer.on_arrival.append(
@@ -539,7 +539,7 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
         await cluster.generate(request)
 
 
-async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_them(start_cluster: Any) -> None:
+async def test_prompt_logprobs_too_large_for_a_message_are_refused_at_once(start_cluster: Any) -> None:
     """Such a prompt was once computed twice, and the client was told to retry."""
     cluster = await start_cluster(1, 1)
     with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
@@ -548,7 +548,7 @@ async def test_scores_that_no_message_holds_are_refused_before_a_node_computes_t
     await cluster.is_quiet()
 
 
-async def test_a_request_that_cannot_be_said_to_a_node_leaves_nothing_booked(start_cluster: Any) -> None:
+async def test_a_request_too_large_for_a_message_leaves_nothing_booked(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, ttft_limit_ms=60_000)
     with pytest.raises(ValueError, match="range"):  # front doors check it
         await cluster.generate(replace(cluster.request(PROMPT, 8), priority=1 << 40))
@@ -583,7 +583,7 @@ async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: A
     await cluster.eventually(lambda: cluster.core.index.num_blocks("p2") == 0)
 
 
-async def test_a_prompt_that_is_scored_is_placed_as_one_that_nobody_holds(start_cluster: Any) -> None:
+async def test_a_prompt_with_prompt_logprobs_is_placed_as_uncached(start_cluster: Any) -> None:
     """All of it is computed. Once, a decode node that held it got it as a short tail, and delayed its answers."""
     cluster = await start_cluster(1, 1)
     prompt = list(range(10, 30))

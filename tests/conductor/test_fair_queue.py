@@ -65,7 +65,7 @@ def test_an_absent_tenant_saves_up_no_credit() -> None:
     assert Counter(first) == {"a": 3, "b": 3}
 
 
-def test_a_full_room_refuses_or_drops_batch_work() -> None:
+def test_a_full_queue_refuses_or_drops_batch_work() -> None:
     queue = FairQueue[str](2)
     assert queue.push(entry("batch", band=Band.BATCH)) is None
     assert queue.push(entry("a")) is None

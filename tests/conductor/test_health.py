@@ -43,7 +43,7 @@ def test_an_hour_of_noise_isolates_nobody() -> None:
     assert nodes.history == []
 
 
-def test_a_slow_node_is_drained_within_half_a_minute_and_comes_back_when_it_is_well() -> None:
+def test_a_slow_node_is_drained_within_half_a_minute_and_returns_when_it_is_healthy() -> None:
     nodes = Nodes()
     nodes.run(60)
     nodes.slower["d2"] = 5.0
@@ -77,7 +77,7 @@ def test_corrupt_blocks_isolate() -> None:
     assert Health.ISOLATED in nodes.states("d4")
 
 
-def test_everybody_slow_is_load_and_not_sickness() -> None:
+def test_all_nodes_slow_is_load_and_no_failure() -> None:
     nodes = Nodes()
     nodes.run(60)
     nodes.slower = dict.fromkeys(nodes.slower, 3.0)
@@ -108,7 +108,7 @@ def test_a_relapse_on_probation_isolates_at_once() -> None:
 
 
 @pytest.mark.parametrize("state", Health)
-def test_every_state_can_get_well(state: Health) -> None:
+def test_every_health_state_can_recover(state: Health) -> None:
     reached, before = {state}, set[Health]()
     while reached != before:
         before = set(reached)

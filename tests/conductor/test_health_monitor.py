@@ -34,7 +34,7 @@ async def cluster(fake_cluster_of):
     )
 
 
-async def test_a_node_whose_bytes_are_wrong_is_taken_out_and_comes_back(cluster, caplog) -> None:
+async def test_a_node_with_checksum_errors_is_isolated_and_returns(cluster, caplog) -> None:
     caplog.set_level(logging.INFO, "conductor.health_monitor")
     bad = cluster.prefill[0]
     bad.script.error = ChecksumMismatch("bytes differ")

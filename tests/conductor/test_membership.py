@@ -158,7 +158,7 @@ async def test_a_silent_node_is_gone_and_comes_back_by_itself(start_cluster: Any
     await node.stop()
 
 
-async def test_status_tells_what_the_cluster_waits_for(start_cluster: Any) -> None:
+async def test_status_names_the_missing_roles(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 0)
     async with asyncio.timeout(5):
         status = await ClusterStub(cluster.channels.get(cluster.address)).Status(cluster_pb2.StatusRequest())

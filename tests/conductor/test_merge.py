@@ -50,7 +50,7 @@ def test_every_interleaving_gives_the_same_stream() -> None:
         assert merge.handoff is not None and merge.handoff.state is HandoffState.COMMITTED
 
 
-def test_a_continued_answer_starts_where_the_client_is() -> None:
+def test_a_continued_answer_starts_at_the_client_s_next_token() -> None:
     merge = merger(expected_index=5)
     assert indices([merge.on_prefill_message(prefill_message(5)), merge.on_decode_message(decode_message(5, 6))]) == [
         5,
@@ -71,7 +71,7 @@ def test_repeats_are_dropped_and_gaps_are_our_bug(seed: int) -> None:
         merge.on_decode_message(decode_message(expected + 1))
 
 
-def test_prefill_matters_until_the_commit() -> None:
+def test_the_prefill_call_matters_until_the_commit() -> None:
     with pytest.raises(NodeUnavailable):
         merger().on_prefill_end(NodeUnavailable("gone"))
     with pytest.raises(HandoffFailed, match="without a report"):
@@ -83,7 +83,7 @@ def test_prefill_matters_until_the_commit() -> None:
     assert last is not None and last.finish_reason is FinishReason.LENGTH, "no report will come: do not wait for it"
 
 
-def test_decode_matters_to_its_last_word() -> None:
+def test_the_decode_call_matters_until_the_finish_reason() -> None:
     merge = merger()
     merge.on_decode_message(decode_message(0))
     with pytest.raises(HandoffFailed, match="without a finish reason"):
@@ -93,7 +93,7 @@ def test_decode_matters_to_its_last_word() -> None:
     assert merge.waits_for_report
 
 
-def test_a_late_report_is_waited_for_and_then_not() -> None:
+def test_a_late_report_is_waited_for_but_not_for_ever() -> None:
     merge = merger()
     assert merge.release() is None
     merge.on_decode_message(decode_message(0, finish="stop"))

@@ -25,7 +25,7 @@ def test_every_policy_uses_allowed_nodes_only_and_needs_no_prefix(policy: str) -
 
 
 @pytest.mark.parametrize("policy", AWARE)
-def test_a_long_own_match_attracts_when_nobody_is_busy(policy: str) -> None:
+def test_a_long_local_match_attracts_when_all_are_idle(policy: str) -> None:
     assert prefill_of(Cluster(prefill=3, policy=policy), num_tokens=4096, runs={"p1": 60}) == "p1"
 
 

@@ -79,7 +79,7 @@ def test_runs_of_caches_that_drop_leaves_first_are_exact(held: dict[str, list[in
     assert index.longest == max(found.values(), default=0)
 
 
-def test_a_node_that_tells_all_anew_leaves_nothing_of_before() -> None:
+def test_a_snapshot_replaces_everything_the_node_held() -> None:
     index = PrefixIndex()
     for round_number in range(30):
         keys = CHAINS[round_number % 3]
@@ -128,7 +128,7 @@ def test_nothing_matches_an_empty_prompt() -> None:
     assert index.match([]) == {}
 
 
-def test_the_table_in_cpp_answers_as_the_one_in_python() -> None:
+def test_the_table_in_cpp_equals_its_python_reference() -> None:
     """Caches of two tiers store chains, drop what they like, leave and come back, in an index that is often full."""
     rng = np.random.default_rng(5)
     chains = [[BlockKey(rng.bytes(32)) for _ in range(30)] for _ in range(40)]
@@ -166,7 +166,7 @@ def test_the_table_in_cpp_answers_as_the_one_in_python() -> None:
 
 
 @pytest.mark.skipif(isinstance(new_table(1), PrefixTable), reason="needs a C++ compiler")
-def test_what_is_no_key_is_refused_and_changes_nothing() -> None:
+def test_an_invalid_key_is_refused_and_changes_nothing() -> None:
     index = PrefixIndex()
     index.apply("a", [BlockEvent(True, key) for key in CHAINS[0]])
     with pytest.raises(ValueError, match="15 bytes"):

@@ -44,7 +44,7 @@ def state(nodes: Registry, node_id: str = "p0") -> NodeState:
     return node.state
 
 
-def test_a_node_lives_goes_silent_and_is_gone() -> None:
+def test_a_node_without_heartbeats_becomes_suspect_and_then_gone() -> None:
     nodes = registry()
     assert nodes.register(prefill(), now=0.0) is None
     assert beat(nodes, now=0.5)
@@ -65,7 +65,7 @@ def test_a_node_lives_goes_silent_and_is_gone() -> None:
     assert state(nodes) is NodeState.LIVE
 
 
-def test_a_failed_call_takes_a_node_out_until_a_heartbeat_that_is_younger() -> None:
+def test_a_failed_call_makes_a_node_suspect_until_a_newer_heartbeat() -> None:
     nodes = registry()
     nodes.register(prefill("p0"), now=0.0)
     nodes.register(prefill("p1", 2), now=0.0)
@@ -84,7 +84,7 @@ def test_suspects_work_when_nobody_else_is_left() -> None:
     assert usable(nodes) == ["p0"]
 
 
-def test_a_failed_call_to_the_process_before_says_nothing_of_the_one_after() -> None:
+def test_a_failed_call_to_an_earlier_incarnation_is_ignored() -> None:
     nodes = registry()
     old = prefill(incarnation=1)
     nodes.register(old, now=0.0)
@@ -93,7 +93,7 @@ def test_a_failed_call_to_the_process_before_says_nothing_of_the_one_after() -> 
     assert state(nodes) is NodeState.LIVE
 
 
-def test_a_conductor_that_slept_blames_nobody() -> None:
+def test_a_pause_of_the_conductor_makes_no_node_suspect() -> None:
     nodes = registry()
     nodes.register(prefill(), now=0.0)
     nodes.discount_pause(60.0)
@@ -113,7 +113,7 @@ def test_a_new_incarnation_replaces_the_old_one_for_ever() -> None:
     assert beat(nodes, now=1.3, incarnation=2)
 
 
-def test_a_process_that_slept_does_not_take_its_place_back_from_its_successor() -> None:
+def test_a_paused_process_does_not_replace_its_successor() -> None:
     nodes = registry()
     nodes.register(prefill(incarnation=1), now=0.0)
     assert nodes.tick(now=5.1)
@@ -175,7 +175,7 @@ def test_a_sick_node_works_only_when_there_is_no_other() -> None:
         ({"control_address": ""}, "control address"),
     ],
 )
-def test_a_node_of_another_kind_is_refused(changes: dict[str, object], says: str) -> None:
+def test_a_node_of_another_model_or_configuration_is_refused(changes: dict[str, object], says: str) -> None:
     nodes = registry()
     with pytest.raises(ConfigError, match=says):
         nodes.register(prefill(**changes), now=0.0)
@@ -192,7 +192,7 @@ def test_a_store_keeps_blocks_of_any_kind() -> None:
         nodes.register(prefill("s2", role=Role.STORE, segment=replace(roomy, block_bytes=1023)), now=0.0)
 
 
-def test_all_that_differs_is_said_and_what_a_node_does_not_say_is_no_difference() -> None:
+def test_every_differing_setting_is_named_and_a_missing_one_is_no_difference() -> None:
     nodes = registry()
     nodes.register(prefill("p0", settings=(("model.dtype", "float32"), ("new here", "1"))), now=0.0)
     both = (("block.windows", "off"), ("model.dtype", "bfloat16"))

@@ -101,7 +101,7 @@ async def test_the_prefix_of_a_burst_is_replicated_and_dropped_when_it_is_no_lon
     assert (await pool.holds(0), await pool.holds(1)) == (len(KEYS), 0)
 
 
-async def test_a_source_that_is_gone_costs_nothing(pool: Pool) -> None:
+async def test_a_copy_from_a_source_that_is_gone_is_harmless(pool: Pool) -> None:
     await pool.stores[0].stop()
     pool.burst(30)
     await eventually(lambda: not pool.core.replica_manager._tasks)

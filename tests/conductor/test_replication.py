@@ -74,7 +74,7 @@ def test_replicas_are_dropped_when_the_burst_is_over() -> None:
     assert len(burst.dropped) == dropped, "once"
 
 
-def test_no_host_is_sent_the_same_twice_and_flights_are_few() -> None:
+def test_no_host_is_sent_a_prefix_twice_and_copies_in_flight_are_bounded() -> None:
     burst = Burst()
     limits = ReplicationLimits(max_in_flight=2)
     burst.replicator = Replicator(limits)
@@ -107,11 +107,11 @@ def test_a_failed_copy_is_tried_again_and_a_dead_node_forgotten() -> None:
     assert burst.replicator.tick(view, burst.cluster.fleet.index, 100.0) == copies, "none of them has it any more"
 
 
-def test_what_is_copied_is_what_all_who_ask_have_in_common() -> None:
+def test_the_common_prefix_of_recent_requests_is_copied() -> None:
     burst = Burst()
     burst.cluster.fleet.index.apply("s0", [BlockEvent(True, key) for key in HOT])
-    for guest in range(50):
-        own = [BlockKey(bytes([8, guest, block]) * 16) for block in range(20)]
+    for number in range(50):
+        own = [BlockKey(bytes([8, number, block]) * 16) for block in range(20)]
         facts = RequestFacts(4096, [*HOT[:41], *own])
         burst.replicator.observe(burst.cluster.scheduler.query(facts, 100.0), 100.0, 100.0)
     copies = burst.replicator.tick(burst.cluster.fleet.view(100.0), burst.cluster.fleet.index, 100.0)
@@ -133,7 +133,7 @@ def test_a_prefix_fetched_in_a_burst_is_dropped_like_a_copy() -> None:
     assert {drop.node_id for drop in burst.dropped} == {"s3", "s5"}
 
 
-def test_a_beginning_that_others_still_ask_for_is_kept() -> None:
+def test_a_shorter_prefix_that_is_still_requested_is_kept() -> None:
     burst = Burst()
     burst.run(6, a_second=30)
     shared = RequestFacts(8 * 64, HOT[:8])
@@ -160,7 +160,7 @@ def test_the_number_of_remembered_prefixes_is_bounded() -> None:
     assert len(burst.replicator._replicated) == MAX_REPLICATED
 
 
-def test_the_last_who_has_a_prefix_keeps_it() -> None:
+def test_the_last_holder_of_a_prefix_keeps_it() -> None:
     """The node that had it before the burst has lost it meanwhile."""
     burst = Burst()
     burst.run(6, a_second=30)

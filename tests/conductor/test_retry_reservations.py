@@ -52,7 +52,7 @@ def test_room_is_held_from_the_due_time_until_it_is_claimed_or_missed() -> None:
     assert not reservations.is_due(now + 5.1)
 
 
-def test_who_is_on_time_and_finds_no_room_is_not_sent_to_the_end() -> None:
+def test_a_client_that_returns_on_time_and_finds_no_room_keeps_its_place() -> None:
     reservations, now = reliable()
     reservations.reserve("first", 2.0, now)
     for number in range(30):

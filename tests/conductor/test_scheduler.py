@@ -15,7 +15,7 @@ from conductor.scheduler import Placement, Scheduler
 from mooncake.errors import NodeUnavailable, Overloaded
 
 
-def test_nobody_matches_and_all_are_idle_any_pair_is_as_good() -> None:
+def test_without_matches_and_load_any_pair_is_as_good() -> None:
     placement = Cluster().place()
     assert set(pair(placement)) <= {"p0", "p1", "d0", "d1"}
     assert placement.new_tokens == 640
@@ -128,7 +128,7 @@ def test_a_shared_first_block_does_not_herd() -> None:
     assert min(chosen.values()) >= 8, chosen
 
 
-def test_tickets_bring_every_account_back_to_nothing() -> None:
+def test_closing_all_bookings_leaves_no_outstanding_work() -> None:
     cluster = Cluster()
     bookings = [cluster.book(cluster.place()) for _ in range(7)]
     assert cluster.fleet.open_work
@@ -140,7 +140,7 @@ def test_tickets_bring_every_account_back_to_nothing() -> None:
     assert cluster.fleet.view(cluster.now).prefill.queued_ms.tolist() == [0.0, 0.0]
 
 
-def test_work_of_others_shows_in_heartbeats() -> None:
+def test_unbooked_load_shows_in_heartbeats() -> None:
     cluster = Cluster()
     cluster.book(cluster.place(excluded=incarnations("p1")))
     load = NodeLoad(waiting=2, waiting_tokens=1640)
@@ -211,7 +211,7 @@ def random_cluster(rng: np.random.Generator) -> Cluster:
     return cluster
 
 
-def test_the_search_in_cpp_answers_as_its_definition_in_python() -> None:
+def test_the_search_in_cpp_equals_its_python_reference() -> None:
     rng, compared = np.random.default_rng(11), 0
     for _ in range(60):
         cluster = random_cluster(rng)
@@ -238,7 +238,7 @@ def test_the_search_in_cpp_answers_as_its_definition_in_python() -> None:
     assert compared == 300
 
 
-def test_a_view_that_is_kept_is_the_view_that_would_be_built() -> None:
+def test_an_updated_view_equals_a_rebuilt_one() -> None:
     rng, compared = np.random.default_rng(5), 0
     for _ in range(8):
         cluster = random_cluster(rng)

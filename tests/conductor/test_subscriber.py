@@ -48,7 +48,7 @@ async def following() -> AsyncIterator[tuple[PrefixIndex, Subscriber]]:
     await channels.close()
 
 
-async def test_what_a_store_has_on_its_ssd_alone_is_known_from_its_first_word(
+async def test_the_first_snapshot_tells_ssd_blocks_from_dram_blocks(
     following: tuple[PrefixIndex, Subscriber],
 ) -> None:
     index, subscriber = following
@@ -76,7 +76,7 @@ async def test_a_snapshot_comes_first_and_events_follow(following: tuple[PrefixI
     await server.stop(0)
 
 
-async def test_a_cache_that_restarts_is_read_anew(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_a_restarted_cache_sends_a_new_snapshot(following: tuple[PrefixIndex, Subscriber]) -> None:
     index, subscriber = following
     first = EventLog(incarnation=5)
     first.append(stored(0, 1))
@@ -117,7 +117,7 @@ def message(first: int, after: int, *numbers: int, reset: bool = False) -> pb.Bl
     )
 
 
-async def test_a_gap_makes_it_subscribe_anew(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_a_gap_makes_it_subscribe_again(following: tuple[PrefixIndex, Subscriber]) -> None:
     index, subscriber = following
     cache = Forgetful()
     server, port = await serve(cache)
@@ -142,7 +142,7 @@ class BreaksOff(CacheEventsServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
 
 
-async def test_a_snapshot_that_broke_off_begins_anew(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_an_interrupted_snapshot_starts_over(following: tuple[PrefixIndex, Subscriber]) -> None:
     index, subscriber = following
     log, num_blocks = EventLog(incarnation=5), 3 * EVENTS_PER_MESSAGE
     log.append(BlockEvent(True, BlockKey(number.to_bytes(32, "little"))) for number in range(num_blocks))
