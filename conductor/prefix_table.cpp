@@ -1,5 +1,5 @@
-// Blocks and who holds them, as prefix_table.py defines it; built at first use.
-// Keys are read out of the Python objects that hold them, so that a prompt of 250 blocks is touched in a dozen places.
+// Blocks and the sets of nodes that hold them, as prefix_table.py defines them; built at first use.
+// Keys are read from the Python objects that hold them, so that only a dozen of a prompt's 250 keys are touched.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,11 +16,11 @@ namespace {
 using python::Array;
 using python::method;
 
-constexpr int kNumShards = 256;  // by a key's first byte: what grows at one time is small
-constexpr int kFewEnds = 4;      // of runs within a prompt, looked for one after the other
-constexpr uint32_t kNobody = 0;  // the empty set
+constexpr int kNumShards = 256;  // by a key's first byte: a growing table stops the process only briefly
+constexpr int kFewEnds = 4;      // of runs within a prompt, found one after the other
+constexpr uint32_t kEmptySet = 0;  // its id
 
-// A set of slots: words that are not zero, in order. Few nodes are few words, wherever their slots are.
+// A set of slots: its words that are not zero, in order. Few nodes are few words, wherever their slots are.
 struct Word {
     uint32_t at;
     uint64_t bits;
@@ -50,7 +50,7 @@ void remove(Set &set, uint32_t slot) {
     if (!word->bits) set.erase(word);
 }
 
-// `set` without what `keep(word)` does not keep of each word.
+// Keeps of each word of `set` the bits of `keep(word)`.
 template <typename Keep> void filter(Set &set, Keep keep) {
     size_t kept = 0;
     for (const Word &word : set) {
@@ -77,7 +77,7 @@ bool is_subset(const Set &some, const Set &all) {
     return true;
 }
 
-// Slots that are given as one bit each, densely.
+// Slots as a dense bit set.
 using Bits = Array<const uint64_t>;
 
 uint64_t bits_at(Bits bits, uint32_t at) { return at < bits.size ? bits.data[at] : 0; }
@@ -90,20 +90,20 @@ void subtract(Set &set, Bits gone) {
     filter(set, [&](const Word &word) { return ~bits_at(gone, word.at); });
 }
 
-// One copy of each set that some block needs: most blocks are held by the same nodes as their neighbours.
-class Sets {
+// Sets by id, one copy of each, counted by use: most blocks are held by the same nodes as their neighbours.
+class SharedSets {
   public:
-    Sets() : records_(1) {}
+    SharedSets() : records_(1) {}
 
     const Set &operator[](uint32_t id) const { return records_[id].set; }
 
-    // The set's id, with one user more.
-    uint32_t take(const Set &set) {
-        if (set.empty()) return kNobody;
+    // The set's id, with one more user.
+    uint32_t acquire(const Set &set) {
+        if (set.empty()) return kEmptySet;
         const uint64_t hash = hash_of(set);
         const auto [first, last] = ids_.equal_range(hash);
         for (auto found = first; found != last; ++found)
-            if (records_[found->second].set == set) return take(found->second);
+            if (records_[found->second].set == set) return acquire(found->second);
         uint32_t id = records_.size();
         if (free_.empty()) {
             records_.emplace_back();
@@ -113,14 +113,14 @@ class Sets {
         }
         records_[id].set = Set(set.begin(), set.end());
         ids_.emplace(hash, id);
-        return take(id);
+        return acquire(id);
     }
-    uint32_t take(uint32_t id) {
+    uint32_t acquire(uint32_t id) {
         ++records_[id].users;
         return id;
     }
-    void give_back(uint32_t id) {
-        if (id == kNobody || --records_[id].users) return;
+    void release(uint32_t id) {
+        if (id == kEmptySet || --records_[id].users) return;
         auto found = ids_.equal_range(hash_of(records_[id].set)).first;
         while (found->second != id) ++found;
         ids_.erase(found);
@@ -151,48 +151,48 @@ class Shard {
   public:
     struct __attribute__((packed, aligned(4))) Entry {
         Key key;
-        uint32_t set = kNobody;  // kNobody: the place is free
+        uint32_t set = kEmptySet;  // kEmptySet: the entry is free
     };
     std::vector<Entry> entries;
     size_t used = 0;
 
     uint32_t find(const Key &key) const {
-        if (entries.empty()) return kNobody;
-        return entries[place_of(key)].set;
+        if (entries.empty()) return kEmptySet;
+        return entries[index_of(key)].set;
     }
-    // Where the key is or may be put.
+    // The key's entry, or the free one where it may be put.
     Entry &at(const Key &key) {
         if (4 * (used + 1) > 3 * entries.size()) resize(std::max<size_t>(2 * entries.size(), 8));
-        return entries[place_of(key)];
+        return entries[index_of(key)];
     }
     void put(Entry &entry, const Key &key, uint32_t set) {
-        used += entry.set == kNobody;
+        used += entry.set == kEmptySet;
         entry.key = key;
         entry.set = set;
     }
-    // Frees the place, and moves up those that had to go past it.
+    // Frees the entry, and moves back entries that had been displaced by it.
     void erase(Entry &entry) {
         const size_t mask = entries.size() - 1;
         size_t hole = &entry - entries.data();
-        for (size_t at = (hole + 1) & mask; entries[at].set != kNobody; at = (at + 1) & mask) {
+        for (size_t at = (hole + 1) & mask; entries[at].set != kEmptySet; at = (at + 1) & mask) {
             const Key key = entries[at].key;
             if (((at - key.hash()) & mask) >= ((at - hole) & mask)) entries[hole] = entries[at], hole = at;
         }
-        entries[hole].set = kNobody;
+        entries[hole].set = kEmptySet;
         --used;
     }
     void resize(size_t size) {
         std::vector<Entry> before(size);
         before.swap(entries);
         for (const Entry &entry : before)
-            if (entry.set != kNobody) entries[place_of(entry.key)] = entry;
+            if (entry.set != kEmptySet) entries[index_of(entry.key)] = entry;
     }
 
   private:
-    size_t place_of(const Key key) const {
+    size_t index_of(const Key key) const {
         const size_t mask = entries.size() - 1;
         size_t at = key.hash() & mask;
-        while (entries[at].set != kNobody && (entries[at].key.head != key.head || entries[at].key.tail != key.tail))
+        while (entries[at].set != kEmptySet && (entries[at].key.head != key.head || entries[at].key.tail != key.tail))
             at = (at + 1) & mask;
         return at;
     }
@@ -201,45 +201,45 @@ class Shard {
 struct Table {
     int64_t max_blocks, num_blocks = 0, dropped = 0;
     Shard shards[kNumShards];
-    Sets sets;
-    Set alive;                                           // of the prompt that is being matched
-    std::vector<std::pair<int64_t, uint32_t>> ahead;  // likewise
+    SharedSets sets;
+    Set alive;                                           // slots that hold every block of the prompt so far
+    std::vector<std::pair<int64_t, uint32_t>> pending;  // look-ups in the prompt still to be used
 
     explicit Table(int64_t max_blocks) : max_blocks(max_blocks) {}
 
     uint32_t holders(const Key &key) const { return shards[key.shard()].find(key); }
 };
 
-// What happens to one block of one node: the set after it for the set before. The last answer is kept, with its sets.
-class Change {
+// Adds one node to blocks' sets, or removes it. The result for the last set is kept, as neighbours often have the same.
+class Update {
   public:
-    Change(Table &table, bool is_stored, bool is_in_dram, uint32_t slot, uint32_t dram_slot)
+    Update(Table &table, bool is_stored, bool is_in_dram, uint32_t slot, uint32_t dram_slot)
         : table_(table), is_stored_(is_stored), is_in_dram_(is_in_dram), slot_(slot), dram_slot_(dram_slot) {}
-    ~Change() { forget(); }
+    ~Update() { forget(); }
 
-    // How many blocks more the node holds.
+    // Returns the change in the number of blocks that the node holds.
     int apply(const Key &key) {
         Shard &shard = table_.shards[key.shard()];
-        if (!is_stored_ && shard.find(key) == kNobody) return 0;
+        if (!is_stored_ && shard.find(key) == kEmptySet) return 0;
         Shard::Entry &entry = shard.at(key);
-        if (!has_answer_ || entry.set != before_) answer(entry.set);
+        if (!is_computed_ || entry.set != before_) compute(entry.set);
         if (after_ == before_) return 0;
-        if (before_ == kNobody && table_.num_blocks >= table_.max_blocks) {
+        if (before_ == kEmptySet && table_.num_blocks >= table_.max_blocks) {
             ++table_.dropped;
             return 0;
         }
-        table_.num_blocks += (before_ == kNobody) - (after_ == kNobody);
-        table_.sets.give_back(before_);
-        if (after_ == kNobody) {
+        table_.num_blocks += (before_ == kEmptySet) - (after_ == kEmptySet);
+        table_.sets.release(before_);
+        if (after_ == kEmptySet) {
             shard.erase(entry);
         } else {
-            shard.put(entry, key, table_.sets.take(after_));
+            shard.put(entry, key, table_.sets.acquire(after_));
         }
         return gained_;
     }
 
   private:
-    void answer(uint32_t before) {
+    void compute(uint32_t before) {
         forget();
         Set set = table_.sets[before];
         const bool held = holds(set, slot_);
@@ -251,20 +251,20 @@ class Change {
             remove(set, dram_slot_);
         }
         gained_ = int(is_stored_) - int(held);
-        has_answer_ = true;
-        before_ = before == kNobody ? kNobody : table_.sets.take(before);
-        after_ = table_.sets.take(set);
+        is_computed_ = true;
+        before_ = before == kEmptySet ? kEmptySet : table_.sets.acquire(before);
+        after_ = table_.sets.acquire(set);
     }
     void forget() {
-        if (!has_answer_) return;
-        table_.sets.give_back(before_);
-        table_.sets.give_back(after_);
+        if (!is_computed_) return;
+        table_.sets.release(before_);
+        table_.sets.release(after_);
     }
     Table &table_;
     const bool is_stored_, is_in_dram_;
     const uint32_t slot_, dram_slot_;
-    bool has_answer_ = false;
-    uint32_t before_ = kNobody, after_ = kNobody;
+    bool is_computed_ = false;
+    uint32_t before_ = kEmptySet, after_ = kEmptySet;
     int gained_ = 0;
 };
 
@@ -275,15 +275,15 @@ struct Matching {
     int64_t size;
     double *runs;
     int64_t longest = 0;
-    uint32_t superset = kNobody;  // of those that are alive
+    uint32_t superset = kEmptySet;  // a set that contains `alive`
     bool ok = true;
 
     uint32_t holders(int64_t at) {
         Key key;
         ok = ok && read_key(keys, at, &key);
-        return ok ? table.holders(key) : kNobody;
+        return ok ? table.holders(key) : kEmptySet;
     }
-    // Whether all that are alive are in the set. Neighbours often have the same one.
+    // Whether the set contains `alive`. Neighbours often have the same one.
     bool has_all(uint32_t set) {
         if (set == superset) return true;
         if (!is_subset(table.alive, table.sets[set])) return false;
@@ -297,14 +297,14 @@ struct Matching {
                 runs[64 * int64_t(word.at) + __builtin_ctzll(bits)] = run;
     }
     void match(Bits retired) {
-        Set &alive = table.alive;  // who holds every block up to `low`
+        Set &alive = table.alive;  // slots that hold every block up to `low`
         superset = holders(0);
         alive = table.sets[superset];
         if (retired.size) subtract(alive, retired);
         int64_t low = 1;
         for (int ends = 0; ends < kFewEnds; ++ends) {
             if (alive.empty() || !ok) return;
-            for (int64_t high = size; low < high;) {  // the first block that one of them lacks
+            for (int64_t high = size; low < high;) {  // find the first block that one of them lacks
                 const int64_t middle = (low + high) >> 1;
                 if (has_all(holders(middle))) {
                     low = middle + 1;
@@ -318,17 +318,17 @@ struct Matching {
         }
         find_ends(low - 1);
     }
-    // Many runs end in `keys`: halve what lies between two look-ups until nobody drops out there.
+    // Many runs end in `keys`: halve the interval between two look-ups until no slot drops out inside it.
     void find_ends(int64_t low) {
         Set &alive = table.alive;
-        auto &ahead = table.ahead;  // positions looked at already, the nearest last
-        ahead.assign(1, {size - 1, holders(size - 1)});
-        while (!ahead.empty() && !alive.empty() && ok) {
-            const auto [high, nodes] = ahead.back();
+        auto &pending = table.pending;  // positions already looked up, the nearest last
+        pending.assign(1, {size - 1, holders(size - 1)});
+        while (!pending.empty() && !alive.empty() && ok) {
+            const auto [high, nodes] = pending.back();
             const bool all_hold = has_all(nodes);
-            if (!all_hold && high - low > 1) {  // somebody has dropped out between
+            if (!all_hold && high - low > 1) {  // some slot dropped out in between
                 const int64_t middle = (low + high) >> 1;
-                ahead.emplace_back(middle, holders(middle));
+                pending.emplace_back(middle, holders(middle));
                 continue;
             }
             if (!all_hold && high > low) {
@@ -336,7 +336,7 @@ struct Matching {
                 intersect(alive, table.sets[nodes]);
             }
             low = high;
-            ahead.pop_back();
+            pending.pop_back();
         }
         if (!alive.empty()) assign(size);
     }
@@ -347,10 +347,10 @@ void delete_table(Table *table) { delete table; }
 int64_t num_blocks(const Table *table) { return table->num_blocks; }
 int64_t num_dropped(const Table *table) { return table->dropped; }
 
-// `events`: a sequence of (stored, key, …). How many blocks more the node holds.
+// `events`: a sequence of (stored, key, …). Returns the change in the number of blocks that the node holds.
 int64_t apply(Table *table, PyObject *events, uint32_t slot, uint32_t dram_slot, int is_ssd) {
     const bool is_in_dram = !is_ssd || slot == dram_slot;
-    Change stored(*table, true, is_in_dram, slot, dram_slot), removed(*table, false, is_in_dram, slot, dram_slot);
+    Update stored(*table, true, is_in_dram, slot, dram_slot), removed(*table, false, is_in_dram, slot, dram_slot);
     const ssize_t size = PySequence_Size(events);
     int64_t gained = 0;
     for (ssize_t at = 0; at < size; ++at) {
@@ -367,9 +367,9 @@ int64_t apply(Table *table, PyObject *events, uint32_t slot, uint32_t dram_slot,
     return gained;
 }
 
-// `keys` become readable in a node's cache. How many blocks more it holds.
+// `keys` become readable in a node's cache. Returns how many more blocks it holds.
 int64_t load(Table *table, PyObject *keys, uint32_t slot, uint32_t dram_slot, int is_ssd) {
-    Change stored(*table, true, !is_ssd || slot == dram_slot, slot, dram_slot);
+    Update stored(*table, true, !is_ssd || slot == dram_slot, slot, dram_slot);
     const ssize_t size = PySequence_Size(keys);
     int64_t gained = 0;
     Key key;
@@ -377,7 +377,7 @@ int64_t load(Table *table, PyObject *keys, uint32_t slot, uint32_t dram_slot, in
     return gained;
 }
 
-// Leading blocks of `keys` in each slot into `runs`. The longest one.
+// Writes the number of leading blocks of `keys` that each slot holds into `runs`. Returns the largest.
 int64_t match(Table *table, PyObject *keys, Bits retired, Array<double> runs) {
     std::fill_n(runs.data, runs.size, 0.0);
     Matching matching{*table, keys, PySequence_Size(keys), runs.data};
@@ -385,7 +385,7 @@ int64_t match(Table *table, PyObject *keys, Bits retired, Array<double> runs) {
     return matching.longest;
 }
 
-// A bytes object: 16 bytes for each block of a shard that stands in `slot`, its key and whether it does in `dram_slot`.
+// Returns a bytes object, 16 bytes for each block of a shard that `slot` holds: its key, and whether `dram_slot` does.
 PyObject *blocks_of(const Table *table, int shard, uint32_t slot, uint32_t dram_slot) {
     std::string found;
     for (const Shard::Entry &entry : table->shards[shard].entries) {
@@ -400,17 +400,17 @@ PyObject *blocks_of(const Table *table, int shard, uint32_t slot, uint32_t dram_
     return PyBytes_FromStringAndSize(found.data(), found.size());
 }
 
-// Takes the slots of `gone` out of the sets of one shard.
+// Removes the slots of `gone` from the sets of one shard.
 void drop(Table *table, int shard_at, Bits gone) {
     Shard &shard = table->shards[shard_at];
     for (Shard::Entry &entry : shard.entries) {
-        if (entry.set == kNobody) continue;
+        if (entry.set == kEmptySet) continue;
         if (is_disjoint(table->sets[entry.set], gone)) continue;
         Set set = table->sets[entry.set];
         subtract(set, gone);
-        table->sets.give_back(entry.set);
-        entry.set = table->sets.take(set);
-        if (entry.set == kNobody) --table->num_blocks, --shard.used;
+        table->sets.release(entry.set);
+        entry.set = table->sets.acquire(set);
+        if (entry.set == kEmptySet) --table->num_blocks, --shard.used;
     }
     size_t size = 8;
     while (3 * size < 4 * (shard.used + 1)) size *= 2;

@@ -22,7 +22,7 @@ NUM_SHARDS = 256
 MAX_SHARED = 1 << 16  # distinct sets kept for sharing
 MAX_MEMBERS = 1024
 FEW_BITS = 8
-FEW_ENDS = 4  # a prompt with few ends of runs: those who know its system prompt, and those who know the conversation
+FEW_ENDS = 4  # of runs within a prompt: usually some nodes hold its system prompt, and few the conversation
 
 
 class Slots(NamedTuple):
