@@ -91,7 +91,7 @@ class Dispatcher:
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
-        progress = self._admit(request)
+        progress = self._begin(request)
         self._running[request.request_id] = progress
         try:
             async with contextlib.aclosing(self._deltas(progress)) as deltas:
@@ -200,8 +200,8 @@ class Dispatcher:
     def _lost(self, info: NodeInfo) -> None:
         self._fleet.registry.call_failed(info, self._clock())
 
-    def _admit(self, request: InferenceRequest) -> _RunningRequest:
-        """Raises InvalidRequest, Overloaded or DeadlineExceeded, before anything is spent."""
+    def _begin(self, request: InferenceRequest) -> _RunningRequest:
+        """Check and count the request. Raises InvalidRequest, Overloaded or DeadlineExceeded."""
         if not len(request.tokens):
             raise InvalidRequest("the prompt has no token", "prompt")
         if (num_top := request.sampling.prompt_logprobs) is not None:

@@ -202,7 +202,7 @@ struct Table {
     int64_t max_blocks, num_blocks = 0, dropped = 0;
     Shard shards[kNumShards];
     SharedSets sets;
-    Set alive;                                           // slots that hold every block of the prompt so far
+    Set alive;                                          // slots that hold every block of the prompt so far
     std::vector<std::pair<int64_t, uint32_t>> pending;  // look-ups in the prompt still to be used
 
     explicit Table(int64_t max_blocks) : max_blocks(max_blocks) {}
