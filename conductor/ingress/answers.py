@@ -1,4 +1,4 @@
-"""Answers as a front door sees them grow: deltas of tokens become text, counts and times.
+"""Answers while they are generated: deltas of tokens become text, counts and times, the same for every API.
 
 Pure: no I/O and no clock of its own. It knows neither wire formats nor where a request runs.
 """
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Milliseconds on one monotonic clock, as the front door measured them."""
+    """Milliseconds on one monotonic clock, as ingress measured them."""
 
     ttft_ms: float
     mean_tbt_ms: float  # plain mean of the token gaps

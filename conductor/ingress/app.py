@@ -50,7 +50,7 @@ _PAGE_HEADERS = {
 
 
 class Ingress:
-    """The front doors of a cluster. ``status`` must be cheap: the status page and the metrics call it."""
+    """The HTTP and gRPC APIs of a cluster. ``status`` must be cheap: the status page and the metrics call it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What every front door shares: a request is checked, tokenized and made a job, and its answers come back in pieces.
+"""What all APIs share: a request is checked, tokenized and made a job, and its answers come back in pieces.
 
 It owns deadlines, the limit on running requests and the ranking of several answers; ``prompts`` tokenizes. It knows
 neither HTTP, gRPC nor any wire format, nor where a request runs: below it there is only ``conductor.api.Generator``.
