@@ -59,8 +59,9 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
 }
 
 // scores[t][lane] for KEYS keys and VECS * W lanes, over pairs of bfloat16: queries are [D / 2][lane], keys are read in
-// place.
-template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
+// place. Raises `top`, the largest score of each lane, if it is not null.
+template <int KEYS, int VECS>
+inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, vf* top = nullptr) {
     vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d += 2) {
         vi q[VECS];
@@ -69,7 +70,10 @@ template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, con
             for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
     }
     for (int t = 0; t < KEYS; t++)
-        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
+        for (int v = 0; v < VECS; v++) {
+            store(scores + (t * VECS + v) * W, acc[t][v]);
+            if (top) top[v] = larger(top[v], acc[t][v]);
+        }
 }
 
 // As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].

@@ -14,17 +14,6 @@ namespace mooncake {
 constexpr int TILE_KEYS = 128;     // tokens between updates of the largest score
 constexpr int TILE_LANES = PANEL;  // query rows in one row block
 
-// 2^x for x ≤ 0, to one part in 10^4: enough for what is rounded to bfloat16.
-inline vf exp2_roughly(vf x) {
-#if defined(__AVX512DQ__)
-    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
-    const vf p = ((f * 0.07944154f + 0.22741128f) * f + 0.69517630f) * f + 0.99992807f;
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
-#else
-    return exp2v(x);
-#endif
-}
-
 // W values as bfloat16 bits, each in its own lane.
 inline vu narrow_bits(const bf16* from) { return (vu)load(from) >> 16; }
 inline vu narrow_bits(const int8_t* from) { return (vu)load(from) >> 16; }
