@@ -23,18 +23,6 @@ inline vu narrow_bits(vf v) {
     return __builtin_convertvector(load_as<vh>(narrow), vu);
 }
 
-// Transposes [D][TILE_LANES] into `count` rows of D.
-inline void turn_back(const float* mixed, int count, int D, float* out) {
-    for (int first = 0; first < count; first += W)
-        for (int d = 0; d < D; d += W) {
-            vf block[W];
-#pragma GCC unroll 16
-            for (int i = 0; i < W; i++) block[i] = load(mixed + (d + i) * TILE_LANES + first);
-            transpose(block);
-            for (int i = 0; i < std::min(W, count - first); i++) store(out + (first + i) * D + d, block[i]);
-        }
-}
-
 // Columns of V as strips: [D / 32][tokens / 32][32][32].
 template <class T> inline void strips_of_values(const T* const* values, int tokens, int D, bf16* out) {
     for (int first = 0; first < tokens; first += STRIP_TOKENS)
@@ -186,7 +174,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     }
 
     for (int first = 0; first < rows; first += TILE_LANES)
-        turn_back(mixed + int64_t(first) * D, std::min(TILE_LANES, rows - first), D, turned + int64_t(first) * D);
+        turn_back<TILE_LANES>(mixed + int64_t(first) * D, std::min(TILE_LANES, rows - first), D, turned + int64_t(first) * D);
     results.put(item, turned, most, sums);
 }
 
