@@ -68,8 +68,8 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     balance_dwell_s: float = 60.0  # pause after a switch that was given up
     balance_node_dwell_s: float = 600.0  # between two switches of one node
     replicate: bool = True  # copy prefixes in high demand to more hosts, before everybody fetches them from one
-    replica_ttl_s: float = 120.0  # a copy not asked for in that time is dropped
-    max_tail_tokens: int = 64  # a prompt of which a switchable decode node lacks no more may stay there; 0: never
+    replica_ttl_s: float = 120.0  # a replica not requested for this long is dropped
+    max_tail_tokens: int = 64  # local prefill: most uncached tokens that a switchable decode node computes; 0: never
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes report; "": none
     ssd_mb_per_s: float = 1000.0  # assumed read rate of a store's SSD
 
@@ -96,9 +96,9 @@ class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     missed_probes: int = 3  # consecutive
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0
-    confirm_s: float = 5.0  # a suspect with complaints for this long is drained, unless it is the last of its role
-    clear_s: float = 10.0  # a suspect without complaints for this long is trusted again
-    probation_s: float = 60.0  # during it the first complaint isolates the node again
+    confirm_s: float = 5.0  # a suspect with faults for this long is drained, unless it is the last of its role
+    clear_s: float = 10.0  # a suspect without faults for this long is trusted again
+    probation_s: float = 60.0  # during it the first fault isolates the node again
 
 
 class DirectorySection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
