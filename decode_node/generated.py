@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
@@ -46,7 +47,7 @@ class GeneratedBlocks:
     def forget(self, request_id: str) -> None:
         self._watched.pop(request_id, None)
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -76,13 +77,13 @@ class GeneratedBlocks:
         """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first
         group's, without which they are useless."""
         key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
-        holding = sequence.holding
-        for group, (table, first) in enumerate(zip(holding.tables, holding.first_held, strict=True)):
+        blocks = sequence.blocks
+        for group, (table, first) in enumerate(zip(blocks.tables, blocks.first_held, strict=True)):
             if index >= first:
                 self._offer_page(table[index], page_key(key, group), key if group else parent, pool_address)
 
     def _offer_page(self, page: int, key: BlockKey, parent: bytes, pool_address: str) -> None:
-        self.thread.engine.block_pool.fork([page])
+        self.thread.engine.block_pool.retain([page])
 
         def done() -> None:
             self.thread.call(lambda engine: engine.block_pool.release([page]))

@@ -313,7 +313,7 @@ class Receiver:
 def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
     """On the engine's thread. A sequence that cannot start ends here: nobody else would free its blocks."""
     handoff = entry.handoff
-    entry.sequence.borrowed.num_exact = num_exact
+    entry.sequence.reused.num_exact = num_exact
     try:
         engine.start_reserved(handoff.request_id, first_tokens)
     except MooncakeError as error:

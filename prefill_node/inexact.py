@@ -35,11 +35,11 @@ class BlendedPrompt:
         self.let_go()
         blend, self._held = self._desk.take(self._pool, self._chunks, sequence.num_computed)
         self.num_tokens = blend.num_tokens if blend else 0
-        borrowed = sequence.borrowed
-        borrowed.blend = blend
+        reused = sequence.reused
+        reused.blend = blend
         if blend is not None:
-            borrowed.limit_exact(blend.first)
-        self.num_exact = borrowed.num_exact
+            reused.limit_exact(blend.first)
+        self.num_exact = reused.num_exact
 
     def let_go(self) -> None:
         """Idempotent."""
@@ -64,13 +64,13 @@ class InheritedPrompt:
         return self._found.end
 
     def admitted(self, stream: Stream, sequence: Sequence) -> None:
-        borrowed = sequence.borrowed
-        stream.inherited, borrowed.hidden = None, None
+        reused = sequence.reused
+        stream.inherited, reused.hidden_states = None, None
         if self.num_tokens:  # the first load failed
             self._shop.host.counters["prompts_not_inherited"] += 1
-        self.num_tokens = len(borrowed.inherits)
-        if borrowed.inherits:
+        self.num_tokens = len(reused.variant_tokens)
+        if reused.variant_tokens:
             deadline = min(self._deadline.at_s, time.monotonic() + self._shop.host.config.store.lease_s)
             stream.inherited = self._found.load(sequence, self._leases.take, self._leases.end, deadline)
-            self.num_exact = borrowed.num_exact
+            self.num_exact = reused.num_exact
             self._shop.loader.submit(stream.inherited)

@@ -19,15 +19,16 @@ import numpy.typing as npt
 import torch
 
 from kvstore.client import StoreClient
+from mooncake.engine.hidden_states import HiddenStates
 from mooncake.engine.host import EngineHost
-from mooncake.engine.inherit import HiddenStates
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import MooncakeError
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.types import BlockKey, KVLayout, TokenIds
 from prefill_node.foreign import ForeignLease
-from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
+from prefill_node.loader import LeasedPrefix, PrefixLoad
 
 log = logging.getLogger(__name__)
 
@@ -88,14 +89,14 @@ class Inheritance:
     def load(self, sequence: Sequence, lease: Lease, release: Release, deadline: float) -> PrefixLoad:
         """Load what the just admitted sequence inherits, and tell the sequence where its hidden states will be and
         that its KV is no longer exact. On the engine's thread."""
-        borrowed, layout = sequence.borrowed, self.sender.layout
-        start = borrowed.inherits.start
-        first, end = (token // layout.block_tokens for token in (start, borrowed.inherits.stop))
+        reused, layout = sequence.reused, self.sender.layout
+        start = reused.variant_tokens.start
+        first, end = (token // layout.block_tokens for token in (start, reused.variant_tokens.stop))
         keys, store = self.keys[first:end], self.store
         area = HiddenArea(self.sender, end - first)
-        borrowed.hidden = area.states(start)
-        borrowed.limit_exact(start)
-        blocks = [BlockToLoad(i, sequence.holding.block_table[first + i], key) for i, key in enumerate(keys)]
+        reused.hidden_states = area.states(start)
+        reused.limit_exact(start)
+        blocks = [BlockToLoad(i, sequence.blocks.block_table[first + i], key) for i, key in enumerate(keys)]
         return PrefixLoad(
             sequence.request_id,
             blocks,

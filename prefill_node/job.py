@@ -14,7 +14,8 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine, StepOutput
-from mooncake.engine.holding import Borrowed
+from mooncake.engine.reused_kv import ReusedKV
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
@@ -32,7 +33,7 @@ from prefill_node.foreign import ForeignPrefix
 from prefill_node.inexact import BlendedPrompt, InheritedPrompt
 from prefill_node.inherit import Inheritance, Sender, find
 from prefill_node.leases import Leases
-from prefill_node.loader import BlockToLoad, PrefixLoad
+from prefill_node.loader import PrefixLoad
 from prefill_node.outlets import Outlets
 from prefill_node.stored_prefix import StoredPrefix
 from prefill_node.streamer import Stream
@@ -110,7 +111,7 @@ class PrefillJob:
             self._sampling,
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
-            borrowed=Borrowed(stored_blocks, self._inherited.end if self._inherited else 0),
+            reused=ReusedKV(stored_blocks, self._inherited.end if self._inherited else 0),
             hold_blocks=bool(self._request.decode_address),  # the sinks read them
             priority=self._request.priority,
             adapter=self._request.adapter,
@@ -118,7 +119,7 @@ class PrefillJob:
             is_chunk=self._is_chunk,
         )
         if self._store is not None and self._keys:
-            sequence.kept_from = self._outlets.last_full_token
+            sequence.keep_window_of = self._outlets.last_full_token
         return sequence
 
     async def clean_up(self) -> None:
@@ -267,7 +268,7 @@ class PrefillJob:
             self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         self._shop.host.thread.add(sequence, on_output)
-        num_open = 1 if sequence.is_first_leg and sequence.sampling.beam_search else sequence.sampling.num_answers
+        num_open = 1 if sequence.is_prefill_only and sequence.sampling.beam_search else sequence.sampling.num_answers
         while num_open:
             output = await self._deadline.wait_for(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):

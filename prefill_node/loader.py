@@ -24,6 +24,7 @@ from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.engine.kv_cache import HERE, Arrival, Mirror
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
@@ -43,16 +44,6 @@ class LeasedPrefix:
     expires_s: float
     slots: list[int]
     checksums: list[npt.NDArray[np.uint64]]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockToLoad:
-    """One page of a block, of any group of layers."""
-
-    index: int  # in the lease
-    block_id: int  # in the cache
-    key: BlockKey
-    group: int = 0
 
 
 class PrefixLoad:

@@ -100,7 +100,7 @@ class PoolWrite:
 
     def hold(self, block_ids: list[int]) -> None:
         """On the engine's thread: hold the blocks until they are written, whatever happens to their sequence."""
-        self._shop.host.engine.block_pool.fork(block_ids)
+        self._shop.host.engine.block_pool.retain(block_ids)
         self._held += block_ids
 
     def let_go(self, engine: Engine) -> None:

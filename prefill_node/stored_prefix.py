@@ -11,11 +11,12 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.host import EngineHost
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 from prefill_node.foreign import ForeignLease, ForeignPrefix
 from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
-from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
+from prefill_node.loader import LeasedPrefix, PrefixLoad
 
 
 class StoredPrefix:

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.kv_cache import Mirror
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import KVLoadFailed
 from mooncake.page_groups import UNIFORM, PageGroups, page_key, page_number
-from mooncake.types import BlockKey
-from prefill_node.loader import BlockToLoad, PrefixLoad
+from prefill_node.loader import PrefixLoad
 from prefill_node.outbox import LayerRun, Outbox, Sink
 
 
@@ -93,11 +93,11 @@ class LayerStreamer:
     def wants_layers(self) -> bool:
         return bool(self._leaves or self.listeners or self._loads)
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         stream = self.streams.get(sequence.request_id)
         if stream is None or stream.is_closing:
             # Nobody would fill these blocks, and the engine must not consider them filled.
-            if to_load or sequence.borrowed.inherits:
+            if to_load or sequence.reused.variant_tokens:
                 raise KVLoadFailed("the request is gone", (sequence.request_id,))
             return
         # Admitted again after a failed load: there is nothing to load any more.
@@ -107,7 +107,7 @@ class LayerStreamer:
 
     def begin_step(self, plan: StepPlan) -> None:
         self._step, self._loads = [], []
-        for entry in plan.inherited:
+        for entry in plan.variant_entries:
             stream = self._begin(entry.sequence.request_id)
             if stream is None or stream.inherited is None:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
@@ -177,15 +177,15 @@ class LayerStreamer:
                     outbox.kick(sink)
         self._step, self._loads, self._leaves = [], [], False
 
-    def _pages_to_load(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> list[BlockToLoad]:
+    def _pages_to_load(self, sequence: Sequence, to_load: list[BlockToLoad]) -> list[BlockToLoad]:
         """The other groups' pages for these blocks; they follow those of the whole prefix."""
-        holding, pages = sequence.holding, [BlockToLoad(*block) for block in to_load]
+        blocks, pages = sequence.blocks, list(to_load)
         begin, end = pages[0].index, pages[-1].index + 1
         place = end
         for group in range(1, self.groups.num_groups):
-            for index in range(max(begin, holding.first_held[group]), end):
+            for index in range(max(begin, blocks.first_held[group]), end):
                 key = page_key(sequence.block_keys[index], group)
-                pages.append(BlockToLoad(place, holding.tables[group][index], key, group))
+                pages.append(BlockToLoad(place, blocks.tables[group][index], key, group))
                 place += 1
         return pages
 
@@ -193,6 +193,6 @@ class LayerStreamer:
 def _runs(sequence: Sequence, stream: Stream, first: int, end: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """For each group, the wanted pages of blocks ``first`` ≤ i < ``end`` that the sequence has."""
     wanted = stream.first_pages or (0,)
-    holding = sequence.holding
-    firsts = [min(max(first, held, asked), end) for held, asked in zip(holding.first_held, wanted, strict=True)]
-    return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, holding.tables, strict=True))
+    blocks = sequence.blocks
+    firsts = [min(max(first, held, asked), end) for held, asked in zip(blocks.first_held, wanted, strict=True)]
+    return tuple((begin, tuple(table[begin:end])) for begin, table in zip(firsts, blocks.tables, strict=True))

@@ -21,13 +21,14 @@ from mooncake.app.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.engine import StepHook, StepPlan
 from mooncake.engine.host import CachePlan
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.types import BlockKey, Role
+from mooncake.types import Role
 from prefill_node.role import PrefillRole
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class BothHooks:
     def __init__(self, first: StepHook, second: StepHook) -> None:
         self._hooks = (first, second)
 
-    def admitted(self, sequence: EngineSequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: EngineSequence, to_load: list[BlockToLoad]) -> None:
         for hook in self._hooks:
             hook.admitted(sequence, to_load)
 

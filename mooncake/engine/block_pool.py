@@ -170,8 +170,8 @@ class BlockPool:
                 cached.move_to_end(ancestor)
                 ancestor = known.get(parents[ancestor])
 
-    def fork(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each block: another table shares them. Writers ask ``needs_copy`` first."""
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """One more reference to each block, to be dropped by ``release``. Writers ask ``needs_copy`` first."""
         self._check_in_use(block_ids)
         for block_id in block_ids:
             self._references[block_id] += 1

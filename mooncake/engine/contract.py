@@ -14,13 +14,13 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import torch
 
-from mooncake.engine.scheduler import StepPlan
+from mooncake.engine.scheduler import BlockToLoad, StepPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.page_groups import UNIFORM, PageGroups
-from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
 class HasVocabulary(Protocol):
@@ -100,10 +100,10 @@ class StepHook(LayerHook, Protocol):
     A KVLoadFailed from any method but ``end_step`` abandons the step: no sequence advances.
     """
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
-        """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key), each with the sequence's pages of that block in other groups of layers. Called once
-        per admission, even when there is nothing to load."""
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
+        """The sequence has its blocks. Those ``to_load`` must be filled before their layers are read, and so must the
+        sequence's pages of the same blocks in other groups of layers. Called once per admission, even when there is
+        nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """The step's first layer is next. Called again for the same sequences after an abandoned step.
@@ -117,7 +117,7 @@ class StepHook(LayerHook, Protocol):
 
 
 class _NoStepHook(NoHook):
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         if to_load:
             raise KVLoadFailed("there is nothing to load blocks with", (sequence.request_id,))
 

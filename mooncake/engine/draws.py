@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from mooncake.engine.randomness import uniforms
-from mooncake.engine.sampler import keep_draw
+from mooncake.engine.sampler import pack_sampling
 from mooncake.engine.sequence import Sequence
 from mooncake.model.device_sampler import Draws
 
@@ -27,7 +27,9 @@ class DrawBuilder:
         """``positions`` are those of the tokens to be drawn. None when all sequences are greedy."""
         if sequences != self._sequences:
             self._sequences = sequences
-            self._kept = np.frombuffer(b"".join(sequence.draw or keep_draw(sequence) for sequence in sequences), _KEPT)
+            self._kept = np.frombuffer(
+                b"".join(sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences), _KEPT
+            )
             is_cut = (self._kept["top_k"] > 0) | (self._kept["top_p"] < 1)
             self._cut_rows = np.flatnonzero(is_cut & (self._kept["temperature"] > 0))
         kept = self._kept

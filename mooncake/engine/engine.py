@@ -30,13 +30,13 @@ from mooncake.engine.contract import (
 )
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.gate import Gate
-from mooncake.engine.inherit import hidden_of
+from mooncake.engine.hidden_states import hidden_states_of
 from mooncake.engine.roster import Roster
 from mooncake.engine.run_ahead import RunAhead
 from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
 from mooncake.engine.searches import Searches, first_candidates, handed_candidates, rows_of
-from mooncake.engine.sequence import UNDER_WAY, Sequence, SequenceState
+from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
@@ -101,10 +101,12 @@ class Engine:
             config.groups,
         )
         usual_tokens = (config.chunk_tokens or config.max_model_len) + config.max_sequences
-        self._batches = BatchBuilder(self._scheduler.blocks.tables, config.block_tokens, usual_tokens, config.groups)
+        self._batches = BatchBuilder(
+            self._scheduler.block_manager.tables, config.block_tokens, usual_tokens, config.groups
+        )
         self._roster = Roster()
         self._num_computed_tokens = self._num_blended_tokens = self._num_inherited_tokens = 0
-        self._costs = StepCosts(config, self._scheduler.blocks.swap)
+        self._costs = StepCosts(config, self._scheduler.block_manager.swap)
         self._num_drafted = self._num_accepted = 0
         if config.speculative_tokens:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
@@ -127,8 +129,8 @@ class Engine:
             self._roster.enter(sequence)
             self._scheduler.add(sequence)
         except BaseException:  # including KeyboardInterrupt, which can come anywhere
-            self._scheduler.withdraw(sequence)
-            self._roster.withdraw(sequence)
+            self._scheduler.undo_add(sequence)
+            self._roster.undo_add(sequence)
             raise
 
     def abort(self, request_id: str) -> None:
@@ -144,7 +146,7 @@ class Engine:
         """One of several answers is no longer wanted; the others continue, and no output is produced. Idempotent."""
         for sequence in self._roster.answers_to(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
-            if is_it and sequence.state in UNDER_WAY:
+            if is_it and sequence.state in SCHEDULABLE:
                 self._retire(sequence)
                 self._roster.close(request_id)
 
@@ -170,7 +172,7 @@ class Engine:
         sequence.num_cached_tokens = first_block * self.config.block_tokens
         self._roster.enter(sequence)
         spans = self.config.groups.spans_behind(sequence.num_tokens, first_block, self.config.block_tokens)
-        pages = [table[index] for table, span in zip(sequence.holding.tables, spans, strict=True) for index in span]
+        pages = [table[index] for table, span in zip(sequence.blocks.tables, spans, strict=True) for index in span]
         return Reservation(first_block, pages)
 
     def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
@@ -213,17 +215,17 @@ class Engine:
         sequence = self._roster.get(request_id)
         if sequence is None:
             return
-        sequence.borrowed.external_blocks = sequence.borrowed.inheritable_blocks = 0
-        if sequence.state is SequenceState.RUNNING and sequence.holding.is_loading:
+        sequence.reused.external_blocks = sequence.reused.variant_blocks = 0
+        if sequence.state is SequenceState.RUNNING and sequence.blocks.is_loading:
             self._not_announced = deque(a for a in self._not_announced if a.sequence is not sequence)
-            self._scheduler.put_back(sequence)
+            self._scheduler.requeue(sequence)
 
     def rewind_failed(self, error: KVLoadFailed) -> list[str]:
         """Rewind the sequences that an abandoned step's error names, or all that are loading. Returns their ids.
 
         Empty when none of them was loading: then the next step would fail in the same way.
         """
-        loading = [sequence.request_id for sequence in self._scheduler.running if sequence.holding.is_loading]
+        loading = [sequence.request_id for sequence in self._scheduler.running if sequence.blocks.is_loading]
         failed = [request_id for request_id in loading if not error.request_ids or request_id in error.request_ids]
         for request_id in failed:
             self.rewind(request_id)
@@ -248,10 +250,10 @@ class Engine:
             self.is_stalled = False
             self._ahead.go_on()
         else:
-            self._scheduler.drafts = self._costs.drafts_pay
+            self._scheduler.uses_drafts = self._costs.drafts_pay
             plan = self._scheduler.plan(self._costs.budget)
             self._settle(plan)
-            if plan.entries or plan.inherited:
+            if plan.entries or plan.variant_entries:
                 self._run(plan, hook)
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -269,14 +271,14 @@ class Engine:
         self._give_up_ahead()
         for sequence in [*self._scheduler.running, *self._scheduler.waiting]:
             is_meant = wanted is None or sequence.request_id in wanted
-            if is_meant and sequence.state in UNDER_WAY:  # otherwise it ended with another beam of its search
+            if is_meant and sequence.state in SCHEDULABLE:  # otherwise it ended with another beam of its search
                 self._break_off(sequence)
                 self._tell_end(sequence, error)
         self._roster.close_lost()  # answers that would have started with the step
 
     def match(self, keys: list[BlockKey]) -> int:
         """How many leading blocks need not be computed; from other threads only a hint."""
-        return self._scheduler.blocks.match(keys)
+        return self._scheduler.block_manager.match(keys)
 
     def drop_cached(self) -> None:
         """Forget every block that no sequence holds."""
@@ -296,10 +298,10 @@ class Engine:
             blocks_cached=pool.num_cached,
             blocks_in_use=pool.num_in_use,
             preemptions=self._scheduler.num_preemptions,
-            swapped_blocks=self._scheduler.blocks.num_swapped,
-            forks=self._scheduler.blocks.num_forks,
-            shared_blocks=self._scheduler.blocks.num_shared,
-            copied_blocks=self._scheduler.blocks.num_copies,
+            swapped_blocks=self._scheduler.block_manager.num_swapped,
+            forks=self._scheduler.block_manager.num_forks,
+            shared_blocks=self._scheduler.block_manager.num_shared,
+            copied_blocks=self._scheduler.block_manager.num_copies,
             computed_tokens=self._num_computed_tokens,
             inherited_tokens=self._num_inherited_tokens,
             blended_tokens=self._num_blended_tokens,
@@ -309,7 +311,9 @@ class Engine:
 
     def _settle(self, plan: StepPlan) -> None:
         """Apply decisions of a plan that hold whether or not its step succeeds."""
-        self.is_stalled = not (plan.entries or plan.inherited or plan.failures or plan.has_preempted or self._outputs)
+        self.is_stalled = not (
+            plan.entries or plan.variant_entries or plan.failures or plan.has_preempted or self._outputs
+        )
         self._copy_blocks(plan.copies)
         self._not_announced += plan.admissions
         for sequence, error in plan.failures:
@@ -320,7 +324,7 @@ class Engine:
         for source, target in copies:
             self.cache.copy_block(source, target)
         if copies:
-            self._scheduler.blocks.swap.note_copies(len(copies), (time.perf_counter() - started_s) * 1e3)
+            self._scheduler.block_manager.swap.note_copies(len(copies), (time.perf_counter() - started_s) * 1e3)
 
     def _run(self, plan: StepPlan, hook: StepHook) -> None:
         started_s = time.monotonic()
@@ -329,8 +333,8 @@ class Engine:
         if self._ahead is not None and self._ahead.takes(plan, hook):
             self._ahead.run(plan, hook)
             return
-        if plan.inherited:
-            self._inherit(plan.inherited, hook)
+        if plan.variant_entries:
+            self._inherit(plan.variant_entries, hook)
             if not plan.entries:
                 hook.end_step(plan)
                 return
@@ -343,14 +347,14 @@ class Engine:
         ends = ends_of(ended, self._answers_of)
         finished = self._draw(ends, logits)
         beams = rows_of(ends.beams, logits)
-        if batch.reuse is None and not plan.inherited:
+        if batch.reuse is None and not plan.variant_entries:
             self._costs.note(plan.entries, num_tokens, (time.monotonic() - started_s) * 1e3)
         elif batch.reuse is not None:  # not comparable with other steps
             self._num_blended_tokens += batch.reuse.num_tokens
-        finished += [self._hand_on(*beam) for beam in beams if beam[0].is_first_leg]
+        finished += [self._hand_on(*beam) for beam in beams if beam[0].is_prefill_only]
         failed = (entry.sequence for entry in plan.entries if entry.sequence.failure is not None)
         finished += [sequence for sequence in failed if sequence not in finished]
-        searches = self._searches.park([beam for beam in beams if not beam[0].is_first_leg])
+        searches = self._searches.park([beam for beam in beams if not beam[0].is_prefill_only])
         try:
             hook.end_step(plan)
         finally:
@@ -364,7 +368,7 @@ class Engine:
         that cannot have the rest starts over."""
         assert isinstance(self._model, RecomputingModel) and self.config.own_layers is not None
         batch, _ = self._batches.build(entries)
-        self._model.recompute(self.config.own_layers, batch, self.cache.tensor, hook, hidden_of(entries))
+        self._model.recompute(self.config.own_layers, batch, self.cache.tensor, hook, hidden_states_of(entries))
         self._num_inherited_tokens += len(batch.tokens)
         for entry in entries:
             entry.sequence.num_computed = entry.end
@@ -418,9 +422,9 @@ class Engine:
             num_accepted += 1
             sequence.num_computed += 1
             ends = bool(self._take_tokens([sequence], self._sampler.sample(logits[place : place + 1], [sequence])))
-        if (sequence.holding.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
+        if (sequence.blocks.num_sealed + 1) * self.config.block_tokens <= sequence.num_computed:
             self._seal(sequence)
-        self._scheduler.blocks.roll_back(sequence)
+        self._scheduler.block_manager.free_rejected(sequence)
         assert sequence.draft_memory is not None
         sequence.draft_memory.judge(len(draft), num_accepted, sequence.num_tokens)
         self._num_drafted += len(draft)
@@ -433,7 +437,7 @@ class Engine:
         if sequence.has_forked:
             return [sequence]
         sequence.has_forked = True
-        others = [sequence.spawn(choice) for choice in range(1, sequence.sampling.num_answers)]
+        others = [sequence.fork_answer(choice) for choice in range(1, sequence.sampling.num_answers)]
         self._roster.expect(sequence.root_id, len(others))
         return [sequence, *others]
 
@@ -458,7 +462,7 @@ class Engine:
         while self._not_announced:
             admission = self._not_announced.popleft()
             sequence = admission.sequence
-            if sequence.state is SequenceState.RUNNING and sequence.holding.block_table:
+            if sequence.state is SequenceState.RUNNING and sequence.blocks.block_table:
                 hook.admitted(sequence, admission.to_load)
 
     def _advance(self, plan: StepPlan, num_tokens: int) -> None:
@@ -467,18 +471,18 @@ class Engine:
         block_tokens = self.config.block_tokens
         for sequence, first, count, num_draft in plan.entries:
             sequence.num_computed = num_computed = first + count - num_draft
-            holding = sequence.holding
-            holding.is_loading = False
-            if (holding.num_sealed + 1) * block_tokens <= num_computed:
+            blocks = sequence.blocks
+            blocks.is_loading = False
+            if (blocks.num_sealed + 1) * block_tokens <= num_computed:
                 self._seal(sequence)
-            if num_computed >= holding.gives_up_at:
-                self._scheduler.blocks.give_up(sequence)
+            if num_computed >= blocks.out_of_window_at:
+                self._scheduler.block_manager.free_out_of_window(sequence)
 
     def _seal(self, sequence: Sequence) -> None:
         """Let others share the blocks that are now full."""
         sequence.extend_keys(self.config.block_tokens)
-        end = max(sequence.holding.num_sealed, sequence.num_shareable // self.config.block_tokens)
-        self._scheduler.blocks.seal(sequence, end)
+        end = max(sequence.blocks.num_sealed, sequence.num_shareable // self.config.block_tokens)
+        self._scheduler.block_manager.seal(sequence, end)
 
     def _complete(self, sequence: Sequence) -> None:
         """It has its last token, or cannot have it."""
@@ -488,7 +492,7 @@ class Engine:
             return
         else:
             if isinstance(sequence.failure, NotFinite):  # the content of its blocks may be the cause
-                self._scheduler.blocks.discard(sequence)
+                self._scheduler.block_manager.discard(sequence)
             self._tell_end(sequence, sequence.failure)
         if sequence.hold_blocks:
             self._scheduler.finish(sequence, hold=True)
@@ -515,7 +519,7 @@ class Engine:
 
     def _break_off(self, sequence: Sequence) -> None:
         """It ends early; blocks that others may be reading or filling stay."""
-        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.holding.is_loading):
+        if sequence.state is SequenceState.RUNNING and (sequence.hold_blocks or sequence.blocks.is_loading):
             self._scheduler.finish(sequence, hold=True)
         else:
             self._retire(sequence)

@@ -62,7 +62,7 @@ class Roster:
         self.close(root_id)
         self._failures.append((root_id, error))
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def undo_add(self, sequence: Sequence) -> None:
         """As if it had never entered, however far it got."""
         self._sequences.pop(sequence.request_id, None)
         self._open.pop(sequence.root_id, None)

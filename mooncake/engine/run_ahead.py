@@ -104,9 +104,9 @@ class RunAhead:
 
     def leave(self, sequence: Sequence) -> None:
         """Its blocks are about to be released: the running step keeps them, if it may touch them."""
-        step, pages = self._under_way, sequence.holding.pages
+        step, pages = self._under_way, sequence.blocks.pages
         if step is not None and pages and any(entry.sequence is sequence for entry in step.entries):
-            self._scheduler.pool.fork(pages)
+            self._scheduler.pool.retain(pages)
             step.kept.append(pages)
 
     def give_up(self) -> None:
@@ -165,7 +165,7 @@ class RunAhead:
         if min(drawn, default=0) < 0:
             for entry, token in zip(plan.entries, drawn, strict=True):
                 if token < 0:
-                    entry.sequence.lose_opinion()
+                    entry.sequence.fail_not_finite()
         if drawn:
             finished = self._take(plan, drawn, len(current.entries))
             self._costs.note(current.entries, len(current.entries), (time.monotonic() - current.started_s) * 1e3)
@@ -195,7 +195,7 @@ def _is_drawn_on_device(sequence: Sequence) -> bool:
     """Whether only its newest token is to be computed, and the next one depends only on logits and a random number."""
     return (
         sequence.num_computed + 1 == sequence.num_tokens
-        and not sequence.holding.is_loading
+        and not sequence.blocks.is_loading
         and sequence.has_forked
         and not sequence.is_beam
         and not sequence.edits_logits

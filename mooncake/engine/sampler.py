@@ -59,12 +59,12 @@ class Sampler:
         elif is_plain:
             tokens = self._library.sample(logits, edited)
         else:
-            draws = [sequence.draw or keep_draw(sequence) for sequence in sequences]
+            draws = [sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences]
             tokens = self._library.sample(logits, edited, b"".join(draws), list(map(_NUM_TOKENS, sequences)))
         if -1 in tokens:
             for token, sequence in zip(tokens, sequences, strict=True):
                 if token < 0:
-                    sequence.lose_opinion()
+                    sequence.fail_not_finite()
         if is_plain:
             return list(zip(tokens, repeat(None), strict=False))
         wanted = [
@@ -107,7 +107,7 @@ class Sampler:
             logits = self._guided(logits, sequence)
         if sampling.allowed_token_ids:
             logits = _only(logits, _allowed(sequence))
-        if sampling.min_tokens and sequence.must_go_on:
+        if sampling.min_tokens and sequence.is_below_min_tokens:
             logits = _without(logits, [token_id for token_id in sequence.stop_ids if 0 <= token_id < len(logits)])
         return _without(logits, _ends_of_bad_words(sequence)) if sampling.bad_words else logits
 
@@ -135,12 +135,14 @@ def _most_likely(logits: Row) -> int:
     return int((logits == best).argmax()) if np.isfinite(best) else -1
 
 
-def keep_draw(sequence: Sequence) -> bytes:
-    """A sequence's sampling parameters in the format of the C++ library, which do not change between steps."""
+def pack_sampling(sequence: Sequence) -> bytes:
+    """Pack a sequence's sampling parameters as the C++ library reads them, once: they do not change between steps."""
     sampling = sequence.sampling
     temperature = 0.0 if sampling.is_greedy else sampling.temperature
-    sequence.draw = DRAW.pack(temperature, sampling.top_p, sampling.min_p, max(0, sampling.top_k), sampling.seed)
-    return sequence.draw
+    sequence.packed_sampling = DRAW.pack(
+        temperature, sampling.top_p, sampling.min_p, max(0, sampling.top_k), sampling.seed
+    )
+    return sequence.packed_sampling
 
 
 def _chosen(rows: list[Row], sequences: Rows[Sequence]) -> list[int]:

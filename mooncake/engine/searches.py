@@ -14,7 +14,7 @@ import torch
 
 from mooncake.engine.beams import Beams, Candidate, best_candidates, num_candidates
 from mooncake.engine.contract import StepOutput
-from mooncake.engine.sequence import UNDER_WAY, Sequence
+from mooncake.engine.sequence import SCHEDULABLE, Sequence
 from mooncake.types import SampledToken, TokenLogprob
 
 Row = torch.Tensor  # logits [V] float32
@@ -81,7 +81,7 @@ class Searches:
             parent = old[candidate.beam]
             if candidate.beam in continued:  # fork before the parent itself continues
                 search.num_branches += 1
-                search.sequences.append(parent.branch(search.num_branches, candidate.token_id))
+                search.sequences.append(parent.fork_beam(search.num_branches, candidate.token_id))
             else:
                 search.sequences.append(parent)
             continued.add(candidate.beam)
@@ -101,7 +101,7 @@ class Searches:
         """End the request's search, if it has one. Idempotent."""
         search = self._searches.pop(root_id, None)
         for sequence in search.sequences if search else ():
-            if sequence.state in UNDER_WAY:
+            if sequence.state in SCHEDULABLE:
                 self._break_off(sequence)
 
     def _search_of(self, sequence: Sequence) -> Search:
@@ -133,7 +133,7 @@ def rows_of(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[tup
     rows: list[tuple[Sequence, Row]] = []
     for sequence, row in beams:
         if not math.isfinite(float(logits[row].max())):
-            sequence.lose_opinion()
+            sequence.fail_not_finite()
         elif sequence.failure is None:
             rows.append((sequence, logits[row]))
     return rows

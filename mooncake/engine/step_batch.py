@@ -84,20 +84,20 @@ class BatchBuilder:
                 return None
             newest.append(sequence.last_token)
             places.append(place)
-            holding = sequence.holding
-            slots.append(holding.block_table[place // size] * size + place % size)
+            blocks = sequence.blocks
+            slots.append(blocks.block_table[place // size] * size + place % size)
             lengths.append(place + 1)
-            rows.append(holding.row)
+            rows.append(blocks.row)
         decodes = self._decodes_of.get(len(rows))
         if decodes is None:
             decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._num_groups, self._places)
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
-            longest = max(len(entry.sequence.holding.block_table) for entry in entries)
+            longest = max(len(entry.sequence.blocks.block_table) for entry in entries)
             decodes.take(self._tables_of(rows, longest), _adapters(entries))  # act on every newest token
         for group in range(1, self._num_groups):
             slots += [
-                entry.sequence.holding.tables[group][place // size] * size + place % size
+                entry.sequence.blocks.tables[group][place // size] * size + place % size
                 for entry, place in zip(entries, places, strict=True)
             ]
         decodes.numbers[:] = [*newest, *places, *slots]
@@ -108,7 +108,7 @@ class BatchBuilder:
         firsts = np.array([entry.first for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
-        rows = np.array([entry.sequence.holding.row for entry in entries], np.int64)
+        rows = np.array([entry.sequence.blocks.row for entry in entries], np.int64)
         ends = firsts + counts
         starts = np.zeros(len(entries) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])

@@ -95,4 +95,4 @@ def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampl
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs.append(score)
         else:
-            sequence.lose_opinion()
+            sequence.fail_not_finite()

@@ -10,6 +10,7 @@ import pytest
 from mooncake.engine.contract import StartingModel
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.types import FinishReason, SampledToken, SamplingParams
@@ -47,7 +48,7 @@ class Watch:
         self.raises_at_begin: list[Exception] = []
         self.raises_at_end: list[Exception] = []
 
-    def admitted(self, sequence: Sequence, to_load: list[object]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -60,7 +61,7 @@ class Watch:
     def end_step(self, plan: StepPlan) -> None:
         assert self.begun is not None and {entry.sequence.request_id for entry in plan.entries} <= set(self.begun)
         assert all(entry.sequence.num_computed == entry.first + entry.num_tokens for entry in plan.entries)
-        assert all(entry.sequence.holding.block_table for entry in plan.entries)
+        assert all(entry.sequence.blocks.block_table for entry in plan.entries)
         self.begun = None
         if self.raises_at_end:
             raise self.raises_at_end.pop()
@@ -150,7 +151,7 @@ def hand_over(engine: Engine, name: str, prompt: list[int], sampling: SamplingPa
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = engine.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     seen += reservation.block_ids
     engine.start_reserved(name, [output.token for output in outputs])
 
@@ -372,7 +373,7 @@ def hand_over_with(
     tokens: list[SampledToken] = [o.token for o in sorted(run_all(source), key=lambda output: output.choice)]
     reservation = engine.reserve(hash_sequence(name, prompt, sampling, eos_ids=eos))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     engine.start_reserved(name, tokens)
 
 

@@ -89,7 +89,7 @@ def test_blocks_of_wrong_guesses_are_given_back() -> None:
         outputs += engine.step()
         engine.block_pool.check()
         for sequence in engine._scheduler.running:
-            assert len(sequence.holding.block_table) == -(-sequence.num_computed // BLOCK)
+            assert len(sequence.blocks.block_table) == -(-sequence.num_computed // BLOCK)
     assert answers(outputs) == {"r": true_answer(random_prompt(5, 0), 12)}
 
 

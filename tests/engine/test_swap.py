@@ -23,7 +23,7 @@ LONG = SamplingParams(max_tokens=24, temperature=0.0)
 
 
 def num_free_places(engine: Engine) -> int:
-    return engine._scheduler.blocks.swap.num_free
+    return engine._scheduler.block_manager.swap.num_free
 
 
 def test_what_was_kept_is_not_computed_again() -> None:
@@ -32,7 +32,7 @@ def test_what_was_kept_is_not_computed_again() -> None:
     computed = {}
     for num_places in (0, 64):
         engine = hash_engine(num_blocks=12, num_places=num_places)
-        engine._scheduler.blocks.swap.note_prompt(
+        engine._scheduler.block_manager.swap.note_prompt(
             1, 1e9
         )  # computing is the dearer of the two, however fast this model is
         for name, prompt in prompts.items():

@@ -15,10 +15,11 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.kv_cache import Arrival, KVCache
+from mooncake.engine.scheduler import BlockToLoad
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey, KVLayout
 from prefill_node.foreign import ForeignLease
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
+from prefill_node.loader import LeasedPrefix, Loader, PrefixLoad, lease_in_time
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 4

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mooncake.engine.engine import StepPlan
-from mooncake.engine.holding import Holding
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.sequence_blocks import SequenceBlocks
 from mooncake.hashing import Chain
 from mooncake.types import KVLayout, SamplingParams
 from prefill_node.outbox import LayerRun
@@ -45,7 +45,7 @@ def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     made = Sequence(
         name, tokens, num_tokens, SamplingParams(max_tokens=1), Chain(bytes(32)), eos_ids=(), max_model_len=99
     )
-    made.holding = Holding([blocks], [0])
+    made.blocks = SequenceBlocks([blocks], [0])
     return made
 
 

@@ -30,8 +30,8 @@ class HiddenStates:
         return self.blocks[places // block_tokens, places % block_tokens].float()
 
 
-def hidden_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
+def hidden_states_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
     """Those of a step's inherited tokens, in the order of its batch; None if their layers begin with the embeddings."""
-    given = [(entry.sequence.borrowed.hidden, entry) for entry in entries]
+    given = [(entry.sequence.reused.hidden_states, entry) for entry in entries]
     parts = [hidden.window(entry.first, entry.end) for hidden, entry in given if hidden is not None]
     return torch.cat(parts) if parts else None
