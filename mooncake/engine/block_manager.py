@@ -166,8 +166,12 @@ class BlockManager:
         blocks.num_writable = (index + 1) * self._block_tokens
         return True
 
-    def seal(self, sequence: Sequence, end: int) -> None:
-        """Let others share its blocks before ``end``, which are full."""
+    def seal_full(self, sequence: Sequence) -> None:
+        """Let others share its computed blocks that are full now, under their keys."""
+        end = sequence.num_shareable // self._block_tokens
+        if end <= sequence.blocks.num_sealed:
+            return
+        sequence.extend_keys(self._block_tokens)
         keys, blocks = sequence.block_keys, sequence.blocks
         for group, table in enumerate(blocks.tables):
             begin = max(blocks.num_sealed, blocks.first_held[group])

@@ -147,7 +147,7 @@ class EngineConfig:
     max_model_len: int = 2048  # tokens of prompt and answer
     max_waiting: int = 1024  # sequences; more are refused
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
-    speculative_tokens: int = 0  # maximum guesses per sequence and step; 0: none
+    speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
     own_layers: range | None = None  # the layers recomputed for tokens with another model's KV; None: no such tokens
     groups: PageGroups = UNIFORM  # of the cache's layers
@@ -207,5 +207,5 @@ class EngineLoad:
     computed_tokens: int  # computed by the model
     inherited_tokens: int  # those of which only some layers were computed
     blended_tokens: int  # computed tokens that had reusable KV, so that most left the pass after its first layers
-    drafted_tokens: int  # guesses
-    accepted_tokens: int  # guesses that were right
+    drafted_tokens: int  # proposed by speculation
+    accepted_tokens: int  # of those, the right ones

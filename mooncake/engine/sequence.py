@@ -107,7 +107,7 @@ class Sequence:
     # State kept here by others: the sampler, and what proposes draft tokens
 
     packed_sampling: bytes = field(default=b"", init=False)  # sampling parameters as the C++ sampler reads them
-    sampler_memory: object = field(default=None, init=False)
+    sampler_state: object = field(default=None, init=False)
     failure: MooncakeError | None = field(default=None, init=False)  # why no next token can be sampled: it ends
     draft_memory: DraftMemory | None = field(default=None, init=False)
 

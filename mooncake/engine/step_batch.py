@@ -1,4 +1,4 @@
-"""A step's plan as the arrays that the model reads, built in reused buffers.
+"""A step's plan as the ragged batch that the model reads, built in reused buffers.
 
 It does not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
 """
@@ -18,9 +18,9 @@ from mooncake.model.batch import ForwardBatch, Pages
 from mooncake.page_groups import UNIFORM, PageGroups
 
 
-class _Decodes:
-    """The batch of a number of decodes, in memory that is rewritten for each step. (Filling ctypes arrays takes half
-    as long as filling numpy's.)"""
+class _DecodeBatch:
+    """A batch of ``count`` decodes, in memory that is rewritten for each step. (Filling ctypes arrays takes half as
+    long as filling numpy's.)"""
 
     def __init__(self, count: int, num_groups: int, places: torch.Tensor | None) -> None:
         self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots per group
@@ -31,7 +31,7 @@ class _Decodes:
         self.tables: tuple[int, list[int]] = (-1, [])  # the tables' change count, and the rows, when they were copied
         self.batch: ForwardBatch
 
-    def take(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
+    def set_sequences(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
         """Switch to another set of sequences, or other blocks: [G, B, M]."""
         slots = self._columns[2:]
         self.batch = ForwardBatch(
@@ -58,17 +58,17 @@ class BatchBuilder:
         self._block_tokens = block_tokens
         self._tokens = np.empty(max_tokens, np.int64)
         self._positions = np.empty(max_tokens, np.int64)
-        self._decodes_of: dict[int, _Decodes] = {}  # by number of sequences
+        self._decode_batches: dict[int, _DecodeBatch] = {}  # by number of sequences
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
         """The batch, and the entries that reach the end of their tokens. Those have one row of logits each, in
-        order, plus one for each of their guesses. After all of these come the rows of scored prompts."""
-        if decodes := self._decodes(entries):
+        order, plus one for each of their draft tokens. After all of these come the rows of scored prompts."""
+        if decodes := self._decode_batch(entries):
             return decodes, entries
-        return self._chunks(entries)
+        return self._ragged_batch(entries)
 
-    def _decodes(self, entries: list[StepEntry]) -> ForwardBatch | None:
-        """The newest token of each, the usual case; None when there are other entries.
+    def _decode_batch(self, entries: list[StepEntry]) -> ForwardBatch | None:
+        """The newest token of each sequence, the usual case; None when there are other entries.
 
         The model's weights have just evicted everything from the CPU's caches, so the first use of anything is slow:
         one array operation takes 30 to 90 microseconds. So there is a single loop, and what has not changed is kept.
@@ -88,13 +88,14 @@ class BatchBuilder:
             slots.append(blocks.block_table[place // size] * size + place % size)
             lengths.append(place + 1)
             rows.append(blocks.row)
-        decodes = self._decodes_of.get(len(rows))
+        decodes = self._decode_batches.get(len(rows))
         if decodes is None:
-            decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._num_groups, self._places)
+            decodes = self._decode_batches[len(rows)] = _DecodeBatch(len(rows), self._num_groups, self._places)
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
             longest = max(len(entry.sequence.blocks.block_table) for entry in entries)
-            decodes.take(self._tables_of(rows, longest), _adapters(entries))  # act on every newest token
+            adapters = _adapters_of_sequences(entries)  # they act on every newest token
+            decodes.set_sequences(self._tables_of(rows, longest), adapters)
         for group in range(1, self._num_groups):
             slots += [
                 entry.sequence.blocks.tables[group][place // size] * size + place % size
@@ -104,7 +105,7 @@ class BatchBuilder:
         decodes.lengths[:] = [*lengths]
         return decodes.batch
 
-    def _chunks(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
+    def _ragged_batch(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
         firsts = np.array([entry.first for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
@@ -140,7 +141,7 @@ class BatchBuilder:
             block_tables=tables[0],
             slots=slots[0],
             logit_rows=torch.from_numpy(logit_rows),
-            adapters=_acting(entries, positions, counts),
+            adapters=_adapters_of_tokens(entries, positions, counts),
             reuse=reuse_of(entries),
             pages=None if self._places is None else Pages(self._places, tables, slots),
         )
@@ -157,17 +158,17 @@ class BatchBuilder:
         return self._tokens[:count], self._positions[:count]
 
 
-def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
+def _adapters_of_sequences(entries: list[StepEntry]) -> torch.Tensor | None:
     """Each sequence's [B]."""
     adapters = [entry.sequence.adapter for entry in entries]
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
 
 
-def _acting(
+def _adapters_of_tokens(
     entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> torch.Tensor | None:
     """Each token's [T]: its sequence's adapter, from where it acts."""
-    of_sequences = _adapters(entries)
+    of_sequences = _adapters_of_sequences(entries)
     if of_sequences is None:
         return None
     starts = np.array([entry.sequence.chain.start for entry in entries], np.int64)
@@ -179,7 +180,7 @@ def _acting(
 def _logit_rows(
     starts: npt.NDArray[np.int32], complete: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The last token of each complete entry, and the guesses after it."""
+    """The last token of each complete entry, and the draft tokens after it."""
     last = starts[complete + 1].astype(np.int64) - 1
     if not num_draft.any():
         return last

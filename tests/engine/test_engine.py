@@ -720,7 +720,7 @@ def test_several_answers_whose_first_step_fails_are_not_waited_for(monkeypatch: 
     engine = hash_engine()
     engine.add(hash_sequence("r", random_prompt(5, 0), SamplingParams(n=3, max_tokens=4)))
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(engine._sampler, "sample", lambda *_: 1 // 0)
+        patched.setattr(engine._processor._sampler, "sample", lambda *_: 1 // 0)
         engine.step()
     engine.fail_all(InternalError("the step failed"))
     assert engine.take_ended()[0][0] == "r" and not engine.is_open("r") and is_empty(engine)

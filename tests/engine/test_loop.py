@@ -164,7 +164,7 @@ def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
     """Otherwise requests would hang, because nothing else ends them."""
 
     def lose_the_books(output: StepOutput | MooncakeError) -> None:
-        broken.engine._roster._sequences.clear()  # whoever shall end now is not there
+        broken.engine._requests._sequences.clear()  # whoever shall end now is not there
         model.failure = RuntimeError("out of luck")
 
     broken = EngineThread(hash_engine(model=model))

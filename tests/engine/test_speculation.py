@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mooncake.engine.speculation import Payoff, PromptLookup
+from mooncake.engine.draft_payoff import DraftPayoff
+from mooncake.engine.speculation import PromptLookup
 from mooncake.types import FinishReason, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
@@ -164,7 +165,7 @@ def test_what_came_before_is_looked_up() -> None:
     sequence.append(4)
     assert lookup.propose(sequence) == [5, 6, 7, 1]
     assert sequence.draft_memory is not None
-    sequence.draft_memory.judge(4, 4, sequence.num_tokens)
+    sequence.draft_memory.note_verified(4, 4, sequence.num_tokens)
     assert lookup.propose(sequence) == [5, 6, 7, 1, 2], "longer after a draft that came true"
     sequence.append(9)
     assert lookup.propose(sequence) == []
@@ -178,33 +179,33 @@ def test_guesses_that_fail_become_rare() -> None:
         if draft := lookup.propose(sequence):
             asked += 1
             assert sequence.draft_memory is not None
-            sequence.draft_memory.judge(len(draft), 0, sequence.num_tokens)
+            sequence.draft_memory.note_verified(len(draft), 0, sequence.num_tokens)
         sequence.append([1, 2, 3][sequence.num_tokens % 3])
     assert 1 <= asked <= 5
 
 
 def test_drafts_rest_where_they_do_not_pay_and_are_tried_again() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     payoff.note(2, 2, False, 10.0)
-    for _ in range(Payoff.MIN_STEPS):
+    for _ in range(DraftPayoff.MIN_STEPS):
         payoff.note(2, 3, True, 10.0)
     assert payoff.is_open, "half a token more for the same time"
-    for _ in range(Payoff.MIN_STEPS * 3):
+    for _ in range(DraftPayoff.MIN_STEPS * 3):
         payoff.note(2, 2, True, 20.0)
         if not payoff.is_open:
             break
     assert not payoff.is_open
-    for _ in range(Payoff.FIRST_REST):
+    for _ in range(DraftPayoff.FIRST_REST):
         payoff.note(2, 2, False, 10.0)
     assert payoff.is_open
 
 
 def test_a_size_without_a_measure_gets_a_step_without_drafts() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     payoff.note(1, 2, True, 10.0)
     assert not payoff.is_open
     payoff.note(1, 1, False, 8.0)
-    for _ in range(Payoff.FRESH - 1):
+    for _ in range(DraftPayoff.FRESH - 1):
         assert payoff.is_open
         payoff.note(1, 2, True, 10.0)
     payoff.note(1, 2, True, 10.0)
@@ -231,4 +232,4 @@ def test_a_drafter_that_takes_longer_than_it_saves_rests(num_sequences: int) -> 
     for name, prompt in prompts.items():
         engine.add(hash_sequence(name, prompt, SamplingParams(max_tokens=60, temperature=0.0)))
     assert answers(run_all(engine)) == whole
-    assert num_sequences <= engine.load().drafted_tokens <= num_sequences * (Payoff.MIN_STEPS + 2)
+    assert num_sequences <= engine.load().drafted_tokens <= num_sequences * (DraftPayoff.MIN_STEPS + 2)

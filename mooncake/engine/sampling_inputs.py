@@ -1,4 +1,4 @@
-"""The sampling parameters and random numbers of a step, for a sampler on the device: one column per sequence.
+"""The inputs of sampling on the device: a step's sampling parameters and random numbers, a column per sequence.
 
 Random numbers are made here, on the host, from seed and position. It knows nothing of logits.
 """
@@ -15,8 +15,8 @@ from mooncake.model.device_sampler import Draws
 _KEPT = np.dtype([(name, "f8") for name in ("temperature", "top_p", "min_p")] + [("top_k", "i8"), ("seed", "u8")])
 
 
-class DrawBuilder:
-    """Caches what stays the same from one step to the next."""
+class SamplingInputs:
+    """What stays the same from one step to the next is kept."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
