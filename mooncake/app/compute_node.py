@@ -79,7 +79,7 @@ class ComputeNode(EngineNode):
         self._is_stopping = False
 
     def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
-        self._prefill = PrefillRole(self.node_id, self.config, self._transfer, self._channels)
+        self._prefill = PrefillRole(self.config, self._transfer, self._channels)
         self._decode = DecodeRole(self.node_id, self.config, plan, self._transfer, self._channels)
         return self._prefill, self._decode
 

@@ -205,7 +205,7 @@ class EngineLoad:
     shared_blocks: int  # full blocks that forks did not need twice
     copied_blocks: int  # copies on write
     computed_tokens: int  # computed by the model
-    inherited_tokens: int  # those of which only some layers were computed
+    inherited_tokens: int  # those with another model's KV, of which only some layers were computed
     blended_tokens: int  # computed tokens that had reusable KV, so that most left the pass after its first layers
     drafted_tokens: int  # proposed by speculation
     accepted_tokens: int  # of those, the right ones

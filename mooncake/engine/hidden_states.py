@@ -1,4 +1,4 @@
-"""Tokens with another model's KV, except in some layers: those are computed here, from that model's hidden states.
+"""Hidden states of another model, from which layers are computed of tokens that reuse that model's KV in all others.
 
 Pure bookkeeping: it knows neither keys, the pool nor how the states got here.
 """
@@ -31,7 +31,8 @@ class HiddenStates:
 
 
 def hidden_states_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
-    """Those of a step's inherited tokens, in the order of its batch; None if their layers begin with the embeddings."""
+    """Those of a step's ``variant_entries``, in the order of its batch; None if their layers begin with the
+    embeddings."""
     given = [(entry.sequence.reused.hidden_states, entry) for entry in entries]
     parts = [hidden.window(entry.first, entry.end) for hidden, entry in given if hidden is not None]
     return torch.cat(parts) if parts else None

@@ -19,8 +19,8 @@ from mooncake.rpc import prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
 from mooncake.types import SamplingParams
+from prefill_node.kv_writer import KVWriter
 from prefill_node.node import PrefillNode
-from prefill_node.outbox import Outbox
 
 BLOCK = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 8 * 4  # layers, keys and values, heads, tokens, head size, float32
@@ -45,11 +45,11 @@ def config_of(node_id: str, model: Path, num_blocks: int) -> Config:
 
 
 class Standstill:
-    """A sink that blocks the outbox's thread until it is released."""
+    """A stream that blocks the writer's thread until it is released."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, writer: KVWriter) -> None:
         self._may_go_on = threading.Event()
-        outbox.kick(self)  # type: ignore[arg-type]
+        writer.kick(self)  # type: ignore[arg-type]
 
     @property
     def address(self) -> None:
