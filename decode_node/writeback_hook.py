@@ -1,7 +1,7 @@
-"""The engine's hook on a decode node: notices blocks filled by generation and offers them for write-back.
+"""The engine's hook on a decode node: offers blocks that generation has filled for write-back to the pool.
 
-It runs on the engine's thread. An offered block gets one more reference, so it stays unchanged until it is written,
-whatever happens to its sequence.
+It runs on the engine's thread. An offered block is retained, so it stays unchanged until it is written, whatever
+happens to its sequence.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mooncake.types import BlockKey
 
 
 @dataclass(slots=True)
-class Watched:
-    """A request. Blocks before ``first_block`` belong to its prompt."""
+class WatchedRequest:
+    """A request whose blocks are written back. Those before ``first_block`` belong to its prompt."""
 
     pool_address: str
     first_block: int
     next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: blocks before this one have been offered
 
 
-class GeneratedBlocks:
+class WriteBackHook:
     """The event loop calls ``watch`` and ``forget``, each a single assignment."""
 
     wants_layers = False
@@ -35,14 +35,14 @@ class GeneratedBlocks:
     def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
         self._writeback = writeback
         self._block_tokens = block_tokens
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, WatchedRequest] = {}
         self._loop = asyncio.get_running_loop()
         self.thread: EngineThread  # set once the engine runs; nothing is watched before
 
     def watch(self, sequence: Sequence, pool_addresses: list[str]) -> None:
         if pool_addresses:
             first = len(sequence.tokens) // self._block_tokens
-            self._watched[sequence.request_id] = Watched(pool_addresses[0], first)
+            self._watched[sequence.request_id] = WatchedRequest(pool_addresses[0], first)
 
     def forget(self, request_id: str) -> None:
         self._watched.pop(request_id, None)
