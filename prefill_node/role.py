@@ -40,8 +40,8 @@ class PrefillRole:
         self._loader = Loader(self._transfer, host.mirror)
         loader = Loader(self._transfer, host.mirror)
         handoff_writer = KVWriter("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
-        pool_writer = KVWriter("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
-        self._workers = [loader, handoff_writer, pool_writer]
+        self._pool_writer = KVWriter("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
+        self._workers = [loader, handoff_writer, self._pool_writer]
         self._chunks = BlendChunks.configured(host)
         node = NodeResources(
             host=host,
@@ -50,7 +50,7 @@ class PrefillRole:
             streamer=self.hook,
             loader=loader,
             handoff_writer=handoff_writer,
-            pool_writer=pool_writer,
+            pool_writer=self._pool_writer,
             store_at=Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
             source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
             blend_chunks=self._chunks,

@@ -50,14 +50,14 @@ async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, node, "mooncake.v1.Decode")
     port = await server.start("127.0.0.1", 0)
     try:
-        node = SimpleNamespace(
+        resources = SimpleNamespace(
             host=SimpleNamespace(plan=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
             transfer=SimpleNamespace(writer_id="prefill"),
             handoff_writer=SimpleNamespace(kick=lambda stream: None),
             channels=channels,
         )
         request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
-        handoff = Handoff(cast(NodeResources, node), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+        handoff = Handoff(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
         await handoff.open()
         handoff.stream.checksums = dict(enumerate(sums))
         handoff.stream.done.set_result(None)

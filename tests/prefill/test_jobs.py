@@ -54,7 +54,7 @@ async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(t
         assert indices == list(range(NUM_TOKENS))
         await asyncio.wait_for(node.drained(), 10)
         assert node.host.engine.block_pool.num_in_use == 0
-        assert not node.streamer.streams
+        assert not node.streamer.prompts
     finally:
         await channels.close()
         await node.stop()
