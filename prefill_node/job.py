@@ -15,8 +15,8 @@ from functools import partial
 from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.reused_kv import ReusedKV
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
 from mooncake.rpc import prefill_pb2 as pb

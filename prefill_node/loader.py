@@ -24,7 +24,7 @@ from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.engine.kv_cache import HERE, Arrival, Mirror
-from mooncake.engine.scheduler import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, KVLayout, SegmentAddress

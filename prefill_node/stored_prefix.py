@@ -11,7 +11,7 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.host import EngineHost
-from mooncake.engine.scheduler import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix

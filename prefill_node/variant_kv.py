@@ -19,8 +19,8 @@ import torch
 from kvstore.client import StoreClient
 from mooncake.engine.hidden_states import HiddenStates
 from mooncake.engine.host import EngineHost
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import MooncakeError
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.model.pages import TORCH_DTYPES

@@ -17,7 +17,7 @@ import torch
 from mooncake.model.batch import Reuse
 
 if TYPE_CHECKING:
-    from mooncake.engine.scheduler import StepEntry
+    from mooncake.engine.step_plan import StepEntry
 
 
 @dataclass(frozen=True, slots=True)

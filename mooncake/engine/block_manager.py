@@ -77,7 +77,8 @@ class BlockManager:
         """How many of its leading blocks could be reused if they were cached.
 
         The last token is always computed, for its logits: if all blocks are cached, into a copy of the last one, if
-        there is room for that beside ``spare`` blocks."""
+        there is room for that beside ``spare`` blocks.
+        """
         sequence.extend_keys(self._block_tokens)
         if sequence.is_scoring:
             return 0
@@ -132,9 +133,8 @@ class BlockManager:
         self.num_forks += 1
         shared.num_writable = 0
         child.block_keys = parent.block_keys[:num_full]
-        self._attach(
-            child, SequenceBlocks(tables, list(shared.first_held), num_sealed=min(shared.num_sealed, num_full))
-        )
+        num_sealed = min(shared.num_sealed, num_full)
+        self._attach(child, SequenceBlocks(tables, list(shared.first_held), num_sealed=num_sealed))
 
     # Writing
 

@@ -1,4 +1,4 @@
-"""Who holds which block of a paged cache: reference counts, prefix hits by chained keys, and eviction.
+"""The blocks of a paged cache: reference counts, prefix hits by chained keys, and eviction.
 
 Pure bookkeeping over block numbers. It knows nothing of torch, bytes, sequences or time.
 
@@ -241,4 +241,4 @@ class BlockPool:
         references = self._references
         for block_id in block_ids:
             if references[block_id] <= 0:
-                raise InternalError(f"block {block_id} was given back or shared by someone who does not hold it")
+                raise InternalError(f"block {block_id} was released or retained by someone who does not hold it")

@@ -14,8 +14,8 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import torch
 
-from mooncake.engine.scheduler import BlockToLoad, StepPlan
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws

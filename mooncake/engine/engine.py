@@ -33,11 +33,12 @@ from mooncake.engine.overlap import OverlappedSteps
 from mooncake.engine.request_checks import RequestChecks
 from mooncake.engine.requests import Requests
 from mooncake.engine.sampler import Sampler
-from mooncake.engine.scheduler import Admission, Scheduler, StepEntry, StepPlan, num_prompt_tokens_left
+from mooncake.engine.scheduler import Scheduler, num_prompt_tokens_left
 from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
 from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
+from mooncake.engine.step_plan import Admission, StepEntry, StepPlan
 from mooncake.errors import (
     Cancelled,
     ConfigError,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from mooncake.engine.scheduler import StepEntry
+    from mooncake.engine.step_plan import StepEntry
 
 
 @dataclass(frozen=True, slots=True)

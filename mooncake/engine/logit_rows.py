@@ -14,8 +14,8 @@ import torch
 
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.sampler import Sampler
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import StepEntry
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 

@@ -16,8 +16,8 @@ from mooncake.engine.contract import StepOutput
 from mooncake.engine.logit_rows import Draft, LogitRows, add_prompt_logprobs, append_token, assign_rows
 from mooncake.engine.requests import Requests
 from mooncake.engine.sampler import Sampler
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import StepEntry
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.contract import Cache, StartedStep, StartingModel, StepHook
 from mooncake.engine.sampling_inputs import SamplingInputs
-from mooncake.engine.scheduler import Scheduler, StepEntry, StepPlan
+from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
+from mooncake.engine.step_plan import StepEntry, StepPlan
 
 ON_HOST = -1  # the batch has the token itself
 

@@ -12,75 +12,17 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
 from mooncake.engine.block_manager import BlockManager
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
+from mooncake.engine.step_plan import Admission, BlockToLoad, StepEntry, StepPlan
+from mooncake.errors import OutOfBlocks, Overloaded
 from mooncake.page_groups import UNIFORM, PageGroups
-from mooncake.types import BlockKey
 
 MAX_LOOKAHEAD = 8  # waiting sequences that a long prompt leaves budget for
 WATERMARK = 100  # one block in this many stays free at admission while others run, so that they can grow
-
-
-class StepEntry(NamedTuple):
-    """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
-
-    The last ``num_draft`` of them are draft tokens, which may be wrong. (A tuple, because there is one per sequence and
-    step, and loops unpack it.)
-    """
-
-    sequence: Sequence
-    first: int
-    num_tokens: int
-    num_draft: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.first + self.num_tokens
-
-    @property
-    def scored(self) -> range:
-        """Prompt positions whose logits are wanted too, for the log-probability of the prompt's next token."""
-        if not self.sequence.is_scoring:
-            return range(0)
-        return range(self.first, min(self.end, self.sequence.num_prompt - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class BlockToLoad:
-    """A page of an admitted sequence that is to be filled from elsewhere."""
-
-    index: int  # of the block in the sequence, or in what is leased for it
-    block_id: int  # in the cache
-    key: BlockKey
-    group: int = 0  # of layers
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A sequence got its blocks; those ``to_load`` are to be filled from elsewhere."""
-
-    sequence: Sequence
-    to_load: list[BlockToLoad]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step; in ``entries`` decodes come first. ``copies`` of blocks (from, to) are made before anything else, in
-    order; numbers above the cache's blocks are places of the swap space. Tokens of ``variant_entries`` have another
-    model's KV: before the others, they are computed in some layers only."""
-
-    entries: list[StepEntry] = field(default_factory=list)
-    variant_entries: list[StepEntry] = field(default_factory=list)
-    has_preempted: bool = False
-    admissions: list[Admission] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    failures: list[tuple[Sequence, MooncakeError]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -211,13 +153,13 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every sequence that is past its prompt."""
         for sequence in list(self.running):
-            place = sequence.num_computed
+            position = sequence.num_computed
             blocks = sequence.blocks
-            if place + 1 != sequence.num_tokens or blocks.is_loading or sequence.state is not SequenceState.RUNNING:
+            if position + 1 != sequence.num_tokens or blocks.is_loading or sequence.state is not SequenceState.RUNNING:
                 continue
-            if place < blocks.num_writable or self._make_writable(sequence, place, plan):
+            if position < blocks.num_writable or self._make_writable(sequence, position, plan):
                 num_draft = self._draft(sequence, plan) if self.uses_drafts else 0
-                plan.entries.append(StepEntry(sequence, place, 1 + num_draft, num_draft))
+                plan.entries.append(StepEntry(sequence, position, 1 + num_draft, num_draft))
 
     def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
         """Write draft tokens after its tokens, if there are blocks for them without a preemption. Returns how many."""

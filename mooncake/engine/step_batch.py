@@ -13,7 +13,7 @@ import torch
 
 from mooncake.engine.blend import reuse_of
 from mooncake.engine.block_tables import BlockTables
-from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.step_plan import StepEntry
 from mooncake.model.batch import ForwardBatch, Pages
 from mooncake.page_groups import UNIFORM, PageGroups
 
@@ -75,18 +75,18 @@ class BatchBuilder:
         """
         size = self._block_tokens
         newest: list[int] = []
-        places: list[int] = []
+        positions: list[int] = []
         slots: list[int] = []
         lengths: list[int] = []
         rows: list[int] = []
-        for sequence, place, num_tokens, _ in entries:
-            if num_tokens > 1 or place + 1 < sequence.num_tokens:
+        for sequence, position, num_tokens, _ in entries:
+            if num_tokens > 1 or position + 1 < sequence.num_tokens:
                 return None
             newest.append(sequence.last_token)
-            places.append(place)
+            positions.append(position)
             blocks = sequence.blocks
-            slots.append(blocks.block_table[place // size] * size + place % size)
-            lengths.append(place + 1)
+            slots.append(blocks.block_table[position // size] * size + position % size)
+            lengths.append(position + 1)
             rows.append(blocks.row)
         decodes = self._decode_batches.get(len(rows))
         if decodes is None:
@@ -98,10 +98,10 @@ class BatchBuilder:
             decodes.set_sequences(self._tables_of(rows, longest), adapters)
         for group in range(1, self._num_groups):
             slots += [
-                entry.sequence.blocks.tables[group][place // size] * size + place % size
-                for entry, place in zip(entries, places, strict=True)
+                entry.sequence.blocks.tables[group][position // size] * size + position % size
+                for entry, position in zip(entries, positions, strict=True)
             ]
-        decodes.numbers[:] = [*newest, *places, *slots]
+        decodes.numbers[:] = [*newest, *positions, *slots]
         decodes.lengths[:] = [*lengths]
         return decodes.batch
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.draft_payoff import DraftPayoff
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_curve import StepCurve
+from mooncake.engine.step_plan import StepEntry
 from mooncake.engine.swap import SwapSpace
 
 

@@ -15,8 +15,8 @@ from mooncake.engine.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.reused_kv import ReusedKV
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams

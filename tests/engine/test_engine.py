@@ -14,8 +14,8 @@ import torch
 
 from mooncake.engine.engine import Engine, StepPlan
 from mooncake.engine.reused_kv import ReusedKV
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import (
     Cancelled,
     ContextTooLong,

@@ -15,8 +15,8 @@ import torch
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.reused_kv import ReusedKV
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import (
     Cancelled,
     InternalError,

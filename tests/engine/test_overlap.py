@@ -10,8 +10,8 @@ import pytest
 from mooncake.engine.contract import StartingModel
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.loop import EngineThread
-from mooncake.engine.scheduler import BlockToLoad
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.types import FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (

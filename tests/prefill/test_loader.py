@@ -15,7 +15,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.kv_cache import Arrival, KVCache
-from mooncake.engine.scheduler import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey, KVLayout
 from prefill_node.converted_prefix import ConvertedLease

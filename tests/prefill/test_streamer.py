@@ -9,9 +9,9 @@ import pytest
 
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.kv_cache import KVCache
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.sequence_blocks import SequenceBlocks
+from mooncake.engine.step_plan import StepEntry
 from mooncake.hashing import Chain
 from mooncake.types import KVLayout, SamplingParams
 from prefill_node.kv_writer import LayerBlocks

@@ -18,8 +18,9 @@ from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import Flight
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.scheduler import Scheduler, StepPlan
+from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import StepPlan
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams
 
