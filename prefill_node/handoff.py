@@ -15,9 +15,8 @@ from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.types import KVLayout, SampledToken
-from prefill_node.deadline import Deadline
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.kv_writer import Destination, WriteStream
-from prefill_node.leases import CONTROL_TIMEOUT_S
 from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)

@@ -15,9 +15,8 @@ from kvstore.client import StoreClient
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey
 from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix
+from prefill_node.deadline import CONTROL_TIMEOUT_S
 from prefill_node.loader import LeasedPrefix, lease_in_time
-
-CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
 
 Lease = TypeVar("Lease", LeasedPrefix, ConvertedLease)
 

@@ -68,13 +68,12 @@ class PrefixLoad:
         self.request_id = request_id
         self.load_ms = 0.0
         self.num_blocks = sum(block.group == 0 for block in blocks)
-        self._groups = groups
-        self.transport = ""
         self._blocks = blocks
         self._block_ids = tuple(block.block_id for block in blocks)
         self._lease = lease
         self._release = release
         self._layout = layout
+        self._groups = groups
         self._deadline = deadline
         self._order = range(len(groups.places) or layout.num_layers) if order is None else order
         self._turns = {layer: turn for turn, layer in enumerate(self._order)}
@@ -176,8 +175,7 @@ class PrefixLoad:
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(blocks, targets, strict=True)
         ]
-        report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
-        self.transport = report.transport
+        transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         for block, target in zip(blocks, targets, strict=True):
@@ -202,7 +200,6 @@ class PrefixLoad:
             raise
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
-        self.transport = "converted"
         self._mark_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
     def _end_reading(self) -> None:

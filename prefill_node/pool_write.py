@@ -13,9 +13,8 @@ from mooncake.engine.engine import Engine
 from mooncake.errors import MooncakeError
 from mooncake.page_groups import PageGroups, page_key, page_number
 from mooncake.types import BlockKey, KVLayout
-from prefill_node.deadline import Deadline
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.kv_writer import Destination, WriteStream
-from prefill_node.leases import CONTROL_TIMEOUT_S
 from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)

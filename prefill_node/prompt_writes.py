@@ -13,10 +13,9 @@ from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.types import BlockKey, SampledToken
-from prefill_node.deadline import Deadline
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.handoff import Handoff
 from prefill_node.kv_writer import WriteStream
-from prefill_node.leases import CONTROL_TIMEOUT_S
 from prefill_node.pool_write import PoolWrite
 from prefill_node.resources import NodeResources
 

@@ -37,7 +37,6 @@ class PrefillRole:
         self.hook.mirror, self.hook.groups = host.mirror, host.plan.groups
         memory = host.mirror.memory
         self._transfer.register(memory.data)
-        self._loader = Loader(self._transfer, host.mirror)
         loader = Loader(self._transfer, host.mirror)
         handoff_writer = KVWriter("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
         self._pool_writer = KVWriter("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)

@@ -15,7 +15,8 @@ from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix
-from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
+from prefill_node.deadline import CONTROL_TIMEOUT_S
+from prefill_node.leases import Leases
 from prefill_node.loader import LeasedPrefix, PrefixLoad
 
 
