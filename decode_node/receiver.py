@@ -127,12 +127,11 @@ class Receiver:
         handoff_id: str,
         epoch: int,
         first_tokens: Rows[SampledToken],
-        expected: int,
+        expected_digest: int,
         num_exact: int | None = None,
     ) -> None:
-        """All ranges are written: verify them, whose checksums have the ``expected`` digest, and start the sequence,
-        with one answer for each of ``first_tokens``. Blocks after the first ``num_exact`` tokens are not shared, nor
-        are those that follow.
+        """Everything is written: verify its checksums by their digest, and start the sequence, with one answer for each
+        of ``first_tokens``. Blocks that end after the first ``num_exact`` tokens (None: all) are shared with nobody.
 
         Raises HandoffFailed, StaleEpoch, or ChecksumMismatch (the hand-off has failed then).
         """
@@ -141,7 +140,7 @@ class Receiver:
         handoff.check_epoch(epoch)
         handoff.apply(HandoffEvent.COMMIT)
         try:
-            is_verified = await self._run_on_thread(entry, lambda: self._verify(handoff.block_ids, expected))
+            is_verified = await self._run_on_thread(entry, lambda: self._verify(handoff.block_ids, expected_digest))
         except asyncio.CancelledError:
             self._apply(entry, HandoffEvent.CLOSE)
             raise
@@ -175,7 +174,7 @@ class Receiver:
             if not was_over:
                 entry.on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
 
-    async def abandon(self, handoff: Handoff, is_late: bool) -> None:
+    async def cancel(self, handoff: Handoff, is_late: bool) -> None:
         """This side gives up: the client is gone, or the request ``is_late``. Idempotent."""
         entry = self._handoffs.get(handoff.handoff_id)
         if entry is not None and entry.handoff is handoff:
@@ -191,7 +190,7 @@ class Receiver:
             if entry.handoff.is_over and not was_over:
                 entry.on_output(HandoffFailed("the prefill node went away during the hand-off"))
 
-    # Events
+    # Events: the state reached determines the next action
 
     def _apply(self, entry: _OpenHandoff, event: HandoffEvent, *, is_late: bool = False) -> None:
         before = entry.handoff.state
@@ -253,11 +252,11 @@ class Receiver:
         except KeyError:
             raise HandoffFailed(f"hand-off {handoff_id} is not known here (any more)") from None
 
-    def _verify(self, block_ids: list[int], expected: int) -> bool:
+    def _verify(self, block_ids: list[int], expected_digest: int) -> bool:
         """On a thread: whether the bytes are those that were sent. If so they are in the cache afterwards."""
         self._server.revoke(block_ids)
         memory, num_layers = self._mirror.memory, self._layout.num_layers
-        if digest(range_checksums(memory[block].data, num_layers) for block in block_ids) != expected:
+        if digest(range_checksums(memory[block].data, num_layers) for block in block_ids) != expected_digest:
             return False
         self._mirror.to_device(block_ids).wait()
         return True

@@ -128,7 +128,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def _end(self, handoff: Handoff, is_late: bool) -> None:
         """Whatever ended Generate, nothing of the request may remain."""
         self._writeback_hook.forget(handoff.request_id)
-        await self._receiver.abandon(handoff, is_late)
+        await self._receiver.cancel(handoff, is_late)
         if handoff.state is HandoffState.COMMITTED:  # otherwise the receiver frees its blocks
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))

@@ -32,7 +32,7 @@ from mooncake.types import BlockKey, SamplingParams, TokenIds
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # chunks to compute; beyond that they wait for the next prompt that contains them
-LOWEST_PRIORITY = 2**31 - 1  # the lowest priority
+LOWEST_PRIORITY = 2**31 - 1  # larger numbers run later
 FETCH_TIMEOUT_S = 5.0  # for chunks that a prompt waits for
 COMPUTE_TIMEOUT_S = 120.0  # for one in the background
 ONE_TOKEN = sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
@@ -64,7 +64,10 @@ def chunk_spans(tokens: TokenIds, separator: TokenIds) -> list[tuple[int, int]]:
 
 
 class BlendChunks:
-    """All is called on the event loop but ``acquire``, which is called on the engine's thread."""
+    """The chunks of all prompts: those in this node's cache are acquired, others are loaded or computed.
+
+    Everything runs on the event loop but ``acquire``, which is called on the engine's thread.
+    """
 
     def __init__(self, host: EngineHost, separator: TokenIds, share: float) -> None:
         self._host = host
@@ -113,8 +116,8 @@ class BlendChunks:
             self._worker = asyncio.create_task(self._run_waiting())
 
     def acquire(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
-        """What a prompt can reuse after its first ``first`` tokens, and the blocks that hold it, each with one more
-        reference."""
+        """What a prompt can reuse after its first ``first`` tokens, and the blocks with that KV, which the caller must
+        release."""
         places: list[tuple[int, list[int]]] = []
         for chunk in chunks:
             num_here = pool.match(chunk.keys)

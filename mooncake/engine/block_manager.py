@@ -37,9 +37,9 @@ class BlockManager:
         max_model_len: int,
         num_places: int,
         groups: PageGroups = UNIFORM,
-        most_at_once: int = 1,
+        max_step_tokens: int = 1,
     ) -> None:
-        """``most_at_once``: maximum tokens of one sequence in a step."""
+        """``max_step_tokens``: maximum tokens of one sequence in a step."""
         self.pool = pool
         self.groups = groups
         self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens), groups.num_groups)
@@ -49,12 +49,12 @@ class BlockManager:
         self.num_shared = 0  # full blocks, which forks never copy
         self.num_copies = 0  # on write, of blocks that others see
         self._block_tokens = pool.block_tokens
-        self._most_at_once = most_at_once
+        self._max_step_tokens = max_step_tokens
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
         """The fewest pages with which it can be computed."""
-        return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
+        return self.groups.num_needed(self._num_blocks(sequence), self._max_step_tokens, self._block_tokens)
 
     def fits_at_all(self, sequence: Sequence) -> bool:
         has_columns = self._num_blocks(sequence) <= self.tables.ids.shape[1]
@@ -240,7 +240,7 @@ class BlockManager:
         blocks, end = victim.blocks, -(-victim.num_computed // self._block_tokens)
         filled = [range(first, end) for first in blocks.first_held]
         num_pages = sum(map(len, filled))
-        places = self.swap.take(num_pages, victim.num_computed) if num_pages and not blocks.is_loading else []
+        places = self.swap.allocate(num_pages, victim.num_computed) if num_pages and not blocks.is_loading else []
         if places:
             victim.swapped = Swapped(places, filled, victim.num_computed)
             self.num_swapped += len(places)
@@ -260,7 +260,7 @@ class BlockManager:
     def free_swapped(self, sequence: Sequence) -> None:
         """Idempotent."""
         if sequence.swapped is not None:
-            self.swap.give_back(sequence.swapped.places)
+            self.swap.free(sequence.swapped.places)
             sequence.swapped = None
 
     # Helpers
@@ -275,7 +275,7 @@ class BlockManager:
         num_blocks, spans = self._num_blocks(sequence), []
         for group in range(self.groups.num_groups):
             first = self.groups.first_page(group, num_ready, self._block_tokens)
-            most = self.groups.most_pages(group, self._most_at_once, self._block_tokens)
+            most = self.groups.most_pages(group, self._max_step_tokens, self._block_tokens)
             end = num_blocks if most is None else min(max(first, num_cached) + most, num_blocks)
             spans.append(range(first, end))
         return spans

@@ -153,8 +153,8 @@ class EngineConfig:
     groups: PageGroups = UNIFORM  # of the cache's layers
 
     @property
-    def most_at_once(self) -> int:
-        """Prompt tokens of one step."""
+    def max_step_tokens(self) -> int:
+        """Maximum prompt tokens of one step."""
         return self.chunk_tokens or self.max_model_len
 
     def __post_init__(self) -> None:

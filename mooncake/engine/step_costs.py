@@ -19,9 +19,8 @@ from mooncake.engine.swap import SwapSpace
 
 class StepCosts:
     def __init__(self, config: EngineConfig, swap: SwapSpace) -> None:
-        most_tokens = config.chunk_tokens or config.max_model_len
         limit_ms = config.tbt_limit_ms
-        self.curve = StepCurve(limit_ms, config.block_tokens, most_tokens) if limit_ms else None
+        self.curve = StepCurve(limit_ms, config.block_tokens, config.max_step_tokens) if limit_ms else None
         self._payoff = DraftPayoff() if config.speculative_tokens else None
         self._swap = swap
         self._drafting_ms = 0.0  # since the last step that had drafts

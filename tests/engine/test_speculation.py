@@ -27,7 +27,7 @@ from tests.engine.hash_model import (
 
 
 class Oracle(PromptLookup):
-    """Guesses the first tokens of each draft right, then wrong."""
+    """The first tokens of each draft are right, the others wrong."""
 
     def __init__(self, whole: dict[str, list[int]], right: int, wrong: int) -> None:
         super().__init__(right + wrong)
@@ -65,7 +65,7 @@ HOT = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.9, seed=3, repetiti
 
 @pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=24, temperature=0.0), HOT], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(("right", "wrong"), [(3, 0), (0, 3), (2, 2), (9, 0)])
-def test_guesses_right_or_wrong_change_no_token(sampling: SamplingParams, right: int, wrong: int) -> None:
+def test_drafts_right_or_wrong_change_no_token(sampling: SamplingParams, right: int, wrong: int) -> None:
     got, model, wanted = with_oracle(sampling, right, wrong)
     assert got == wanted
     decodes = [batch for batch in model.batches if batch[0] == 4]
@@ -74,13 +74,13 @@ def test_guesses_right_or_wrong_change_no_token(sampling: SamplingParams, right:
 
 
 @pytest.mark.parametrize("num_blocks", [11, 13, 16])
-def test_guesses_take_no_block_from_anyone(num_blocks: int) -> None:
+def test_drafts_take_no_block_from_anyone(num_blocks: int) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     got, _, wanted = with_oracle(sampling, 2, 2, num_blocks=num_blocks)
     assert got == wanted
 
 
-def test_blocks_of_wrong_guesses_are_given_back() -> None:
+def test_blocks_of_rejected_drafts_are_freed() -> None:
     engine = hash_engine(speculative_tokens=16)
     wrong = list(range(16))
     engine._scheduler.propose = lambda sequence: (PromptLookup(16).propose(sequence), wrong)[1]
@@ -136,23 +136,23 @@ def chi_square(drawn: list[int], probabilities: np.ndarray) -> tuple[float, int]
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
-    """For the guessed token, and for the one after a right guess."""
+    """For the draft token, and for the one after an accepted one."""
     prompt, temperature = random_prompt(6, 0), 0.25
     first = int(share(prompt, temperature).argmax())
-    guess = int(share([*prompt, first], temperature).argmax())
+    draft_token = int(share([*prompt, first], temperature).argmax())
     engine = hash_engine(speculative_tokens=2, max_sequences=64, num_blocks=256)
-    engine._scheduler.propose = lambda sequence: (PromptLookup(2).propose(sequence), [guess])[1]
+    engine._scheduler.propose = lambda sequence: (PromptLookup(2).propose(sequence), [draft_token])[1]
     outputs = []
     for seed in range(1500):
         engine.add(hash_sequence(f"r{seed}", prompt, SamplingParams(max_tokens=3, temperature=temperature, seed=seed)))
         if seed % 50 == 49:
             outputs += run_all(engine)
     drawn = [tokens for tokens in answers(outputs).values() if tokens[0] == first]
-    after_guess = [tokens[2] for tokens in drawn if tokens[1] == guess]
-    assert len(after_guess) > 50 and engine.load().accepted_tokens > 0
+    after_draft = [tokens[2] for tokens in drawn if tokens[1] == draft_token]
+    assert len(after_draft) > 50 and engine.load().accepted_tokens > 0
     for tokens, probabilities in (
         ([tokens[1] for tokens in drawn], share([*prompt, first], temperature)),
-        (after_guess, share([*prompt, first, guess], temperature)),
+        (after_draft, share([*prompt, first, draft_token], temperature)),
     ):
         statistic, degrees = chi_square(tokens, probabilities)
         assert statistic < degrees + 4 * np.sqrt(2 * degrees)
@@ -171,7 +171,7 @@ def test_what_came_before_is_looked_up() -> None:
     assert lookup.propose(sequence) == []
 
 
-def test_guesses_that_fail_become_rare() -> None:
+def test_drafts_that_are_rejected_become_rare() -> None:
     lookup = PromptLookup(4)
     sequence = hash_sequence("r", [1, 2, 3] * 5, SamplingParams(max_tokens=150, temperature=0.0))
     asked = 0

@@ -57,14 +57,14 @@ def test_where_there_is_no_room_it_is_computed_again() -> None:
 
 def test_it_is_computed_again_where_that_is_cheaper() -> None:
     space = SwapSpace(first=100, num_places=8)
-    assert space.take(1, 4) == [100], "what was never measured is tried"
+    assert space.allocate(1, 4) == [100], "what was never measured is tried"
     space.note_prompt(num_tokens=64, elapsed_ms=6.4)
     space.note_copies(num_blocks=1, elapsed_ms=10.0)
-    assert space.take(2, 2 * BLOCK) == [] and space.num_free == 7
+    assert space.allocate(2, 2 * BLOCK) == [] and space.num_free == 7
     for _ in range(80):
         space.note_copies(num_blocks=1, elapsed_ms=0.1)
-    assert len(space.take(2, 2 * BLOCK)) == 2
-    assert space.take(6, 1000) == [], "there is no room"
+    assert len(space.allocate(2, 2 * BLOCK)) == 2
+    assert space.allocate(6, 1000) == [], "there is no room"
 
 
 @pytest.mark.parametrize("seed", range(12))
