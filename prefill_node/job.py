@@ -28,7 +28,7 @@ from mooncake.rpc.convert import (
     tokens_from_wire,
 )
 from mooncake.types import PrefillReport, SampledToken, Timings
-from prefill_node.approximate_kv import BlendedPrompt, VariantPrompt
+from prefill_node.approximate_kv import ApproximateKV
 from prefill_node.converted_prefix import ConvertedPrefix
 from prefill_node.deadline import Deadline
 from prefill_node.leases import Leases
@@ -37,7 +37,6 @@ from prefill_node.prompt_writes import PromptWrites
 from prefill_node.resources import NodeResources
 from prefill_node.stored_prefix import StoredPrefix
 from prefill_node.streamer import StreamedPrompt
-from prefill_node.variant_kv import Sender, VariantPrefix, find_variant_prefix
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +69,7 @@ class PrefillJob:
         self._prefix = self._stored_prefix(self._store) if self._store is not None else None
         self._writes = PromptWrites(node, request, self._keys, self._deadline)
         self._streamed: StreamedPrompt | None = None
-        self._blended: BlendedPrompt | None = None
-        self._variant: VariantPrompt | None = None  # a variant's KV, after what we have ourselves
+        self._approximate = ApproximateKV(node, request, self._leases, self._deadline)
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
         """Yields each answer's first token (all tokens if there is no decode node), then the report.
@@ -82,7 +80,7 @@ class PrefillJob:
         stored_blocks = await self._count_stored()
         own_blocks = stored_blocks if self._prefix is None or self._prefix.is_ours else 0
         if self._allows_approximate:
-            await self._find_approximate(stored_blocks)
+            await self._approximate.find(self._tokens, self._keys, stored_blocks, self._store, self._compute_alone)
         sequence = self._make_sequence(stored_blocks)
         self._open_writes(own_blocks)
         tokens: dict[int, SampledToken] = {}
@@ -98,7 +96,7 @@ class PrefillJob:
             yield pb.PrefillResponse(
                 first_token=sampled_to_wire(output.token), choice=output.choice, finish_reason=reason
             )
-        await self._writes.commit([tokens[choice] for choice in sorted(tokens)], self._num_exact)
+        await self._writes.commit([tokens[choice] for choice in sorted(tokens)], self._approximate.num_exact)
         committed_s = time.monotonic()
         await self._writes.wait_sealed(REPORT_WAIT_S)
         yield pb.PrefillResponse(
@@ -113,7 +111,7 @@ class PrefillJob:
             self._sampling,
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
-            reused=ReusedKV(stored_blocks, self._variant.end if self._variant else 0),
+            reused=ReusedKV(stored_blocks, self._approximate.variant_blocks),
             hold_blocks=bool(self._request.decode_address),  # the write streams read them
             priority=self._request.priority,
             adapter=self._request.adapter,
@@ -146,8 +144,7 @@ class PrefillJob:
         engine.abort(self._id)
         engine.release(self._id)
         self._writes.release_blocks(engine)
-        if self._blended is not None:
-            self._blended.release()
+        self._approximate.release()
 
     async def _end_loads(self, streamed: StreamedPrompt) -> None:
         """Return once nothing reads into this request's blocks any more, nor ever will."""
@@ -188,42 +185,12 @@ class PrefillJob:
         self._node.loader.submit(load)
         return load
 
-    # Approximate KV
-
     @property
     def _allows_approximate(self) -> bool:
         """Whether approximate KV is acceptable: a decode node would be told, and no prompt log-probabilities are asked
         for."""
         request = self._request
         return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
-
-    @property
-    def _num_exact(self) -> int | None:
-        """Leading tokens whose KV is exact; None: all."""
-        found = self._blended or self._variant
-        return found.num_exact if found is not None else None
-
-    async def _find_approximate(self, stored_blocks: int) -> None:
-        blend_chunks, sender = self._node.blend_chunks, self._node.variant
-        if blend_chunks is not None:
-            chunks = await blend_chunks.prepare(self._request, self._tokens, self._store, self._compute_alone)
-            self._blended = BlendedPrompt(self._node, blend_chunks, chunks) if chunks else None
-        if sender is not None:
-            found = await self._find_variant_prefix(sender, stored_blocks)
-            self._variant = VariantPrompt(self._node, found, self._leases, self._deadline) if found else None
-
-    async def _find_variant_prefix(self, sender: Sender, stored_blocks: int) -> VariantPrefix | None:
-        """Look beyond our own blocks. Prompts for which there was nothing, though it would have helped, are counted."""
-        usable = (len(self._tokens) - 1) // self._block_tokens
-        first = max(stored_blocks, self._node.host.engine.block_pool.match(self._keys[:usable]))
-        if first >= usable:
-            return None
-        keys = sender.keys(self._tokens[: usable * self._block_tokens], self._request.cache_salt)
-        stores = [self._node.store_at(address) for address in sender.pools] or ([self._store] if self._store else [])
-        found = await find_variant_prefix(sender, stores, keys, first)
-        if found is None:
-            self._node.host.counters["prompts_not_inherited"] += 1
-        return found
 
     async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
         """Load or compute the chunk into this node's cache, and store it in the pool. Raises MooncakeError."""
@@ -244,14 +211,11 @@ class PrefillJob:
         if self._request.decode_address:
             writes.to_decode(len(self._tokens))
         if self._store is not None and len(self._keys) > stored_blocks:
-            writes.to_pool(self._store, self._id, stored_blocks, lambda: self._num_exact)
+            writes.to_pool(self._store, self._id, stored_blocks, lambda: self._approximate.num_exact)
         streamed = StreamedPrompt(
             self._make_load, writes.streams, self._on_first_step, writes.retain_blocks, writes.first_pages
         )
-        if self._blended is not None:
-            streamed.on_admitted = self._blended.admitted
-        elif self._variant is not None:
-            streamed.on_admitted = partial(self._variant.admitted, streamed)
+        self._approximate.attach(streamed)
         self._streamed = self._node.streamer.prompts[self._id] = streamed
 
     def _on_first_step(self) -> None:
@@ -287,8 +251,8 @@ class PrefillJob:
             prompt_tokens=self._request.num_prompt_tokens,
             local_cached_tokens=local_cached_tokens,
             pool_cached_tokens=load.num_blocks * self._block_tokens if load else 0,
-            blended_tokens=self._blended.num_tokens if self._blended else 0,
-            inherited_tokens=self._variant.num_tokens if self._variant else 0,
+            blended_tokens=self._approximate.blended_tokens,
+            inherited_tokens=self._approximate.inherited_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=pool.sent_bytes if pool else 0,
             transport=handoff.transport if handoff else "",

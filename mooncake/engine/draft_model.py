@@ -98,9 +98,9 @@ class DraftModel:
     def _draft(self, drafted: _Drafted, sequence: Sequence, count: int) -> list[int]:
         last = sequence.num_tokens - 1  # the last token is always read: its logits are needed
         known = min(drafted.num_read, last)
-        known += _num_common(drafted.draft, sequence.window(known, last).tolist())
+        known += _num_common(drafted.draft, sequence.token_slice(known, last).tolist())
         drafted.num_read, drafted.draft = known, []
-        new = sequence.window(known, sequence.num_tokens).tolist()
+        new = sequence.token_slice(known, sequence.num_tokens).tolist()
         if len(new) > self._chunk_tokens:
             self._read(drafted, new[: self._chunk_tokens])
             self._seal(drafted, sequence)

@@ -23,7 +23,7 @@ class HiddenStates:
     first: int
     blocks: torch.Tensor
 
-    def window(self, first: int, end: int) -> torch.Tensor:
+    def slice(self, first: int, end: int) -> torch.Tensor:
         """Float32 ``[end - first, hidden]`` of the sequence's tokens ``first ≤ i < end``, a copy."""
         places = torch.arange(first - self.first, end - self.first)
         block_tokens = self.blocks.shape[1]
@@ -34,5 +34,5 @@ def hidden_states_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
     """Those of a step's ``variant_entries``, in the order of its batch; None if their layers begin with the
     embeddings."""
     given = [(entry.sequence.reused.hidden_states, entry) for entry in entries]
-    parts = [hidden.window(entry.first, entry.end) for hidden, entry in given if hidden is not None]
+    parts = [hidden.slice(entry.first, entry.end) for hidden, entry in given if hidden is not None]
     return torch.cat(parts) if parts else None

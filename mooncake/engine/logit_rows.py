@@ -60,7 +60,7 @@ def assign_rows(complete: list[StepEntry], answers_of: Callable[[Sequence], list
             rows += [row] * len(forks[-1])
         row += 1
         if num_draft:  # copied before tokens are written over them
-            token_ids = sequence.window(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
+            token_ids = sequence.token_slice(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
             drafts.append(Draft(sequence, token_ids, row))
             row += num_draft
     return LogitRows(sampled, rows, forks, drafts, beams)

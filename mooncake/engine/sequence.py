@@ -209,7 +209,7 @@ class Sequence:
         """The model's logits after its tokens are not finite: it ends here."""
         self.failure = NotFinite("the model's logits are not finite")
 
-    def window(self, first: int, end: int) -> TokenIds:
+    def token_slice(self, first: int, end: int) -> TokenIds:
         """Tokens ``first ≤ i < end``, including draft tokens after them. A view."""
         return self._buffer[first:end]
 

@@ -115,7 +115,7 @@ class BatchBuilder:
         np.cumsum(counts, out=starts[1:])
         tokens, positions = self._buffers(int(starts[-1]))
         for entry, start, end in zip(entries, starts.tolist(), starts[1:].tolist(), strict=False):
-            tokens[start:end] = entry.sequence.window(entry.first, entry.end)
+            tokens[start:end] = entry.sequence.token_slice(entry.first, entry.end)
         np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
         indices, offsets = np.divmod(positions, self._block_tokens)
         of_tokens = np.repeat(rows, counts)
