@@ -1,4 +1,4 @@
-"""Leases of pool blocks for threads other than the event loop's: acquired in a time limit, released without waiting.
+"""Leases of pool blocks for threads other than the event loop's: acquired within a timeout, released without waiting.
 
 It knows neither prompts nor who reads the blocks.
 """

@@ -183,7 +183,7 @@ class EngineThread:
                 self._listeners.pop(request_id, None)
 
     def _break(self, why: str) -> None:
-        """The first reason counts."""
+        """Declare the engine broken; the first reason counts."""
         with self._lock:
             if not self.broken.done():
                 self._ending = why

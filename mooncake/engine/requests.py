@@ -18,7 +18,7 @@ class Requests:
     """A request begins with one sequence and one expected answer; its forks are further answers, or beams."""
 
     def __init__(self, scheduler: Scheduler, before_free: Callable[[Sequence], None]) -> None:
-        """``before_free`` is called with a sequence whose blocks are about to be freed."""
+        """``before_free`` is called with each sequence whose blocks are about to be freed."""
         self.searches = BeamSearches(self.fork, self.remove, self.stop_early)
         self._scheduler = scheduler
         self._before_free = before_free

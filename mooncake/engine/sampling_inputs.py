@@ -16,7 +16,7 @@ _KEPT = np.dtype([(name, "f8") for name in ("temperature", "top_p", "min_p")] + 
 
 
 class SamplingInputs:
-    """What stays the same from one step to the next is kept."""
+    """Sampling parameters are kept while the same sequences are sampled from."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -24,7 +24,7 @@ class SamplingInputs:
         self._cut_rows = np.empty(0, np.int64)
 
     def build(self, sequences: list[Sequence], positions: list[int]) -> Draws | None:
-        """``positions`` are those of the tokens to be drawn. None when all sequences are greedy."""
+        """``positions`` are those of the tokens to be sampled. None when all sequences are greedy."""
         if sequences != self._sequences:
             self._sequences = sequences
             self._kept = np.frombuffer(

@@ -34,7 +34,7 @@ _S = SequenceState
 
 SCHEDULABLE = frozenset({_S.WAITING, _S.RUNNING})  # in the scheduler's queues
 
-ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.RESERVED, _S.FINISHED}),
     _S.RESERVED: frozenset({_S.RUNNING, _S.FINISHED}),
     _S.RUNNING: frozenset({_S.WAITING, _S.HELD, _S.FINISHED}),
@@ -194,7 +194,7 @@ class Sequence:
 
     def move(self, state: SequenceState) -> None:
         """Raises InternalError for a move that is not in the table; nothing changes then."""
-        if state not in ALLOWED[self.state]:
+        if state not in TRANSITIONS[self.state]:
             raise InternalError(f"sequence {self.request_id} cannot go from {self.state} to {state}")
         self.state = state
 

@@ -32,7 +32,7 @@ class StepCosts:
 
     @property
     def drafts_pay(self) -> bool:
-        return self._payoff is not None and self._payoff.is_open
+        return self._payoff is not None and self._payoff.allows_drafts
 
     def timed(self, propose: Callable[[Sequence], list[int]]) -> Callable[[Sequence], list[int]]:
         """The same function, with its time charged to the next step that has drafts."""

@@ -189,29 +189,29 @@ def test_drafts_rest_where_they_do_not_pay_and_are_tried_again() -> None:
     payoff.note(2, 2, False, 10.0)
     for _ in range(DraftPayoff.MIN_STEPS):
         payoff.note(2, 3, True, 10.0)
-    assert payoff.is_open, "half a token more for the same time"
+    assert payoff.allows_drafts, "half a token more for the same time"
     for _ in range(DraftPayoff.MIN_STEPS * 3):
         payoff.note(2, 2, True, 20.0)
-        if not payoff.is_open:
+        if not payoff.allows_drafts:
             break
-    assert not payoff.is_open
-    for _ in range(DraftPayoff.FIRST_REST):
+    assert not payoff.allows_drafts
+    for _ in range(DraftPayoff.FIRST_PAUSE):
         payoff.note(2, 2, False, 10.0)
-    assert payoff.is_open
+    assert payoff.allows_drafts
 
 
 def test_a_size_without_a_measure_gets_a_step_without_drafts() -> None:
     payoff = DraftPayoff()
     payoff.note(1, 2, True, 10.0)
-    assert not payoff.is_open
+    assert not payoff.allows_drafts
     payoff.note(1, 1, False, 8.0)
-    for _ in range(DraftPayoff.FRESH - 1):
-        assert payoff.is_open
+    for _ in range(DraftPayoff.MAX_AGE - 1):
+        assert payoff.allows_drafts
         payoff.note(1, 2, True, 10.0)
     payoff.note(1, 2, True, 10.0)
-    assert not payoff.is_open, "the measure is old"
+    assert not payoff.allows_drafts, "the measure is old"
     payoff.note(1, 1, False, 8.0)
-    assert payoff.is_open
+    assert payoff.allows_drafts
 
 
 class Slow(Oracle):
