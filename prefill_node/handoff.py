@@ -1,4 +1,4 @@
-"""Sends a request's KV and first tokens to the decode node that continues it."""
+"""The sending side of a hand-off: a prompt's KV and first tokens go to the decode node that continues it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 CLOSE_TRIES = 3
 
 
-class Handoff:
+class HandoffSender:
     """Call ``open`` when the prompt's first step begins, ``commit`` when its first tokens are known, ``close`` in any
     case."""
 

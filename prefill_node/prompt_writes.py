@@ -14,7 +14,7 @@ from mooncake.engine.engine import Engine
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.types import BlockKey, SampledToken
 from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
-from prefill_node.handoff import Handoff
+from prefill_node.handoff import HandoffSender
 from prefill_node.kv_writer import WriteStream
 from prefill_node.pool_write import PoolWrite
 from prefill_node.resources import NodeResources
@@ -34,11 +34,11 @@ class PromptWrites:
         self._has_started = asyncio.Event()
         self._opening: dict[WriteStream, asyncio.Task[None]] = {}
         self._sealing: asyncio.Task[None] | None = None
-        self.handoff: Handoff | None = None
+        self.handoff: HandoffSender | None = None
         self.pool: PoolWrite | None = None
 
     def to_decode(self, num_tokens: int) -> None:
-        self.handoff = Handoff(self._node, self._request, num_tokens, self._deadline)
+        self.handoff = HandoffSender(self._node, self._request, num_tokens, self._deadline)
         self._opening[self.handoff.stream] = asyncio.create_task(self._open_handoff(self.handoff))
 
     def to_pool(self, store: StoreClient, name: str, first: int, num_exact: Callable[[], int | None]) -> None:
@@ -111,7 +111,7 @@ class PromptWrites:
         if self.pool is not None:
             await self.pool.close()
 
-    async def _open_handoff(self, handoff: Handoff) -> None:
+    async def _open_handoff(self, handoff: HandoffSender) -> None:
         await self._has_started.wait()
         await handoff.open()
 

@@ -16,7 +16,7 @@ from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer
 from mooncake.types import KVLayout, SegmentAddress
 from prefill_node.deadline import Deadline
-from prefill_node.handoff import Handoff
+from prefill_node.handoff import HandoffSender
 from prefill_node.resources import NodeResources
 
 LAYOUT = KVLayout(num_layers=126, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float16")
@@ -57,7 +57,7 @@ async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
             channels=channels,
         )
         request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
-        handoff = Handoff(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+        handoff = HandoffSender(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
         await handoff.open()
         handoff.stream.checksums = dict(enumerate(sums))
         handoff.stream.done.set_result(None)
