@@ -1,8 +1,8 @@
-"""One hand-off from prefill to decode, as the receiver sees it: a table of events and states.
+"""The state machine of one hand-off from prefill to decode, on the receiving side: a table of states and events.
 
-Pure: no sockets, no clock, no engine. Events come from several sides, and may be late, repeated or crossed: from the
-writer (a prefill node), from the request's own call, and from work started here. The table defines all of them. Every
-hand-off ends in exactly one of committed, failed, expired.
+Pure: no sockets, no clock, no engine. Events come from the writer (a prefill node), from the request's own call and
+from work started here; they may be late, repeated or crossed, and the table defines all of them. Every hand-off ends in
+exactly one of committed, failed, expired.
 
     announced ─▶ opening ─▶ reserved ───▶ verifying ─▶ committed
         │           │        │   │            │
@@ -25,79 +25,79 @@ class HandoffState(StrEnum):
     ANNOUNCED = "announced"  # the conductor told us; nothing is reserved yet
     OPENING = "opening"  # the writer waits for room
     RESERVED = "reserved"  # the writer knows its blocks and may be writing
-    VERIFYING = "verifying"  # the writer says that everything is written; it is being compared with the checksums
+    VERIFYING = "verifying"  # the writer says that everything is written; checksums are being compared
     COMMITTED = "committed"  # all bytes were right; the sequence runs
-    REVOKING = "revoking"  # given up while the writer may be writing; its right to write is being revoked
+    REVOKING = "revoking"  # given up while the writer may be writing; its write access is being revoked
     QUARANTINED = "quarantined"  # given up; the writer starts no new write but may be in the middle of a copy
     FREEING = "freeing"  # given up, and nobody writes; the blocks are freed when nothing here uses them
     FREED = "freed"
 
 
-class Heard(StrEnum):
+class HandoffEvent(StrEnum):
     OPEN = "open"  # the writer asks for blocks
     REFUSED = "refused"  # there was no room for them
     GRANTED = "granted"  # the engine has reserved them
     COMMIT = "commit"  # the writer has written them
-    WRONG = "wrong"  # the bytes do not match their checksums
-    RIGHT = "right"
+    MISMATCHED = "mismatched"  # the bytes do not match their checksums
+    VERIFIED = "verified"  # they do
     CLOSE = "close"  # the writer has stopped for good
-    GONE = "gone"  # its last connection has ended, which matters only once it knows its blocks
-    GIVE_UP = "give up"  # the request's own call has ended
+    DISCONNECTED = "disconnected"  # its last connection has ended, which matters only once it knows its blocks
+    CANCEL = "cancel"  # the request's own call has ended
     REVOKED = "revoked"  # no write can land any more
     COPYING = "copying"  # no new write can start, but over shared memory one may be in progress
-    EMPTIED = "emptied"  # the engine has its blocks back
+    RELEASED = "released"  # the engine has its blocks back
 
 
-_S, _H = HandoffState, Heard
-_LATE = (_H.REFUSED, _H.GRANTED, _H.WRONG, _H.RIGHT, _H.REVOKED, _H.COPYING)  # results of work that started earlier
+_S, _E = HandoffState, HandoffEvent
+_RESULTS = (_E.REFUSED, _E.GRANTED, _E.MISMATCHED, _E.VERIFIED, _E.REVOKED, _E.COPYING)  # of work that started earlier
 
-ANSWERS: dict[HandoffState, dict[Heard, HandoffState]] = {
+TRANSITIONS: dict[HandoffState, dict[HandoffEvent, HandoffState]] = {
     _S.ANNOUNCED: {
-        _H.OPEN: _S.OPENING,
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.ANNOUNCED,
-        _H.GIVE_UP: _S.FREEING,
+        _E.OPEN: _S.OPENING,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.ANNOUNCED,
+        _E.CANCEL: _S.FREEING,
     },
     _S.OPENING: {
-        _H.REFUSED: _S.ANNOUNCED,
-        _H.GRANTED: _S.RESERVED,
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.OPENING,
-        _H.GIVE_UP: _S.FREEING,
+        _E.REFUSED: _S.ANNOUNCED,
+        _E.GRANTED: _S.RESERVED,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.OPENING,
+        _E.CANCEL: _S.FREEING,
     },
     _S.RESERVED: {
-        _H.COMMIT: _S.VERIFYING,
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.FREEING,
-        _H.GIVE_UP: _S.REVOKING,
+        _E.COMMIT: _S.VERIFYING,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.FREEING,
+        _E.CANCEL: _S.REVOKING,
     },
     _S.VERIFYING: {
-        _H.WRONG: _S.FREEING,
-        _H.RIGHT: _S.COMMITTED,
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.FREEING,
-        _H.GIVE_UP: _S.FREEING,
+        _E.MISMATCHED: _S.FREEING,
+        _E.VERIFIED: _S.COMMITTED,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.FREEING,
+        _E.CANCEL: _S.FREEING,
     },
-    _S.COMMITTED: dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP), _S.COMMITTED),
+    _S.COMMITTED: dict.fromkeys((_E.CLOSE, _E.DISCONNECTED, _E.CANCEL), _S.COMMITTED),
     _S.REVOKING: {
-        _H.REVOKED: _S.FREEING,
-        _H.COPYING: _S.QUARANTINED,
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.FREEING,
-        _H.GIVE_UP: _S.REVOKING,
+        _E.REVOKED: _S.FREEING,
+        _E.COPYING: _S.QUARANTINED,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.FREEING,
+        _E.CANCEL: _S.REVOKING,
     },
     _S.QUARANTINED: {
-        _H.CLOSE: _S.FREEING,
-        _H.GONE: _S.FREEING,
-        _H.GIVE_UP: _S.QUARANTINED,
+        _E.CLOSE: _S.FREEING,
+        _E.DISCONNECTED: _S.FREEING,
+        _E.CANCEL: _S.QUARANTINED,
     },
     _S.FREEING: {
-        **dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP, *_LATE), _S.FREEING),
-        _H.EMPTIED: _S.FREED,
+        **dict.fromkeys((_E.CLOSE, _E.DISCONNECTED, _E.CANCEL, *_RESULTS), _S.FREEING),
+        _E.RELEASED: _S.FREED,
     },
-    _S.FREED: dict.fromkeys((_H.CLOSE, _H.GONE, _H.GIVE_UP, *_LATE), _S.FREED),
+    _S.FREED: dict.fromkeys((_E.CLOSE, _E.DISCONNECTED, _E.CANCEL, *_RESULTS), _S.FREED),
 }
-"""A move that is not listed is refused: a writer may open or commit too late or twice; any other would be our bug."""
+"""An event that is not listed is refused: a writer may open or commit too late or twice; others would be our bug."""
 
 GIVEN_UP = frozenset({_S.REVOKING, _S.QUARANTINED, _S.FREEING, _S.FREED})
 
@@ -122,16 +122,16 @@ class Handoff:
     first_block: int = 0
     block_ids: list[int] = field(default_factory=list)
 
-    def hear(self, what: Heard, *, is_late: bool = False) -> HandoffState:
+    def apply(self, event: HandoffEvent, *, is_late: bool = False) -> HandoffState:
         """Returns the state that follows. A hand-off given up because it ``is_late`` has expired.
 
         Raises HandoffFailed for a request of the writer that is not (or no longer) possible; nothing changes then.
         """
-        state = ANSWERS[self.state].get(what)
+        state = TRANSITIONS[self.state].get(event)
         if state is None:
-            if what not in (Heard.OPEN, Heard.COMMIT):
-                raise InternalError(f"hand-off {self.handoff_id} is {self.state} and heard {what!r}")
-            raise HandoffFailed(f"hand-off {self.handoff_id} is {self.state}: it cannot {what} (any more)")
+            if event not in (HandoffEvent.OPEN, HandoffEvent.COMMIT):
+                raise InternalError(f"hand-off {self.handoff_id} is {self.state} and got {event!r}")
+            raise HandoffFailed(f"hand-off {self.handoff_id} is {self.state}: it cannot {event} (any more)")
         if self.outcome is None and state is HandoffState.COMMITTED:
             self.outcome = Outcome.COMMITTED
         elif self.outcome is None and state in GIVEN_UP:

@@ -1,8 +1,8 @@
 """The receiving end of hand-offs: reserves blocks of the engine, lets one writer fill them, verifies, starts the
 sequence.
 
-The table of hand-offs lives on the event loop; the engine's blocks belong to the engine's thread. Every event moves a
-hand-off as ``handoff`` says, and the state it reaches determines the next action. Bytes arrive in host memory, and are
+Hand-offs live on the event loop; the engine's blocks belong to the engine's thread. Every event moves a hand-off as the
+table in ``handoff`` says, and the state it reaches determines the next action. Bytes arrive in host memory, and are
 copied to a cache on a GPU once they are verified, while other sequences decode.
 """
 
@@ -11,19 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from bisect import insort
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from itertools import count
 from typing import TypeVar
 
-from decode_node.handoff import Handoff, HandoffState, Heard
+from decode_node.handoff import Handoff, HandoffEvent, HandoffState
+from decode_node.reservations import ReservationQueue
 from kvstore.checksum import digest, range_checksums
 from kvstore.transfer.server import SegmentServer
-from mooncake.engine.engine import Engine, Reservation, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.kv_cache import Mirror
-from mooncake.engine.loop import EngineThread
+from mooncake.engine.loop import EngineThread, OnOutput
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
     ChecksumMismatch,
@@ -38,44 +37,34 @@ from mooncake.types import KVLayout, SampledToken
 log = logging.getLogger(__name__)
 
 ANNOUNCE_WAIT_S = 10.0  # how long a writer may be ahead of the conductor's announcement
-RESERVE_RETRY_S = 0.02  # between checks for room while running sequences free theirs
 MAX_HANDOFFS = 1024
-
-OnOutput = Callable[[StepOutput | MooncakeError], None]
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Entry:
+class _OpenHandoff:
     """A hand-off that has not ended, or whose blocks are not free yet."""
 
     handoff: Handoff
     sequence: Sequence
     on_output: OnOutput
     work: asyncio.Task[object] | None = None  # a thread working on its blocks, which must end before they are freed
-    giving_up: asyncio.Task[None] | None = None
+    clean_up: asyncio.Task[None] | None = None  # revoking its writer's access, or freeing its blocks
 
 
 class Receiver:
     """Hand-offs of one decode node, by id."""
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        server: SegmentServer,
-        mirror: Mirror,
-        layout: KVLayout,
-    ) -> None:
+    def __init__(self, thread: EngineThread, server: SegmentServer, mirror: Mirror, layout: KVLayout) -> None:
         """``server`` exports the memory of ``mirror``."""
         self._thread = thread
         self._server = server
         self._mirror = mirror
         self._layout = layout
-        self._handoffs: dict[str, _Entry] = {}
-        self._early: set[tuple[str, asyncio.Event]] = set()  # writers waiting for an announcement
-        self._places = count()
-        self._line: list[tuple[int, int]] = []  # waiting for room: priority, place
+        self._handoffs: dict[str, _OpenHandoff] = {}
+        self._early_writers: set[tuple[str, asyncio.Event]] = set()  # waiting for an announcement
+        self._reservations = ReservationQueue(thread)
         self._background: set[asyncio.Task[object]] = set()
         self.checksum_mismatches = 0
         self.committed = 0  # hand-offs
@@ -87,14 +76,14 @@ class Receiver:
     @property
     def num_waiting(self) -> int:
         """Hand-offs that wait for room."""
-        return len(self._line)
+        return len(self._reservations)
 
     @property
     def num_quarantined_blocks(self) -> int:
         handoffs = [entry.handoff for entry in self._handoffs.values()]
         return sum(len(handoff.block_ids) for handoff in handoffs if handoff.state is HandoffState.QUARANTINED)
 
-    # Calls from others
+    # Calls
 
     def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
         """The conductor announces this hand-off. Raises InvalidRequest for a duplicate id, OutOfBlocks when too many
@@ -103,8 +92,8 @@ class Receiver:
             raise InvalidRequest(f"hand-off {handoff.handoff_id} exists already", "handoff_id")
         if len(self._handoffs) >= MAX_HANDOFFS:
             raise OutOfBlocks(f"{MAX_HANDOFFS} hand-offs are open on this node")
-        self._handoffs[handoff.handoff_id] = _Entry(handoff, sequence, on_output)
-        for awaited, announced in self._early:
+        self._handoffs[handoff.handoff_id] = _OpenHandoff(handoff, sequence, on_output)
+        for awaited, announced in self._early_writers:
             if awaited == handoff.handoff_id:
                 announced.set()
 
@@ -117,18 +106,18 @@ class Receiver:
         entry = await self._wait_announced(handoff_id, min(wait_s, ANNOUNCE_WAIT_S))
         handoff = entry.handoff
         handoff.check_epoch(epoch)
-        handoff.hear(Heard.OPEN)
+        handoff.apply(HandoffEvent.OPEN)
         handoff.writer_id = writer_id
         try:
-            reservation = await self._reserve(entry, deadline)
+            reservation = await self._reservations.reserve(entry.sequence, deadline, lambda: _check_open(handoff))
         except asyncio.CancelledError:  # the blocks may be reserved all the same; its own call says why it ended
-            self._hear(entry, Heard.CLOSE)
+            self._apply(entry, HandoffEvent.CLOSE)
             raise
         except Exception:
-            handoff.hear(Heard.REFUSED)
+            handoff.apply(HandoffEvent.REFUSED)
             raise
-        if handoff.hear(Heard.GRANTED) is not HandoffState.RESERVED:  # given up while the engine was reserving
-            raise HandoffFailed(f"hand-off {handoff_id} has {handoff.outcome}")
+        handoff.apply(HandoffEvent.GRANTED)
+        _check_open(handoff)  # it may have been given up while the engine was reserving
         handoff.first_block, handoff.block_ids = reservation.first_block, list(reservation.block_ids)
         self._server.grant(handoff.block_ids, epoch)
         return handoff
@@ -138,34 +127,32 @@ class Receiver:
         handoff_id: str,
         epoch: int,
         first_tokens: Rows[SampledToken],
-        expected: int,
+        expected_digest: int,
         num_exact: int | None = None,
     ) -> None:
-        """All ranges are written: verify them, whose checksums have the ``expected`` digest, and start the sequence,
-        with one answer for each of ``first_tokens``. Blocks after the first ``num_exact`` tokens are not shared, nor
-        are those that follow.
+        """Everything is written: verify its checksums by their digest, and start the sequence, with one answer for each
+        of ``first_tokens``. Blocks that end after the first ``num_exact`` tokens (None: all) are shared with nobody.
 
         Raises HandoffFailed, StaleEpoch, or ChecksumMismatch (the hand-off has failed then).
         """
         entry = self._get(handoff_id)
         handoff = entry.handoff
         handoff.check_epoch(epoch)
-        handoff.hear(Heard.COMMIT)
+        handoff.apply(HandoffEvent.COMMIT)
         try:
-            is_right = await self._work_on(entry, lambda: self._take_in(handoff.block_ids, expected))
+            is_verified = await self._run_on_thread(entry, lambda: self._verify(handoff.block_ids, expected_digest))
         except asyncio.CancelledError:
-            self._hear(entry, Heard.CLOSE)
+            self._apply(entry, HandoffEvent.CLOSE)
             raise
         except Exception:
-            await self._give_up(entry, Heard.WRONG)
+            await self._apply_and_wait(entry, HandoffEvent.MISMATCHED)
             raise
-        if handoff.is_over:  # given up meanwhile
-            raise HandoffFailed(f"hand-off {handoff_id} has {handoff.outcome}")
-        if not is_right:
+        _check_open(handoff)
+        if not is_verified:
             self.checksum_mismatches += 1
-            await self._give_up(entry, Heard.WRONG)
+            await self._apply_and_wait(entry, HandoffEvent.MISMATCHED)
             raise ChecksumMismatch(f"hand-off {handoff_id}: bytes differ from what prefill computed")
-        handoff.hear(Heard.RIGHT)
+        handoff.apply(HandoffEvent.VERIFIED)
         del self._handoffs[handoff_id]
         self.committed += 1
         self._thread.listen(handoff.request_id, entry.on_output)
@@ -180,18 +167,18 @@ class Receiver:
         if entry is None or entry.handoff.epoch != epoch:
             return
         was_over = entry.handoff.is_over
-        self._hear(entry, Heard.CLOSE)
+        self._apply(entry, HandoffEvent.CLOSE)
         try:
-            await self._at_rest(entry)
+            await self._wait_settled(entry)
         finally:
             if not was_over:
                 entry.on_output(HandoffFailed(f"the prefill node gave up the hand-off: {reason}"))
 
-    async def abandon(self, handoff: Handoff, is_late: bool) -> None:
+    async def cancel(self, handoff: Handoff, is_late: bool) -> None:
         """This side gives up: the client is gone, or the request ``is_late``. Idempotent."""
         entry = self._handoffs.get(handoff.handoff_id)
         if entry is not None and entry.handoff is handoff:
-            await self._give_up(entry, Heard.GIVE_UP, is_late=is_late)
+            await self._apply_and_wait(entry, HandoffEvent.CANCEL, is_late=is_late)
 
     def peer_gone(self, writer_id: str) -> None:
         """A writer's last connection ended: its hand-offs can be neither written nor committed any more."""
@@ -199,121 +186,103 @@ class Receiver:
             if entry.handoff.writer_id != writer_id:
                 continue
             was_over = entry.handoff.is_over
-            self._hear(entry, Heard.GONE)
+            self._apply(entry, HandoffEvent.DISCONNECTED)
             if entry.handoff.is_over and not was_over:
                 entry.on_output(HandoffFailed("the prefill node went away during the hand-off"))
 
-    # The state reached determines the next action
+    # Events: the state reached determines the next action
 
-    def _hear(self, entry: _Entry, what: Heard, *, is_late: bool = False) -> None:
+    def _apply(self, entry: _OpenHandoff, event: HandoffEvent, *, is_late: bool = False) -> None:
         before = entry.handoff.state
-        state = entry.handoff.hear(what, is_late=is_late)
+        state = entry.handoff.apply(event, is_late=is_late)
         if state is before:
             return
         if state is HandoffState.REVOKING:
-            entry.giving_up = self._later(self._revoke(entry))
+            entry.clean_up = self._start_task(self._revoke(entry))
         elif state is HandoffState.FREEING:
-            entry.giving_up = self._later(self._free(entry))
+            entry.clean_up = self._start_task(self._free(entry))
 
-    async def _give_up(self, entry: _Entry, what: Heard, *, is_late: bool = False) -> None:
-        self._hear(entry, what, is_late=is_late)
-        await self._at_rest(entry)
+    async def _apply_and_wait(self, entry: _OpenHandoff, event: HandoffEvent, *, is_late: bool = False) -> None:
+        self._apply(entry, event, is_late=is_late)
+        await self._wait_settled(entry)
 
-    async def _at_rest(self, entry: _Entry) -> None:
-        """Return once it needs no further action, or waits for its writer. Actions run whether or not a caller
+    async def _wait_settled(self, entry: _OpenHandoff) -> None:
+        """Return once nothing more is to be done, or only its writer is awaited. Actions run whether or not a caller
         waits."""
-        while entry.giving_up is not None and not entry.giving_up.done():
-            await asyncio.shield(entry.giving_up)
+        while entry.clean_up is not None and not entry.clean_up.done():
+            await asyncio.shield(entry.clean_up)
 
-    async def _revoke(self, entry: _Entry) -> None:
-        await self._work_on(entry, lambda: self._server.revoke(entry.handoff.block_ids))
+    async def _revoke(self, entry: _OpenHandoff) -> None:
+        await self._run_on_thread(entry, lambda: self._server.revoke(entry.handoff.block_ids))
         if self._server.maps_memory(entry.handoff.writer_id):
             log.debug("hand-off %s: %d blocks quarantined", entry.handoff.handoff_id, len(entry.handoff.block_ids))
-            self._hear(entry, Heard.COPYING)
+            self._apply(entry, HandoffEvent.COPYING)
         else:
-            self._hear(entry, Heard.REVOKED)
+            self._apply(entry, HandoffEvent.REVOKED)
 
-    async def _free(self, entry: _Entry) -> None:
+    async def _free(self, entry: _OpenHandoff) -> None:
         handoff = entry.handoff
         if entry.work is not None:
             await asyncio.wait([entry.work])
-        if handoff.block_ids:  # whoever gets them next is granted them after this
+        if handoff.block_ids:  # before they are granted to anybody else
             await asyncio.to_thread(self._server.revoke, handoff.block_ids)
         with contextlib.suppress(NodeUnavailable):  # no engine, no blocks
             await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))
-        self._hear(entry, Heard.EMPTIED)
+        self._apply(entry, HandoffEvent.RELEASED)
         del self._handoffs[handoff.handoff_id]
 
-    # Single actions
+    # Actions
 
-    async def _reserve(self, entry: _Entry, deadline: float) -> Reservation:
-        """Once there is no room, waiting is first come, first served: otherwise short prompts would overtake a long
-        one for ever."""
-        handoff, sequence = entry.handoff, entry.sequence
-        place = (sequence.priority, next(self._places))
-        refusal = OutOfBlocks("others wait for room before it")
-        try:
-            while True:
-                if not self._line or place <= self._line[0]:
-                    try:
-                        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.reserve(sequence)))
-                    except OutOfBlocks as error:
-                        refusal = error
-                if place not in self._line:
-                    insort(self._line, place)
-                if asyncio.get_running_loop().time() + RESERVE_RETRY_S > deadline:
-                    raise refusal
-                await asyncio.sleep(RESERVE_RETRY_S)
-                if handoff.is_over:
-                    raise HandoffFailed(f"hand-off {handoff.handoff_id} has {handoff.outcome}")
-        finally:
-            if place in self._line:
-                self._line.remove(place)
-
-    async def _wait_announced(self, handoff_id: str, wait_s: float) -> _Entry:
+    async def _wait_announced(self, handoff_id: str, wait_s: float) -> _OpenHandoff:
         if handoff_id not in self._handoffs:
             writer = (handoff_id, asyncio.Event())
-            self._early.add(writer)
+            self._early_writers.add(writer)
             try:
                 async with asyncio.timeout(wait_s):
                     await writer[1].wait()
             except TimeoutError:
                 raise HandoffFailed(f"hand-off {handoff_id} was not announced within {wait_s:.1f} s") from None
             finally:
-                self._early.discard(writer)
+                self._early_writers.discard(writer)
         return self._get(handoff_id)
 
-    def _get(self, handoff_id: str) -> _Entry:
+    def _get(self, handoff_id: str) -> _OpenHandoff:
         try:
             return self._handoffs[handoff_id]
         except KeyError:
             raise HandoffFailed(f"hand-off {handoff_id} is not known here (any more)") from None
 
-    def _take_in(self, block_ids: list[int], expected: int) -> bool:
+    def _verify(self, block_ids: list[int], expected_digest: int) -> bool:
         """On a thread: whether the bytes are those that were sent. If so they are in the cache afterwards."""
         self._server.revoke(block_ids)
         memory, num_layers = self._mirror.memory, self._layout.num_layers
-        if digest(range_checksums(memory[block].data, num_layers) for block in block_ids) != expected:
+        if digest(range_checksums(memory[block].data, num_layers) for block in block_ids) != expected_digest:
             return False
         self._mirror.to_device(block_ids).wait()
         return True
 
-    async def _work_on(self, entry: _Entry, work: Callable[[], T]) -> T:
+    async def _run_on_thread(self, entry: _OpenHandoff, work: Callable[[], T]) -> T:
         """On a thread, always to its end, even when the caller is cancelled."""
-        entry.work = task = self._later(asyncio.to_thread(work))
+        entry.work = task = self._start_task(asyncio.to_thread(work))
         return await asyncio.shield(task)
 
-    def _later(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+    def _start_task(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
 
-def _start(engine: Engine, entry: _Entry, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
+def _check_open(handoff: Handoff) -> None:
+    """Raises HandoffFailed if it was given up, or has been committed."""
+    if handoff.is_over:
+        raise HandoffFailed(f"hand-off {handoff.handoff_id} has {handoff.outcome}")
+
+
+def _start(engine: Engine, entry: _OpenHandoff, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
     """On the engine's thread. A sequence that cannot start ends here: nobody else would free its blocks."""
     handoff = entry.handoff
-    entry.sequence.borrowed.num_exact = num_exact
+    entry.sequence.reused.num_exact = num_exact
     try:
         engine.start_reserved(handoff.request_id, first_tokens)
     except MooncakeError as error:

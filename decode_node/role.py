@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from decode_node.generated import GeneratedBlocks
 from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
 from decode_node.writeback import WriteBack
+from decode_node.writeback_hook import WriteBackHook
 from kvstore.client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
@@ -36,9 +36,9 @@ class DecodeRole:
         prefault_in_background(self._segment.array)
         stores = Recent(lambda address: StoreClient(address, transfer, channels))
         self._writeback = WriteBack(stores.get, plan.layout)
-        self.hook = GeneratedBlocks(self._writeback, config.block.tokens)
+        self.hook = WriteBackHook(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()
-        self._ending = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     @property
     def memory(self) -> Segment:
@@ -62,7 +62,7 @@ class DecodeRole:
             secret=transfer_secret(self._config),
             advertise=self._config.node.advertise,
         )
-        self._ending.callback(self._segment_server.stop)
+        self._exit_stack.callback(self._segment_server.stop)
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
         self._segment_server.start()
         self._writeback.start(host.mirror)
@@ -95,7 +95,7 @@ class DecodeRole:
 
     def stop(self) -> None:
         """Call after the engine has stopped, if it had started."""
-        self._ending.close()
+        self._exit_stack.close()
 
     def _on_peer_gone(self, writer_id: str) -> None:
         """Called on a thread of the segment server."""

@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-from decode_node.generated import GeneratedBlocks
 from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
+from decode_node.writeback_hook import WriteBackHook
 from mooncake.engine.engine import StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
@@ -29,12 +29,10 @@ from mooncake.types import SegmentAddress
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    def __init__(
-        self, host: EngineHost, receiver: Receiver, generated: GeneratedBlocks, address: SegmentAddress
-    ) -> None:
+    def __init__(self, host: EngineHost, receiver: Receiver, generated: WriteBackHook, address: SegmentAddress) -> None:
         self._host = host
         self._receiver = receiver
-        self._generated = generated
+        self._writeback_hook = generated
         self._address = address
         self.num_running = 0
         self._clean_ups = CleanUps()
@@ -51,7 +49,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
         self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
-        self._generated.watch(sequence, [pool.control_address for pool in request.pools])
+        self._writeback_hook.watch(sequence, [pool.control_address for pool in request.pools])
         self.num_running += 1
         try:
             async for response in self._stream(sequence, outputs, deadline):
@@ -129,8 +127,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def _end(self, handoff: Handoff, is_late: bool) -> None:
         """Whatever ended Generate, nothing of the request may remain."""
-        self._generated.forget(handoff.request_id)
-        await self._receiver.abandon(handoff, is_late)
+        self._writeback_hook.forget(handoff.request_id)
+        await self._receiver.cancel(handoff, is_late)
         if handoff.state is HandoffState.COMMITTED:  # otherwise the receiver frees its blocks
             with contextlib.suppress(MooncakeError):
                 await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))

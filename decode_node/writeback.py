@@ -1,7 +1,7 @@
 """Writes generated blocks to the pool as they fill, so that the next turn, or a node that takes over, finds them.
 
 Best effort and bounded: when the pool is slow or full, blocks are not stored, and nothing else is affected. A pool that
-does not answer is left alone for a while, because blocks waiting for it occupy the cache.
+does not answer is offered nothing for a while, because blocks waiting for it occupy the cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_WAITING = 256  # blocks; each is held in the cache until it is written
 WAITING_SHARE = 1 / 8  # at most this fraction of the cache, or one batch
 BATCH_BLOCKS = 8
 WRITE_TIMEOUT_S = 5.0
-REST_S = 10.0  # pause for a pool that did not answer
+BACKOFF_S = 10.0  # for which a pool that did not answer is offered nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,15 @@ class WriteBack:
         clients: Callable[[str], StoreClient],
         layout: KVLayout,
         write_timeout_s: float = WRITE_TIMEOUT_S,
-        rest_s: float = REST_S,
+        backoff_s: float = BACKOFF_S,
     ) -> None:
         self._clients = clients
         self._layout = layout
         self._write_timeout_s = write_timeout_s
-        self._rest_s = rest_s
+        self._backoff_s = backoff_s
         self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue()
         self._max_waiting = 0
-        self._rests_until: dict[str, float] = {}  # by pool address
+        self._backoff_until: dict[str, float] = {}  # by pool address
         self._task: asyncio.Task[None] | None = None
         self.stored = 0
         self.skipped = 0
@@ -75,7 +75,7 @@ class WriteBack:
 
     def offer(self, block: FilledBlock) -> None:
         """Store it soon, or never if too many wait already or its pool has just not answered."""
-        if self._queue.qsize() >= self._max_waiting or self._rests(block.pool_address):
+        if self._queue.qsize() >= self._max_waiting or self._is_backing_off(block.pool_address):
             self._skip(block)
         else:
             self._queue.put_nowait(block)
@@ -98,7 +98,7 @@ class WriteBack:
 
     async def _store(self, address: str, blocks: list[FilledBlock]) -> None:
         try:
-            checksums = await asyncio.to_thread(self._bring_out, [block.block_id for block in blocks])
+            checksums = await asyncio.to_thread(self._copy_out, [block.block_id for block in blocks])
             self.stored += await self._clients(address).put_blocks(
                 [(block.key, block.parent) for block in blocks],
                 [self._mirror.memory[block.block_id] for block in blocks],
@@ -107,8 +107,10 @@ class WriteBack:
             )
         except (DeadlineExceeded, NodeUnavailable) as error:
             self.skipped += len(blocks)
-            log.info("%d blocks were not written back, and none for %g s: %s", len(blocks), self._rest_s, error.message)
-            self._let_rest(address)
+            log.info(
+                "%d blocks were not written back, and none for %g s: %s", len(blocks), self._backoff_s, error.message
+            )
+            self._back_off(address)
         except MooncakeError as error:
             self.skipped += len(blocks)
             log.info("%d blocks were not written back: %s", len(blocks), error.message)
@@ -116,14 +118,14 @@ class WriteBack:
             self.skipped += len(blocks)
             log.exception("%d blocks were not written back", len(blocks))
 
-    def _rests(self, address: str) -> bool:
-        return time.monotonic() < self._rests_until.get(address, 0.0)
+    def _is_backing_off(self, address: str) -> bool:
+        return time.monotonic() < self._backoff_until.get(address, 0.0)
 
-    def _let_rest(self, address: str) -> None:
+    def _back_off(self, address: str) -> None:
         """Offer this pool nothing for a while, and drop what waits for it."""
         now = time.monotonic()
-        self._rests_until = {other: until for other, until in self._rests_until.items() if until > now}
-        self._rests_until[address] = now + self._rest_s
+        self._backoff_until = {other: until for other, until in self._backoff_until.items() if until > now}
+        self._backoff_until[address] = now + self._backoff_s
         for _ in range(self._queue.qsize()):
             block = self._queue.get_nowait()
             if block.pool_address == address:
@@ -135,7 +137,7 @@ class WriteBack:
         self.skipped += 1
         block.done()
 
-    def _bring_out(self, block_ids: list[int]) -> list[Checksums]:
+    def _copy_out(self, block_ids: list[int]) -> list[Checksums]:
         """On a thread: copy the blocks to host memory. Returns their checksums."""
         self._mirror.to_host(block_ids).wait()
         memory, num_layers = self._mirror.memory, self._layout.num_layers

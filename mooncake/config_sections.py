@@ -133,8 +133,8 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     chunk_tokens: int = 256  # maximum prompt tokens per step, rounded to blocks; 0: whole prompts
     max_sequences: int = 64  # running at once
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
-    speculative_tokens: int = 0  # maximum guesses per sequence and step; 0: none
-    draft_model: str = ""  # model that guesses them, with the same vocabulary, as model.path; "": from earlier text
+    speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
+    draft_model: str = ""  # model that proposes them, with the same vocabulary, as model.path; "": from earlier text
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
     tensor_parallel: int = 1  # processes with a part of every layer and `threads` threads each; CPUs
 

@@ -455,7 +455,7 @@ def _fit(
     block = checkpoint.kv_layout(limits.block_tokens, precision.kv_dtype)
     groups, page = plan_pages(checkpoint, block, limits.max_model_len, device, num_processes)
     num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
-    longest = groups.max_model_len(num_blocks, limits.most_at_once, limits.block_tokens, limits.max_model_len)
+    longest = groups.max_model_len(num_blocks, limits.max_step_tokens, limits.block_tokens, limits.max_model_len)
     if longest < 1:
         raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
     size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences)

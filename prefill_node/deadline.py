@@ -1,4 +1,4 @@
-"""The time by which a request must be done."""
+"""The time by which a request must be done, and a limit for single calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from typing import TypeVar
 
 from mooncake.errors import DeadlineExceeded
+
+CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Sends a request's KV and first tokens to the decode node that continues it."""
+"""The sending side of a hand-off: a prompt's KV and first tokens go to the decode node that continues it."""
 
 from __future__ import annotations
 
@@ -15,60 +15,59 @@ from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.types import KVLayout, SampledToken
-from prefill_node.deadline import Deadline
-from prefill_node.leases import CONTROL_TIMEOUT_S
-from prefill_node.outbox import Destination, Sink
-from prefill_node.workshop import Workshop
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
+from prefill_node.kv_writer import Destination, WriteStream
+from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)
 
 CLOSE_TRIES = 3
 
 
-class Handoff:
-    """Call ``open`` when the request's turn has come, ``commit`` when its first tokens are known, ``close`` in any
+class HandoffSender:
+    """Call ``open`` when the prompt's first step begins, ``commit`` when its first tokens are known, ``close`` in any
     case."""
 
-    def __init__(self, shop: Workshop, request: pb.PrefillRequest, num_tokens: int, deadline: Deadline) -> None:
-        self._shop = shop
+    def __init__(self, node: NodeResources, request: pb.PrefillRequest, num_tokens: int, deadline: Deadline) -> None:
+        self._node = node
         self._request = request
         self._num_tokens = num_tokens
         self._deadline = deadline
-        self._layout: KVLayout = shop.host.plan.layout
-        self._groups: PageGroups = shop.host.plan.groups
+        self._layout: KVLayout = node.host.plan.layout
+        self._groups: PageGroups = node.host.plan.groups
         self._pages: list[int] = []  # page numbers that the decode node wants
         self._is_committed = False
-        self.sink = Sink(f"hand-off {request.handoff_id}", self._layout, deadline.at_s)
+        self.stream = WriteStream(f"hand-off {request.handoff_id}", self._layout, deadline.at_s, node.handoff_writer)
 
     async def open(self) -> None:
         """Reserve blocks on the decode node and start sending what is computed."""
         request = decode_pb2.OpenHandoffRequest(
-            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._shop.transfer.writer_id
+            handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._node.transfer.writer_id
         )
         try:
             response = await self._decode_node.OpenHandoff(request, timeout=self._deadline.left_s)
         except grpc.aio.AioRpcError as error:
-            self.sink.fail(error_from_rpc(error, "decode node"))
+            self.stream.fail(error_from_rpc(error, "decode node"))
             return
         spans = self._groups.spans_behind(self._num_tokens, response.first_block, self._layout.block_tokens)
         self._pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
         if len(self._pages) != len(response.block_ids):
-            self.sink.fail(InternalError(f"{self.sink.name}: the decode node parts layers into other groups"))
+            self.stream.fail(InternalError(f"{self.stream.name}: the decode node parts layers into other groups"))
             return
         slots = {
             page: (block_id, self._request.epoch)
             for page, block_id in zip(self._pages, response.block_ids, strict=True)
         }
-        self.sink.open(Destination(segment_from_wire(response.segment), slots))
-        self._shop.handoffs.kick(self.sink)
+        self.stream.open(Destination(segment_from_wire(response.segment), slots))
+        self.stream.writer.kick(self.stream)
 
     async def commit(self, first_tokens: list[SampledToken], num_exact: int | None) -> None:
         """Wait until every block has been written, then let the decode node continue. Raises MooncakeError."""
-        await self._deadline.wait_for(asyncio.wrap_future(self.sink.done))
-        checksums = self.sink.checksums
+        await self._deadline.wait_for(asyncio.wrap_future(self.stream.done))
+        checksums = self.stream.checksums
         missing = [page for page in self._pages if page not in checksums]
         if missing:
-            raise InternalError(f"{self.sink.name}: blocks {missing[:4]} were never written")
+            raise InternalError(f"{self.stream.name}: blocks {missing[:4]} were never written")
         request = decode_pb2.CommitHandoffRequest(
             handoff_id=self._request.handoff_id,
             epoch=self._request.epoch,
@@ -95,9 +94,9 @@ class Handoff:
                 await self._decode_node.CloseHandoff(request, timeout=CONTROL_TIMEOUT_S)
                 return
             except grpc.aio.AioRpcError as error:
-                log.info("closing %s, try %d: %s", self.sink.name, attempt + 1, error.details())
+                log.info("closing %s, try %d: %s", self.stream.name, attempt + 1, error.details())
                 await asyncio.sleep(0.2 * 2**attempt)
 
     @property
     def _decode_node(self) -> decode_pb2_grpc.DecodeAsyncStub:
-        return decode_pb2_grpc.DecodeStub(self._shop.channels.get(self._request.decode_address))
+        return decode_pb2_grpc.DecodeStub(self._node.channels.get(self._request.decode_address))

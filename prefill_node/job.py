@@ -1,6 +1,6 @@
 """One request on a prefill node: find the cached prefix, compute the rest, stream it, commit, seal, clean up.
 
-Everything here runs on the event loop. The outboxes and the loader move bytes, the engine computes tokens; the job
+Everything here runs on the event loop. The writers and the loader move bytes, the engine computes tokens; the job
 starts them, waits for them, and makes sure that none of them touches any memory once the job is over.
 """
 
@@ -14,8 +14,9 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine, StepOutput
-from mooncake.engine.holding import Borrowed
+from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
 from mooncake.rpc import prefill_pb2 as pb
@@ -27,98 +28,98 @@ from mooncake.rpc.convert import (
     tokens_from_wire,
 )
 from mooncake.types import PrefillReport, SampledToken, Timings
+from prefill_node.approximate_kv import ApproximateKV
+from prefill_node.converted_prefix import ConvertedPrefix
 from prefill_node.deadline import Deadline
-from prefill_node.foreign import ForeignPrefix
-from prefill_node.inexact import BlendedPrompt, InheritedPrompt
-from prefill_node.inherit import Inheritance, Sender, find
 from prefill_node.leases import Leases
-from prefill_node.loader import BlockToLoad, PrefixLoad
-from prefill_node.outlets import Outlets
+from prefill_node.loader import PrefixLoad
+from prefill_node.prompt_writes import PromptWrites
+from prefill_node.resources import NodeResources
 from prefill_node.stored_prefix import StoredPrefix
-from prefill_node.streamer import Stream
-from prefill_node.workshop import Workshop
+from prefill_node.streamer import StreamedPrompt
 
 log = logging.getLogger(__name__)
 
-REPORT_PATIENCE_S = 0.25  # how long the report waits for the pool, and the answer for the report
+REPORT_WAIT_S = 0.25  # how long the report waits for the pool, and the answer for the report
 
 
 class PrefillJob:
     """Call ``responses`` once, then ``clean_up`` once, whatever happened in between."""
 
-    def __init__(self, shop: Workshop, request: pb.PrefillRequest, deadline: float, *, is_chunk: bool = False) -> None:
+    def __init__(
+        self, node: NodeResources, request: pb.PrefillRequest, deadline: float, *, is_chunk: bool = False
+    ) -> None:
         """Raises InvalidRequest. ``deadline`` is monotonic (s); ``is_chunk``: the prompt is a chunk, computed alone."""
-        self._shop = shop
+        self._node = node
         self._request = request
         self._deadline = Deadline(deadline)
         self._arrived_s = time.monotonic()
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
-        host = shop.host
+        host = node.host
         self._block_tokens = host.plan.layout.block_tokens
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
         salt = request.cache_salt
         chain = Chain(host.chunk_seed(salt)) if is_chunk else host.chain(salt, request.adapter, request.adapter_start)
         self._keys = chain.keys(self._tokens, self._block_tokens)
-        self._store = shop.store_at(request.pools[0].control_address) if request.pools else None
+        self._store = node.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._leases = Leases(self._loop)
         self._prefix = self._stored_prefix(self._store) if self._store is not None else None
-        self._outlets = Outlets(shop, request, self._keys, self._deadline)
-        self._stream: Stream | None = None
-        self._blended: BlendedPrompt | None = None
-        self._inherited: InheritedPrompt | None = None  # a variant's KV, after what we have ourselves
+        self._writes = PromptWrites(node, request, self._keys, self._deadline)
+        self._streamed: StreamedPrompt | None = None
+        self._approximate = ApproximateKV(node, request, self._leases, self._deadline)
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
         """Yields each answer's first token (all tokens if there is no decode node), then the report.
 
         Raises MooncakeError.
         """
-        await self._shop.host.prepare(self._sampling)
+        await self._node.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
         own_blocks = stored_blocks if self._prefix is None or self._prefix.is_ours else 0
-        if self._may_be_inexact:
-            await self._find_inexact(stored_blocks)
+        if self._allows_approximate:
+            await self._approximate.find(self._tokens, self._keys, stored_blocks, self._store, self._compute_alone)
         sequence = self._make_sequence(stored_blocks)
-        self._open_outlets(own_blocks)
+        self._open_writes(own_blocks)
         tokens: dict[int, SampledToken] = {}
         computed_s = 0.0
         async for output in self._outputs(sequence):
             if not computed_s:
                 computed_s = time.monotonic()
-                self._outlets.computed()
+                self._writes.start_sealing()
             if output.prompt_logprobs is not None:
                 yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
             tokens[output.choice] = output.token
-            reason = "" if self._outlets.handoff is not None else output.finish_reason or ""
+            reason = "" if self._writes.handoff is not None else output.finish_reason or ""
             yield pb.PrefillResponse(
                 first_token=sampled_to_wire(output.token), choice=output.choice, finish_reason=reason
             )
-        await self._outlets.commit([tokens[choice] for choice in sorted(tokens)], self._num_exact)
+        await self._writes.commit([tokens[choice] for choice in sorted(tokens)], self._approximate.num_exact)
         committed_s = time.monotonic()
-        await self._outlets.wait_sealed(REPORT_PATIENCE_S)
+        await self._writes.wait_sealed(REPORT_WAIT_S)
         yield pb.PrefillResponse(
             report=report_to_wire(self._report(sequence.num_cached_tokens, computed_s, committed_s))
         )
 
     def _make_sequence(self, stored_blocks: int) -> Sequence:
-        sequence = self._shop.host.sequence(
+        sequence = self._node.host.sequence(
             self._id,
             self._tokens,
             self._request.num_prompt_tokens,
             self._sampling,
             self._request.cache_salt,
             num_to_sample=1 if self._request.decode_address else None,
-            borrowed=Borrowed(stored_blocks, self._inherited.end if self._inherited else 0),
-            hold_blocks=bool(self._request.decode_address),  # the sinks read them
+            reused=ReusedKV(stored_blocks, self._approximate.variant_blocks),
+            hold_blocks=bool(self._request.decode_address),  # the write streams read them
             priority=self._request.priority,
             adapter=self._request.adapter,
             adapter_start=self._request.adapter_start,
             is_chunk=self._is_chunk,
         )
         if self._store is not None and self._keys:
-            sequence.kept_from = self._outlets.last_full_token
+            sequence.keep_window_of = self._writes.last_full_token
         return sequence
 
     async def clean_up(self) -> None:
@@ -126,42 +127,41 @@ class PrefillJob:
 
         What has been computed is stored anyway, whether or not anybody still waits for the answer.
         """
-        await self._outlets.stop()
-        stream = self._stream
-        if stream is not None:
-            await self._end_loads(stream)
-        await self._outlets.close_sinks()
-        if stream is not None:
-            await asyncio.wrap_future(self._shop.host.thread.call(self._release))
-            del self._shop.streamer.streams[self._id]
-        if (chunks := self._shop.chunks) is not None and not self._is_chunk:
-            chunks.go_on()
-        await self._outlets.close()
+        await self._writes.stop()
+        streamed = self._streamed
+        if streamed is not None:
+            await self._end_loads(streamed)
+        await self._writes.close_streams()
+        if streamed is not None:
+            await asyncio.wrap_future(self._node.host.thread.call(self._release))
+            del self._node.streamer.prompts[self._id]
+        if (chunks := self._node.blend_chunks) is not None and not self._is_chunk:
+            chunks.compute_waiting()
+        await self._writes.close()
 
     def _release(self, engine: Engine) -> None:
         """On the engine's thread: give back every block of the request."""
         engine.abort(self._id)
         engine.release(self._id)
-        self._outlets.let_go(engine)
-        if self._blended is not None:
-            self._blended.let_go()
+        self._writes.release_blocks(engine)
+        self._approximate.release()
 
-    async def _end_loads(self, stream: Stream) -> None:
+    async def _end_loads(self, streamed: StreamedPrompt) -> None:
         """Return once nothing reads into this request's blocks any more, nor ever will."""
-        stream.is_closing = True
-        for load in stream.loads:  # the engine may be waiting for it
+        streamed.is_closing = True
+        for load in streamed.loads:  # the engine may be waiting for it
             await asyncio.to_thread(load.cancel)
-        await asyncio.wrap_future(self._shop.host.thread.call(lambda engine: None))  # an admission in progress is over
-        for load in stream.loads:
+        await asyncio.wrap_future(self._node.host.thread.call(lambda engine: None))  # an admission in progress is over
+        for load in streamed.loads:
             await asyncio.to_thread(load.cancel)
 
     # The prefix
 
     def _stored_prefix(self, store: StoreClient) -> StoredPrefix:
-        request, layout = self._request, self._shop.foreign
+        request, layout = self._request, self._node.source_layout
         named = (request.cache_salt, request.adapter, request.adapter_start)
-        foreign = None if layout is None else partial(ForeignPrefix, layout, store, self._tokens, *named)
-        return StoredPrefix(self._shop.host, store, self._leases, self._keys, foreign)
+        open_converted = None if layout is None else partial(ConvertedPrefix, layout, store, self._tokens, *named)
+        return StoredPrefix(self._node.host, store, self._leases, self._keys, open_converted)
 
     async def _count_stored(self) -> int:
         """How many leading blocks to read from the pool, if that is more than this node holds: what the pool has,
@@ -169,7 +169,7 @@ class PrefillJob:
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._block_tokens)
         if self._request.HasField("pool_tokens"):
             usable = min(usable, self._request.pool_tokens // self._block_tokens)
-        if self._prefix is None or not usable or self._shop.host.engine.match(self._keys[:usable]) == usable:
+        if self._prefix is None or not usable or self._node.host.engine.match(self._keys[:usable]) == usable:
             return 0
         try:
             return await self._prefix.count(usable)
@@ -182,79 +182,45 @@ class PrefillJob:
         """Called on the engine's thread when the sequence is admitted."""
         assert self._prefix is not None
         load = self._prefix.load(self._id, blocks, self._deadline.at_s)
-        self._shop.loader.submit(load)
+        self._node.loader.submit(load)
         return load
 
-    # Inexact KV
-
     @property
-    def _may_be_inexact(self) -> bool:
-        """Whether inexact KV is acceptable: a decode node would be told, and no prompt log-probabilities are asked
+    def _allows_approximate(self) -> bool:
+        """Whether approximate KV is acceptable: a decode node would be told, and no prompt log-probabilities are asked
         for."""
         request = self._request
         return bool(request.decode_address) and not request.adapter and self._sampling.prompt_logprobs is None
 
-    @property
-    def _num_exact(self) -> int | None:
-        """Leading tokens whose KV is neither inherited nor blended; None: all."""
-        found = self._blended or self._inherited
-        return found.num_exact if found is not None else None
-
-    async def _find_inexact(self, stored_blocks: int) -> None:
-        desk, sender = self._shop.chunks, self._shop.sender
-        if desk is not None:
-            chunks = await desk.bring(self._request, self._tokens, self._store, self._compute_alone)
-            self._blended = BlendedPrompt(self._shop, desk, chunks) if chunks else None
-        if sender is not None:
-            found = await self._find_inheritance(sender, stored_blocks)
-            self._inherited = InheritedPrompt(self._shop, found, self._leases, self._deadline) if found else None
-
-    async def _find_inheritance(self, sender: Sender, stored_blocks: int) -> Inheritance | None:
-        """Look beyond our own blocks. Prompts for which there was nothing, though it would have helped, are counted."""
-        usable = (len(self._tokens) - 1) // self._block_tokens
-        first = max(stored_blocks, self._shop.host.engine.block_pool.match(self._keys[:usable]))
-        if first >= usable:
-            return None
-        keys = sender.keys(self._tokens[: usable * self._block_tokens], self._request.cache_salt)
-        stores = [self._shop.store_at(address) for address in sender.pools] or ([self._store] if self._store else [])
-        found = await find(sender, stores, keys, first)
-        if found is None:
-            self._shop.host.counters["prompts_not_inherited"] += 1
-        return found
-
     async def _compute_alone(self, chunk: pb.PrefillRequest, deadline: float) -> None:
-        """Get the chunk into this node's cache, from the pool or computed, and then into the pool. Raises
-        MooncakeError."""
-        job = PrefillJob(self._shop, chunk, deadline, is_chunk=True)
+        """Load or compute the chunk into this node's cache, and store it in the pool. Raises MooncakeError."""
+        job = PrefillJob(self._node, chunk, deadline, is_chunk=True)
         try:
             async for _ in job.responses():
                 pass
         finally:
             await job.clean_up()
 
-    # The outlets
+    # The writes
 
-    def _open_outlets(self, stored_blocks: int) -> None:
+    def _open_writes(self, stored_blocks: int) -> None:
         """Raises InvalidRequest for a duplicate request, before anything of the original could be cleaned up."""
-        if self._id in self._shop.streamer.streams:
+        if self._id in self._node.streamer.prompts:
             raise InvalidRequest(f"request {self._id} is here already", "handoff_id")
-        outlets = self._outlets
+        writes = self._writes
         if self._request.decode_address:
-            outlets.to_decode(len(self._tokens))
+            writes.to_decode(len(self._tokens))
         if self._store is not None and len(self._keys) > stored_blocks:
-            outlets.to_pool(self._store, self._id, stored_blocks, lambda: self._num_exact)
-        stream = Stream(
-            self._id, self._make_load, outlets.sinks, self._on_first_step, outlets.hold, outlets.first_pages
+            writes.to_pool(self._store, self._id, stored_blocks, lambda: self._approximate.num_exact)
+        streamed = StreamedPrompt(
+            self._make_load, writes.streams, self._on_first_step, writes.retain_blocks, writes.first_pages
         )
-        if self._blended is not None:
-            stream.on_admitted = self._blended.admitted
-        elif self._inherited is not None:
-            stream.on_admitted = partial(self._inherited.admitted, stream)
-        self._stream = self._shop.streamer.streams[self._id] = stream
+        self._approximate.attach(streamed)
+        self._streamed = self._node.streamer.prompts[self._id] = streamed
 
     def _on_first_step(self) -> None:
         """On the engine's thread."""
-        self._loop.call_soon_threadsafe(self._outlets.start)
+        self._loop.call_soon_threadsafe(self._writes.start)
 
     # The computation and what follows
 
@@ -266,8 +232,8 @@ class PrefillJob:
         def on_output(output: StepOutput | MooncakeError) -> None:
             self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        self._shop.host.thread.add(sequence, on_output)
-        num_open = 1 if sequence.is_first_leg and sequence.sampling.beam_search else sequence.sampling.num_answers
+        self._node.host.thread.add(sequence, on_output)
+        num_open = 1 if sequence.is_prefill_only and sequence.sampling.beam_search else sequence.sampling.num_answers
         while num_open:
             output = await self._deadline.wait_for(asyncio.ensure_future(outputs.get()))
             if isinstance(output, MooncakeError):
@@ -276,17 +242,17 @@ class PrefillJob:
             yield output
 
     def _report(self, local_cached_tokens: int, computed_s: float, committed_s: float) -> PrefillReport:
-        stream = self._stream
-        handoff, pool = (outlet.sink if outlet else None for outlet in (self._outlets.handoff, self._outlets.pool))
-        assert stream is not None
-        load = stream.load
-        first_step_s = stream.first_step_s or computed_s
+        streamed = self._streamed
+        handoff, pool = (write.stream if write else None for write in (self._writes.handoff, self._writes.pool))
+        assert streamed is not None
+        load = streamed.load
+        first_step_s = streamed.first_step_s or computed_s
         return PrefillReport(
             prompt_tokens=self._request.num_prompt_tokens,
             local_cached_tokens=local_cached_tokens,
             pool_cached_tokens=load.num_blocks * self._block_tokens if load else 0,
-            blended_tokens=self._blended.num_tokens if self._blended else 0,
-            inherited_tokens=self._inherited.num_tokens if self._inherited else 0,
+            blended_tokens=self._approximate.blended_tokens,
+            inherited_tokens=self._approximate.inherited_tokens,
             sent_bytes=handoff.sent_bytes if handoff else 0,
             pool_bytes=pool.sent_bytes if pool else 0,
             transport=handoff.transport if handoff else "",

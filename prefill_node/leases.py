@@ -1,4 +1,4 @@
-"""Leases of pool blocks for threads other than the event loop's: taken within a time limit, returned without waiting.
+"""Leases of pool blocks for threads other than the event loop's: acquired within a timeout, released without waiting.
 
 It knows neither prompts nor who reads the blocks.
 """
@@ -14,12 +14,11 @@ from typing import TypeVar
 from kvstore.client import StoreClient
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey
-from prefill_node.foreign import ForeignLease, ForeignPrefix
+from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix
+from prefill_node.deadline import CONTROL_TIMEOUT_S
 from prefill_node.loader import LeasedPrefix, lease_in_time
 
-CONTROL_TIMEOUT_S = 5.0  # of one small call to a store or a decode node
-
-Lease = TypeVar("Lease", LeasedPrefix, ForeignLease)
+Lease = TypeVar("Lease", LeasedPrefix, ConvertedLease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +27,21 @@ class Leases:
 
     loop: asyncio.AbstractEventLoop
 
-    def take(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
+    def acquire(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
         """All of these blocks. Raises KVLoadFailed, and what ``StoreClient.acquire`` does."""
         return self._in_time(store, _acquire(store, keys))
 
-    def take_foreign(self, store: StoreClient, prefix: ForeignPrefix, num_blocks: int) -> ForeignLease:
-        """The source blocks, in the other layout, of this many of our blocks."""
+    def acquire_converted(self, store: StoreClient, prefix: ConvertedPrefix, num_blocks: int) -> ConvertedLease:
+        """The source blocks, in another layout, that make this many of our blocks."""
         return self._in_time(store, prefix.lease(num_blocks, CONTROL_TIMEOUT_S))
 
-    def end(self, store: StoreClient, lease: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+    def release(self, store: StoreClient, lease: LeasedPrefix | ConvertedLease, corrupt: list[BlockKey]) -> None:
         """Callable from any thread; does not wait."""
         call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self.loop)
 
     def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
-        return lease_in_time(leasing, self.loop, CONTROL_TIMEOUT_S + 1, lambda late: self.end(store, late, []))
+        return lease_in_time(leasing, self.loop, CONTROL_TIMEOUT_S + 1, lambda late: self.release(store, late, []))
 
 
 async def _acquire(store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:

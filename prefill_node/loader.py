@@ -1,8 +1,8 @@
 """Loads reused prefixes: a thread reads stored blocks layer by layer, ahead of the computation.
 
-The engine's thread waits for a layer only when it gets there first. A load may skip layers, and put others beside the
-cache. Bytes are checked against the checksums they were sealed with, and against the lease's clock, before a layer
-counts as loaded. They go to host memory, and from there to a cache on a GPU.
+The engine's thread waits for a layer only when it gets there first. A load may skip layers, and read others into side
+buffers instead of the cache. Bytes are checked against the checksums they were sealed with, and against the lease's
+clock, before a layer counts as loaded. They go to host memory, and from there to a cache on a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from kvstore.checksum import checksum
 from kvstore.layout_reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from mooncake.engine.kv_cache import HERE, Arrival, Mirror
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
-from prefill_node.foreign import ForeignLease
+from prefill_node.converted_prefix import ConvertedLease
 
 log = logging.getLogger(__name__)
 
@@ -45,16 +46,6 @@ class LeasedPrefix:
     checksums: list[npt.NDArray[np.uint64]]
 
 
-@dataclass(frozen=True, slots=True)
-class BlockToLoad:
-    """One page of a block, of any group of layers."""
-
-    index: int  # in the lease
-    block_id: int  # in the cache
-    key: BlockKey
-    group: int = 0
-
-
 class PrefixLoad:
     """One request's load. Layers become ready in order; an error makes all remaining ones fail at once."""
 
@@ -62,32 +53,31 @@ class PrefixLoad:
         self,
         request_id: str,
         blocks: list[BlockToLoad],
-        lease: Callable[[], LeasedPrefix | ForeignLease],
-        release: Callable[[LeasedPrefix | ForeignLease, list[BlockKey]], None],
+        lease: Callable[[], LeasedPrefix | ConvertedLease],
+        release: Callable[[LeasedPrefix | ConvertedLease, list[BlockKey]], None],
         layout: KVLayout,
         deadline: float,
         order: Sequence[int] | None = None,
-        aside: Mapping[int, npt.NDArray[np.uint8]] | None = None,
+        side_buffers: Mapping[int, npt.NDArray[np.uint8]] | None = None,
         groups: PageGroups = UNIFORM,
     ) -> None:
         """``lease`` returns a lease for the prefix up to the last of ``blocks`` (blocking; raises KVLoadFailed);
         ``release`` returns it, with the keys of corrupt blocks. ``order`` lists the layers of ``layout`` to read, in
-        turn; None: all. Those in ``aside`` are written there, [blocks, layer_bytes], instead of to the cache. With
-        several ``groups`` of layers, ``layout`` is a page's."""
+        turn; None: all. Layers with a ``side_buffers`` entry are written there, [blocks, layer_bytes], instead of to
+        the cache. With several ``groups`` of layers, ``layout`` is a page's."""
         self.request_id = request_id
         self.load_ms = 0.0
         self.num_blocks = sum(block.group == 0 for block in blocks)
-        self._groups = groups
-        self.transport = ""
         self._blocks = blocks
         self._block_ids = tuple(block.block_id for block in blocks)
         self._lease = lease
         self._release = release
         self._layout = layout
+        self._groups = groups
         self._deadline = deadline
         self._order = range(len(groups.places) or layout.num_layers) if order is None else order
         self._turns = {layer: turn for turn, layer in enumerate(self._order)}
-        self._aside = aside or {}
+        self._side_buffers = side_buffers or {}
         self._arrivals: list[Arrival] = []  # of the layers that are ready, in order
         self._is_reading = False  # whether bytes may be on their way into the cache
         self._error: KVLoadFailed | None = None
@@ -107,25 +97,25 @@ class PrefixLoad:
             if len(self._arrivals) > turn:
                 self._arrivals[turn].order()
                 return
-        self.wait_quiet()
+        self.wait_idle()
         assert self._error is not None
         raise self._error
 
-    def wait_aside(self) -> None:
-        """Likewise, until everything in ``aside`` is there."""
-        for layer in self._aside:
+    def wait_side_buffers(self) -> None:
+        """Likewise, for all layers in ``side_buffers``."""
+        for layer in self._side_buffers:
             self.wait(layer)
 
     def cancel(self) -> None:
         """Cancel, and return once nothing is written into the cache any more."""
         self._fail(KVLoadFailed("the request is gone"))
-        self.wait_quiet()
+        self.wait_idle()
 
     @property
     def has_failed(self) -> bool:
         return self._error is not None
 
-    def wait_quiet(self) -> None:
+    def wait_idle(self) -> None:
         """Block until no read is in progress and the blocks may be reused. A read has a deadline."""
         with self._changed:
             while self._is_reading:
@@ -139,11 +129,11 @@ class PrefixLoad:
             self._is_reading = True
         started_s = time.monotonic()
         corrupt: list[BlockKey] = []
-        lease: LeasedPrefix | ForeignLease | None = None
+        lease: LeasedPrefix | ConvertedLease | None = None
         try:
             lease = self._lease()
-            if isinstance(lease, ForeignLease):
-                self._convert(lease, reader, mirror, corrupt)
+            if isinstance(lease, ConvertedLease):
+                self._read_converted(lease, reader, mirror, corrupt)
                 return
             for layer in self._order:
                 if self.has_failed:
@@ -173,20 +163,19 @@ class PrefixLoad:
         group, row = self._groups.place_of(layer)
         blocks = [block for block in self._blocks if block.group == group]
         if not blocks:  # a window of one token
-            self._is_loaded([HERE])
+            self._mark_loaded([HERE])
             return
         offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
-        aside = self._aside.get(layer)
-        if aside is None:
+        side_buffer = self._side_buffers.get(layer)
+        if side_buffer is None:
             targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
         else:
-            targets = list(aside)
+            targets = list(side_buffer)
         ranges = [
             ReadRange(lease.slots[block.index], offset, target.data)
             for block, target in zip(blocks, targets, strict=True)
         ]
-        report = transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
-        self.transport = report.transport
+        transfer.read(lease.address, ranges, min(self._deadline, lease.expires_s), Priority.URGENT)
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         for block, target in zip(blocks, targets, strict=True):
@@ -195,10 +184,12 @@ class PrefixLoad:
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
         here = [block.block_id for block in blocks]
-        self._is_loaded([mirror.to_device(here, row) if aside is None else HERE])
+        self._mark_loaded([mirror.to_device(here, row) if side_buffer is None else HERE])
 
-    def _convert(self, lease: ForeignLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]) -> None:
-        """All layers at once: pieces of another layout may span several."""
+    def _read_converted(
+        self, lease: ConvertedLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]
+    ) -> None:
+        """Read all layers at once, because pieces of another layout may span several."""
         targets: list[npt.NDArray[np.uint8] | None] = [None] * lease.num_blocks
         for block in self._blocks:
             targets[block.index] = mirror.memory[block.block_id]
@@ -209,8 +200,7 @@ class PrefixLoad:
             raise
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
-        self.transport = "converted"
-        self._is_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
+        self._mark_loaded([mirror.to_device(self._block_ids)] * self._layout.num_layers)
 
     def _end_reading(self) -> None:
         """Wake the waiters even if the last copy fails."""
@@ -223,7 +213,7 @@ class PrefixLoad:
             self._is_reading = False
             self._changed.notify_all()
 
-    def _is_loaded(self, layers: list[Arrival]) -> None:
+    def _mark_loaded(self, layers: list[Arrival]) -> None:
         with self._changed:
             self._arrivals += layers
             self._changed.notify_all()
@@ -240,20 +230,20 @@ def lease_in_time(
     leasing: Coroutine[object, object, L],
     loop: asyncio.AbstractEventLoop,
     timeout_s: float,
-    end: Callable[[L], object],
+    release: Callable[[L], object],
 ) -> L:
-    """Have the event loop take a lease while this thread waits. One that arrives after the timeout is passed to
-    ``end``. Raises KVLoadFailed, and what ``leasing`` does."""
+    """Have the event loop acquire a lease while this thread waits. One that arrives after the timeout is passed to
+    ``release``. Raises KVLoadFailed, and what ``leasing`` does."""
     future = asyncio.run_coroutine_threadsafe(leasing, loop)
 
-    def end_late(done: Future[L]) -> None:
+    def release_late(done: Future[L]) -> None:
         if not done.cancelled() and done.exception() is None:
-            end(done.result())
+            release(done.result())
 
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        future.add_done_callback(end_late)
+        future.add_done_callback(release_late)
         raise KVLoadFailed("no lease on the stored prefix came in time") from None
 
 

@@ -20,7 +20,7 @@ class PrefillNode(EngineNode):
         super().__init__(config, Role.PREFILL, config.prefill)
 
     def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
-        self._role = PrefillRole(self.node_id, self.config, self._transfer, self._channels)
+        self._role = PrefillRole(self.config, self._transfer, self._channels)
         return (self._role,)
 
     @property

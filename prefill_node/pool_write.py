@@ -13,32 +13,32 @@ from mooncake.engine.engine import Engine
 from mooncake.errors import MooncakeError
 from mooncake.page_groups import PageGroups, page_key, page_number
 from mooncake.types import BlockKey, KVLayout
-from prefill_node.deadline import Deadline
-from prefill_node.leases import CONTROL_TIMEOUT_S
-from prefill_node.outbox import Destination, Sink
-from prefill_node.workshop import Workshop
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
+from prefill_node.kv_writer import Destination, WriteStream
+from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)
 
 
 class PoolWrite:
-    """Call ``open`` when the request's turn has come, ``seal`` when everything is computed, ``close`` in any case."""
+    """Call ``open`` when the prompt's first step begins, ``seal`` when everything is computed, ``close`` in any
+    case."""
 
     def __init__(
-        self, shop: Workshop, store: StoreClient, request_id: str, keys: Sequence[BlockKey], deadline: Deadline
+        self, node: NodeResources, store: StoreClient, request_id: str, keys: Sequence[BlockKey], deadline: Deadline
     ) -> None:
         """``keys``: of the prompt's full blocks."""
-        self._shop = shop
+        self._node = node
         self._store = store
         self._request_id = request_id
         self._keys = keys
         self._deadline = deadline
-        self._layout: KVLayout = shop.host.plan.layout
-        self._groups: PageGroups = shop.host.plan.groups
+        self._layout: KVLayout = node.host.plan.layout
+        self._groups: PageGroups = node.host.plan.groups
         self._reservations: dict[int, Reservation] = {}  # by page number
         self._is_sealed = False
-        self._held: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours
-        self.sink = Sink(f"pool write {request_id}", self._layout, deadline.at_s)
+        self._retained: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours
+        self.stream = WriteStream(f"pool write {request_id}", self._layout, deadline.at_s, node.pool_writer)
 
     async def open(self, first: int, end: int, first_pages: Sequence[int], into_dram: bool) -> None:
         """Reserve blocks ``first`` to ``end`` and start sending what is computed; a block without a slot is not stored.
@@ -63,25 +63,25 @@ class PoolWrite:
             )
         except MooncakeError as error:
             log.info("%s: not stored: %s", self._request_id, error.message)
-            self.sink.fail(error)
+            self.stream.fail(error)
             return
         found = zip(wanted, slots, strict=True)
         self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
         if not self._reservations:
             return
         segment = next(iter(self._reservations.values())).segment
-        self.sink.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
-        self._shop.stores.kick(self.sink)
+        self.stream.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
+        self.stream.writer.kick(self.stream)
 
     async def seal(self) -> None:
         """Wait until every block has been written, then let others read them."""
         try:
             if self._reservations:
-                await self._deadline.wait_for(asyncio.wrap_future(self.sink.done))
-            self._shop.host.thread.call(self.let_go)
+                await self._deadline.wait_for(asyncio.wrap_future(self.stream.done))
+            self._node.host.thread.call(self.release_blocks)
             if not self._reservations:
                 return
-            sums = self.sink.checksums
+            sums = self.stream.checksums
             sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
             await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
             self._is_sealed = True
@@ -98,12 +98,12 @@ class PoolWrite:
             with contextlib.suppress(MooncakeError):
                 await self._store.abort(list(self._reservations.values()))
 
-    def hold(self, block_ids: list[int]) -> None:
-        """On the engine's thread: hold the blocks until they are written, whatever happens to their sequence."""
-        self._shop.host.engine.block_pool.fork(block_ids)
-        self._held += block_ids
+    def retain_blocks(self, block_ids: list[int]) -> None:
+        """On the engine's thread: keep the blocks until they are written, whatever happens to their sequence."""
+        self._node.host.engine.block_pool.retain(block_ids)
+        self._retained += block_ids
 
-    def let_go(self, engine: Engine) -> None:
-        """On the engine's thread, when the sink has stopped reading them. Idempotent."""
-        held, self._held = self._held, []
-        engine.block_pool.release(held)
+    def release_blocks(self, engine: Engine) -> None:
+        """On the engine's thread, when the stream has stopped reading them. Idempotent."""
+        retained, self._retained = self._retained, []
+        engine.block_pool.release(retained)

@@ -1,4 +1,4 @@
-"""The prefill role of a process: its hook on the engine, its loader and outboxes, its service.
+"""The prefill role of a process: its hook on the engine, its loader and writers, its service.
 
 ``node`` gives it its own engine; a node that can switch roles gives it the engine that decode uses too.
 """
@@ -12,25 +12,24 @@ from mooncake.engine.host import EngineHost
 from mooncake.recent import Recent
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
-from prefill_node.chunks import ChunkDesk
-from prefill_node.foreign import ForeignLayout
-from prefill_node.inherit import Sender
+from prefill_node.blend_chunks import BlendChunks
+from prefill_node.converted_prefix import SourceLayout
+from prefill_node.kv_writer import KVWriter, WriteStream
 from prefill_node.loader import Loader
-from prefill_node.outbox import Outbox, Sink
+from prefill_node.resources import NodeResources
 from prefill_node.service import PrefillServicer
 from prefill_node.streamer import LayerStreamer
-from prefill_node.workshop import Workshop
+from prefill_node.variant_kv import Sender
 
 
 class PrefillRole:
     """Build it, start the engine with ``hook``, ``serve``; at the end ``drain`` and ``stop``."""
 
-    def __init__(self, node_id: str, config: Config, transfer: TransferEngine, channels: Channels) -> None:
+    def __init__(self, config: Config, transfer: TransferEngine, channels: Channels) -> None:
         self.hook = LayerStreamer(config.block.tokens)
-        self._node_id = node_id
         self._transfer = transfer
         self._channels = channels
-        self._workers: list[Loader | Outbox] = []
+        self._workers: list[Loader | KVWriter] = []
 
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` is running."""
@@ -38,31 +37,30 @@ class PrefillRole:
         self.hook.mirror, self.hook.groups = host.mirror, host.plan.groups
         memory = host.mirror.memory
         self._transfer.register(memory.data)
-        self._loader = Loader(self._transfer, host.mirror)
-        self._handoffs = Outbox("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
-        self._stores = Outbox("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
-        self._workers = [self._loader, self._handoffs, self._stores]
-        self._chunks = ChunkDesk.configured(host)
-        shop = Workshop(
-            self._node_id,
-            host,
-            self._transfer,
-            self._channels,
-            self.hook,
-            self._loader,
-            self._handoffs,
-            self._stores,
-            Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
-            ForeignLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
-            self._chunks,
-            Sender.configured(host),
+        loader = Loader(self._transfer, host.mirror)
+        handoff_writer = KVWriter("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
+        self._pool_writer = KVWriter("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
+        self._workers = [loader, handoff_writer, self._pool_writer]
+        self._chunks = BlendChunks.configured(host)
+        node = NodeResources(
+            host=host,
+            transfer=self._transfer,
+            channels=self._channels,
+            streamer=self.hook,
+            loader=loader,
+            handoff_writer=handoff_writer,
+            pool_writer=self._pool_writer,
+            store_at=Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
+            source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
+            blend_chunks=self._chunks,
+            variant=Sender.configured(host),
         )
-        self._servicer = PrefillServicer(shop)
+        self._servicer = PrefillServicer(node)
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
 
     @property
     def is_idle(self) -> bool:
-        return not self.hook.streams
+        return not self.hook.prompts
 
     @property
     def is_answering(self) -> bool:
@@ -83,7 +81,7 @@ class PrefillRole:
         for worker in self._workers:
             worker.stop()
 
-    def _on_sent(self, sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
-        address = sink.address
+    def _on_sent(self, stream: WriteStream, num_bytes: int, elapsed_ms: float) -> None:
+        address = stream.address
         if address is not None:
-            self._host.samples.add_transfer(address.node_id, sink.transport, num_bytes, elapsed_ms)
+            self._host.samples.add_transfer(address.node_id, stream.transport, num_bytes, elapsed_ms)

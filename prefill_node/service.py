@@ -10,18 +10,18 @@ from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc import prefill_pb2_grpc
 from mooncake.rpc.server import CleanUps, remaining_s
 from prefill_node.job import PrefillJob
-from prefill_node.workshop import Workshop
+from prefill_node.resources import NodeResources
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    def __init__(self, shop: Workshop) -> None:
-        self._shop = shop
+    def __init__(self, node: NodeResources) -> None:
+        self._node = node
         self.num_running = 0
         self._clean_ups = CleanUps()
 
     async def Run(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:  # noqa: N802
-        timeout_s = self._shop.host.config.conductor.request_timeout_s
-        job = PrefillJob(self._shop, request, time.monotonic() + remaining_s(context, timeout_s))
+        timeout_s = self._node.host.config.conductor.request_timeout_s
+        job = PrefillJob(self._node, request, time.monotonic() + remaining_s(context, timeout_s))
         self.num_running += 1
         try:
             async for response in job.responses():

@@ -11,11 +11,13 @@ from functools import partial
 
 from kvstore.client import StoreClient
 from mooncake.engine.host import EngineHost
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
-from prefill_node.foreign import ForeignLease, ForeignPrefix
-from prefill_node.leases import CONTROL_TIMEOUT_S, Leases
-from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
+from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix
+from prefill_node.deadline import CONTROL_TIMEOUT_S
+from prefill_node.leases import Leases
+from prefill_node.loader import LeasedPrefix, PrefixLoad
 
 
 class StoredPrefix:
@@ -27,32 +29,32 @@ class StoredPrefix:
         store: StoreClient,
         leases: Leases,
         keys: list[BlockKey],
-        open_foreign: Callable[[], ForeignPrefix] | None,
+        open_converted: Callable[[], ConvertedPrefix] | None,
     ) -> None:
-        """``open_foreign`` returns the prompt in the other layout, if one is configured."""
+        """``open_converted`` returns the prompt's prefix in another layout, if one is configured."""
         self._host = host
         self._store = store
         self._leases = leases
         self._keys = keys
-        self._open_foreign = open_foreign
-        self._foreign: ForeignPrefix | None = None
+        self._open_converted = open_converted
+        self._converted: ConvertedPrefix | None = None
 
     @property
     def is_ours(self) -> bool:
         """Whether the counted blocks are in our layout."""
-        return self._foreign is None
+        return self._converted is None
 
     async def count(self, num_usable: int) -> int:
         """How many leading blocks, of ``num_usable``, can be read: in our layout, or in the other one if that has
         more. Raises what ``StoreClient.exists`` does."""
         own = await self._count_own(self._keys[:num_usable])
-        if self._open_foreign is None or own == num_usable:
+        if self._open_converted is None or own == num_usable:
             return own
-        foreign = self._open_foreign()
-        converted = min(num_usable, await foreign.count(CONTROL_TIMEOUT_S))
-        if converted > own:
-            self._foreign = foreign
-        return max(own, converted)
+        converted = self._open_converted()
+        num_converted = min(num_usable, await converted.count(CONTROL_TIMEOUT_S))
+        if num_converted > own:
+            self._converted = converted
+        return max(own, num_converted)
 
     async def _count_own(self, keys: list[BlockKey]) -> int:
         """Blocks after which a prompt can continue."""
@@ -64,13 +66,17 @@ class StoredPrefix:
 
     def load(self, name: str, blocks: list[BlockToLoad], deadline: float) -> PrefixLoad:
         """A load for the loader. ``deadline`` (monotonic, s) is the request's; a lease may end earlier."""
-        store, foreign, leases = self._store, self._foreign, self._leases
+        store, converted, leases = self._store, self._converted, self._leases
         deadline = min(deadline, time.monotonic() + self._host.config.store.lease_s)
         prefix = max(block.index for block in blocks if block.group == 0) + 1
         keys = self._keys[:prefix] + [block.key for block in blocks if block.group]
 
-        def lease() -> LeasedPrefix | ForeignLease:
-            return leases.take(store, keys) if foreign is None else leases.take_foreign(store, foreign, len(keys))
+        def lease() -> LeasedPrefix | ConvertedLease:
+            if converted is not None:
+                return leases.acquire_converted(store, converted, len(keys))
+            return leases.acquire(store, keys)
 
         plan = self._host.plan
-        return PrefixLoad(name, blocks, lease, partial(leases.end, store), plan.layout, deadline, groups=plan.groups)
+        return PrefixLoad(
+            name, blocks, lease, partial(leases.release, store), plan.layout, deadline, groups=plan.groups
+        )

@@ -23,8 +23,8 @@ from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.gpu_model import GpuModel
 from mooncake.types import KVLayout, SamplingParams
-from prefill_node.outbox import Destination, Outbox, Sink
-from prefill_node.streamer import LayerStreamer, Stream
+from prefill_node.kv_writer import Destination, KVWriter, WriteStream
+from prefill_node.streamer import LayerStreamer, StreamedPrompt
 
 if TYPE_CHECKING:
     from mooncake.app.bench_gpu_device import Gpu
@@ -75,7 +75,7 @@ class _HandOff:
         self._server = SegmentServer(self._segment, "decode", ("shm",))
         self._server.start()
         self._transfer = TransferEngine("prefill", ("shm",))
-        self._outbox = Outbox("hand-offs", self._transfer, self._out.memory, lambda *_: None)
+        self._writer = KVWriter("hand-offs", self._transfer, self._out.memory, lambda *_: None)
 
     def prefill(self, hook: StepHook, name: str, num_to_sample: int | None) -> list[StepOutput]:
         """Compute the prompt and ``num_to_sample`` tokens (None: all)."""
@@ -89,17 +89,17 @@ class _HandOff:
         """One hand-off. Returns the ms of its phases."""
         reserved = self._decode.reserve(self._sequence(name, None)).block_ids
         self._server.grant(reserved, EPOCH)
-        sink = Sink(name, self._layout, time.monotonic() + TIMEOUT_S)
+        stream = WriteStream(name, self._layout, time.monotonic() + TIMEOUT_S, self._writer)
         slots = {index: (block, EPOCH) for index, block in enumerate(reserved)}
-        sink.open(Destination(self._server.address, slots))
+        stream.open(Destination(self._server.address, slots))
         streamer = LayerStreamer(self._block_tokens)
         streamer.mirror = self._out
-        streamer.streams[name] = Stream(name, _nothing_to_load, [(sink, self._outbox)], lambda: None)
+        streamer.prompts[name] = StreamedPrompt(_nothing_to_load, [stream], lambda: None)
         first: list[StepOutput] = []
         took = {"prefill, layers going out": _ms(lambda: first.extend(self.prefill(streamer, name, 1)))}
-        took["last bytes after the first token"] = _ms(lambda: sink.done.result(TIMEOUT_S))
+        took["last bytes after the first token"] = _ms(lambda: stream.done.result(TIMEOUT_S))
         self._server.revoke(reserved)
-        took["verified"] = _ms(lambda: self._verify(reserved, sink))
+        took["verified"] = _ms(lambda: self._verify(reserved, stream))
         took["host to device"] = _ms(lambda: self._into.to_device(reserved).wait())
         self._decode.start_reserved(name, [first[0].token])
         answer = _run(self._decode, NO_HOOK)
@@ -108,17 +108,17 @@ class _HandOff:
         return took
 
     def close(self) -> None:
-        self._outbox.stop()
+        self._writer.stop()
         self._transfer.close()
         self._server.stop()
         self._out.close()
         self._into.close()
         self._segment.close()
 
-    def _verify(self, block_ids: list[int], sink: Sink) -> None:
+    def _verify(self, block_ids: list[int], stream: WriteStream) -> None:
         for index, block_id in enumerate(block_ids):
             sums = range_checksums(self._into.memory[block_id].data, self._layout.num_layers)
-            assert np.array_equal(sums, sink.checksums[index]), "other bytes"
+            assert np.array_equal(sums, stream.checksums[index]), "other bytes"
 
     def _sequence(self, name: str, num_to_sample: int | None) -> Sequence:
         greedy = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)

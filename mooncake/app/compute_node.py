@@ -22,12 +22,13 @@ from mooncake.config import Config, EngineSection
 from mooncake.engine.engine import StepHook, StepPlan
 from mooncake.engine.host import CachePlan
 from mooncake.engine.sequence import Sequence as EngineSequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.types import BlockKey, Role
+from mooncake.types import Role
 from prefill_node.role import PrefillRole
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class BothHooks:
     def __init__(self, first: StepHook, second: StepHook) -> None:
         self._hooks = (first, second)
 
-    def admitted(self, sequence: EngineSequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: EngineSequence, to_load: list[BlockToLoad]) -> None:
         for hook in self._hooks:
             hook.admitted(sequence, to_load)
 
@@ -78,7 +79,7 @@ class ComputeNode(EngineNode):
         self._is_stopping = False
 
     def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
-        self._prefill = PrefillRole(self.node_id, self.config, self._transfer, self._channels)
+        self._prefill = PrefillRole(self.config, self._transfer, self._channels)
         self._decode = DecodeRole(self.node_id, self.config, plan, self._transfer, self._channels)
         return self._prefill, self._decode
 

@@ -1,6 +1,6 @@
 """Beam search over one prompt: which beams continue, which answers are finished, and when nothing better can follow.
 
-Pure decisions over scores; the engine forks and frees the block tables. The rules are those of ``transformers`` (Wolf
+Pure decisions over scores; ``beam_search`` forks and frees the sequences. The rules are those of ``transformers`` (Wolf
 et al., EMNLP 2020: generation/utils.py, ``_beam_search``), so that both give the same tokens:
 
 - of the best ``keep`` continuations of all beams, the ``width`` best that do not end continue;
@@ -39,7 +39,7 @@ class Hypothesis:
     score: float = 0.0
     finish_reason: FinishReason | None = None
 
-    def followed_by(self, candidate: Candidate) -> Hypothesis:
+    def extended_by(self, candidate: Candidate) -> Hypothesis:
         return Hypothesis(
             (*self.token_ids, candidate.token_id),
             (*self.logprobs, candidate.score - self.score),
@@ -77,17 +77,17 @@ class Beams:
         """Advance by one token. ``candidates`` are the ``keep`` best, best first. Returns those that continue, best
         first, and nothing when the search is over."""
         length = len(self.running[0].token_ids) + 1
-        going_on: list[Candidate] = []
+        continuing: list[Candidate] = []
         was_full = len(self.finished) == self.width and self._rules.early_stopping
         for rank, candidate in enumerate(candidates):
             reason = self._reason(candidate, length)
             if reason is None:
-                going_on.append(candidate)
+                continuing.append(candidate)
             elif rank < self.width and not was_full:
-                self._finish(self.running[candidate.beam].followed_by(candidate), reason)
-        going_on = going_on[: self.width]
-        self.running = [self.running[candidate.beam].followed_by(candidate) for candidate in going_on]
-        return going_on if self._may_improve(length) else []
+                self._finish(self.running[candidate.beam].extended_by(candidate), reason)
+        continuing = continuing[: self.width]
+        self.running = [self.running[candidate.beam].extended_by(candidate) for candidate in continuing]
+        return continuing if self._may_improve(length) else []
 
     def _reason(self, candidate: Candidate, length: int) -> FinishReason | None:
         if candidate.token_id in self._stop_ids:

@@ -17,7 +17,7 @@ import torch
 from mooncake.model.batch import Reuse
 
 if TYPE_CHECKING:
-    from mooncake.engine.scheduler import StepEntry
+    from mooncake.engine.step_plan import StepEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Blend:
 
 def reuse_of(entries: Sequence[StepEntry]) -> Reuse | None:
     """What a step's tokens reuse, in the order of its batch; None when none does."""
-    blends = [blend for entry in entries if (blend := entry.sequence.borrowed.blend) is not None]
+    blends = [blend for entry in entries if (blend := entry.sequence.reused.blend) is not None]
     if not blends:
         return None
     sources = np.full(sum(entry.num_tokens for entry in entries), -1, np.int64)
     shifts = np.zeros_like(sources)
     start = 0
     for entry in entries:
-        if blend := entry.sequence.borrowed.blend:
+        if blend := entry.sequence.reused.blend:
             part = blend.sources[entry.first : entry.end]
             sources[start : start + len(part)] = part
             shifts[start : start + len(part)] = blend.shifts[entry.first : entry.end]

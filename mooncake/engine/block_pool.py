@@ -1,4 +1,4 @@
-"""Who holds which block of a paged cache: reference counts, prefix hits by chained keys, and eviction.
+"""The blocks of a paged cache: reference counts, prefix hits by chained keys, and eviction.
 
 Pure bookkeeping over block numbers. It knows nothing of torch, bytes, sequences or time.
 
@@ -170,8 +170,8 @@ class BlockPool:
                 cached.move_to_end(ancestor)
                 ancestor = known.get(parents[ancestor])
 
-    def fork(self, block_ids: Sequence[int]) -> None:
-        """One more reference to each block: another table shares them. Writers ask ``needs_copy`` first."""
+    def retain(self, block_ids: Sequence[int]) -> None:
+        """One more reference to each block, to be dropped by ``release``. Writers ask ``needs_copy`` first."""
         self._check_in_use(block_ids)
         for block_id in block_ids:
             self._references[block_id] += 1
@@ -241,4 +241,4 @@ class BlockPool:
         references = self._references
         for block_id in block_ids:
             if references[block_id] <= 0:
-                raise InternalError(f"block {block_id} was given back or shared by someone who does not hold it")
+                raise InternalError(f"block {block_id} was released or retained by someone who does not hold it")

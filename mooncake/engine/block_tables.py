@@ -1,7 +1,6 @@
-"""The block tables of all sequences that have blocks, as rows of one array per group of layers, as a step's batch uses
-them.
+"""The block tables of all sequences in the layout that kernels read: a row of one int32 array per group of layers.
 
-It counts its changes, so that copies of rows can be recognised as stale. It knows nothing of sequences.
+It counts its changes, so that whoever copies rows can tell that a copy is stale. It knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ class BlockTables:
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
-    def has_room(self) -> bool:
+    def has_free_row(self) -> bool:
         return bool(self._free)
 
-    def enter(self, tables: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
-        """Returns the row that now holds these tables, one per group, each from its first held page on; entries
-        before that are undefined."""
+    def add_row(self, tables: Sequence[Sequence[int]], firsts: Sequence[int]) -> int:
+        """Copy these tables, one per group, each from its entry ``firsts`` on (earlier ones are undefined), into a
+        row. Returns its number."""
         row = self._free.pop()
         for ids, table, first in zip(self.of_groups, tables, firsts, strict=True):
             ids[row, first : len(table)] = table[first:]
         self.num_changes += 1
         return row
 
-    def put(self, row: int, index: int, block_id: int, group: int = 0) -> None:
+    def set_block(self, row: int, index: int, block_id: int, group: int = 0) -> None:
         self.of_groups[group][row, index] = block_id
         self.num_changes += 1
 
-    def leave(self, row: int) -> None:
+    def free_row(self, row: int) -> None:
         self._free.append(row)

@@ -14,13 +14,13 @@ from typing import Protocol, runtime_checkable
 import msgspec
 import torch
 
-from mooncake.engine.scheduler import StepPlan
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import ConfigError, KVLoadFailed
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.page_groups import UNIFORM, PageGroups
-from mooncake.types import BlockKey, FinishReason, SampledToken, TokenLogprob
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
 class HasVocabulary(Protocol):
@@ -100,10 +100,10 @@ class StepHook(LayerHook, Protocol):
     A KVLoadFailed from any method but ``end_step`` abandons the step: no sequence advances.
     """
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
-        """The sequence has its blocks. ``to_load`` must be filled before their layers are read: (index in the
-        sequence, block id, key), each with the sequence's pages of that block in other groups of layers. Called once
-        per admission, even when there is nothing to load."""
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
+        """The sequence has its blocks. Those ``to_load`` must be filled before their layers are read, and so must the
+        sequence's pages of the same blocks in other groups of layers. Called once per admission, even when there is
+        nothing to load."""
 
     def begin_step(self, plan: StepPlan) -> None:
         """The step's first layer is next. Called again for the same sequences after an abandoned step.
@@ -117,7 +117,7 @@ class StepHook(LayerHook, Protocol):
 
 
 class _NoStepHook(NoHook):
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         if to_load:
             raise KVLoadFailed("there is nothing to load blocks with", (sequence.request_id,))
 
@@ -147,14 +147,14 @@ class EngineConfig:
     max_model_len: int = 2048  # tokens of prompt and answer
     max_waiting: int = 1024  # sequences; more are refused
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
-    speculative_tokens: int = 0  # maximum guesses per sequence and step; 0: none
+    speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
     keep_events: bool = True  # whether someone takes the block pool's events
     own_layers: range | None = None  # the layers recomputed for tokens with another model's KV; None: no such tokens
     groups: PageGroups = UNIFORM  # of the cache's layers
 
     @property
-    def most_at_once(self) -> int:
-        """Prompt tokens of one step."""
+    def max_step_tokens(self) -> int:
+        """Maximum prompt tokens of one step."""
         return self.chunk_tokens or self.max_model_len
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class EngineLoad:
     shared_blocks: int  # full blocks that forks did not need twice
     copied_blocks: int  # copies on write
     computed_tokens: int  # computed by the model
-    inherited_tokens: int  # those of which only some layers were computed
+    inherited_tokens: int  # those with another model's KV, of which only some layers were computed
     blended_tokens: int  # computed tokens that had reusable KV, so that most left the pass after its first layers
-    drafted_tokens: int  # guesses
-    accepted_tokens: int  # guesses that were right
+    drafted_tokens: int  # proposed by speculation
+    accepted_tokens: int  # of those, the right ones

@@ -1,8 +1,7 @@
 """Speculation with a small model: it drafts greedily, and the large one verifies the draft in one step.
 
-It keeps its own paged cache, sharing full blocks by key like the large model's, and forgets the sequences asked about
-least recently. It knows neither steps, scheduling nor the fate of its guesses: a sequence's tokens show which were
-right.
+It keeps its own paged cache, sharing full blocks by key like the large model's, and evicts the sequences asked about
+least recently. It knows neither steps, scheduling nor which draft tokens were accepted: a sequence's tokens show that.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ class _Drafted:
     table: list[int]
     num_sealed: int  # blocks
     num_read: int  # leading tokens with KV
-    guesses: list[int] = field(default_factory=list)  # after them, also with KV
+    draft: list[int] = field(default_factory=list)  # draft tokens after them, also with KV
 
 
 class DraftModel:
-    """Guesses for an engine with the same vocabulary."""
+    """Draft tokens for an engine with the same vocabulary."""
 
     def __init__(
         self, model: CausalModel, cache: Cache, max_tokens: int, max_model_len: int, chunk_tokens: int = 0
@@ -61,18 +60,18 @@ class DraftModel:
         """Like ``PromptLookup.propose``; none when the sequence exceeds the whole cache or the model's context, or has
         more unread tokens than may be read at once.
 
-        A model that fails is not used again: guesses are optional, answers are not.
+        A model that fails is not used again: drafts are optional, answers are not.
         """
         memory = sequence.draft_memory
         if memory is None:
             memory = sequence.draft_memory = DraftMemory()
-        # The last token of a draft is not read, and the last one of an answer needs no guess.
+        # The last token of a draft is not read, and the last one of an answer is not drafted.
         count = min(
             memory.length, self.max_tokens, sequence.num_left - 1, self._max_model_len - sequence.num_tokens + 1
         )
         if count < 1 or self._has_failed:
             return []
-        drafted = self._drafted.get(memory) or self._begin(sequence, memory)
+        drafted = self._drafted.get(memory) or self._add(sequence, memory)
         self._drafted.move_to_end(memory)
         if memory.is_paused(sequence.num_tokens):
             return []
@@ -80,13 +79,13 @@ class DraftModel:
             self._pool.release(self._drafted.pop(memory).table)
             return []
         try:
-            return self._write_on(drafted, sequence, count)
+            return self._draft(drafted, sequence, count)
         except Exception:
             log.exception("the draft model has failed; answers go on without its guesses")
             self._has_failed = True
             return []
 
-    def _begin(self, sequence: Sequence, memory: DraftMemory) -> _Drafted:
+    def _add(self, sequence: Sequence, memory: DraftMemory) -> _Drafted:
         """Start with the blocks that another sequence has for the same tokens."""
         sequence.extend_keys(self._block_tokens)
         keys = sequence.block_keys[: (sequence.num_tokens - 1) // self._block_tokens]
@@ -96,12 +95,12 @@ class DraftModel:
         return drafted
 
     @torch.inference_mode()
-    def _write_on(self, drafted: _Drafted, sequence: Sequence, count: int) -> list[int]:
+    def _draft(self, drafted: _Drafted, sequence: Sequence, count: int) -> list[int]:
         last = sequence.num_tokens - 1  # the last token is always read: its logits are needed
         known = min(drafted.num_read, last)
-        known += _num_common(drafted.guesses, sequence.window(known, last).tolist())
-        drafted.num_read, drafted.guesses = known, []
-        new = sequence.window(known, sequence.num_tokens).tolist()
+        known += _num_common(drafted.draft, sequence.token_slice(known, last).tolist())
+        drafted.num_read, drafted.draft = known, []
+        new = sequence.token_slice(known, sequence.num_tokens).tolist()
         if len(new) > self._chunk_tokens:
             self._read(drafted, new[: self._chunk_tokens])
             self._seal(drafted, sequence)
@@ -111,7 +110,7 @@ class DraftModel:
         num_read = drafted.num_read
         while len(draft) < count:
             draft.append(self._read(drafted, draft[-1:]))
-        drafted.num_read, drafted.guesses = num_read, draft[:-1]
+        drafted.num_read, drafted.draft = num_read, draft[:-1]
         return draft
 
     def _read(self, drafted: _Drafted, new: list[int]) -> int:
@@ -133,7 +132,7 @@ class DraftModel:
         return int(self._model.forward(batch, self._cache.tensor, NoHook())[0].argmax())
 
     def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
-        """Share the blocks that contain only the sequence's tokens, no guesses."""
+        """Share the blocks that contain only the sequence's tokens, no draft tokens."""
         sequence.extend_keys(self._block_tokens)
         first, end = drafted.num_sealed, drafted.num_read // self._block_tokens
         keys = sequence.block_keys[:end]
@@ -153,7 +152,7 @@ class DraftModel:
         return True
 
 
-def _num_common(guesses: list[int], tokens: list[int]) -> int:
+def _num_common(draft: list[int], tokens: list[int]) -> int:
     """Length of the common prefix."""
-    pairs = zip(guesses, tokens, strict=False)
-    return next((place for place, (guess, token) in enumerate(pairs) if guess != token), min(len(guesses), len(tokens)))
+    pairs = enumerate(zip(draft, tokens, strict=False))
+    return next((place for place, (drafted, token) in pairs if drafted != token), min(len(draft), len(tokens)))

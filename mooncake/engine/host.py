@@ -26,9 +26,9 @@ from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
-from mooncake.engine.holding import Borrowed
 from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
@@ -90,7 +90,7 @@ class StepSamples:
     def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
         """A step counts if it is of one kind: a single prefill chunk, or decodes only."""
         chunks = plan.entries
-        if plan.inherited or any(chunk.num_draft or chunk.sequence.borrowed.blend is not None for chunk in chunks):
+        if plan.variant_entries or any(chunk.num_draft or chunk.sequence.reused.blend is not None for chunk in chunks):
             return
         if len(chunks) == 1 and chunks[0].num_tokens > 1:
             sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
@@ -295,7 +295,7 @@ class EngineHost:
         salt: str,
         *,
         num_to_sample: int | None = None,
-        borrowed: Borrowed | None = None,
+        reused: ReusedKV | None = None,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
@@ -314,7 +314,7 @@ class EngineHost:
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.plan.max_model_len,
             num_to_sample=num_to_sample,
-            borrowed=borrowed or Borrowed(),
+            reused=reused or ReusedKV(),
             hold_blocks=hold_blocks,
             priority=priority,
             adapter=self._adapters.place(adapter),

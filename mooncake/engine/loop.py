@@ -39,7 +39,7 @@ class EngineThread:
         self._hook = hook
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
-        self._gate = threading.Lock()  # between posting calls and stopping
+        self._lock = threading.Lock()  # between posting calls and stopping
         self._is_stopping = self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -55,7 +55,7 @@ class EngineThread:
                 except BaseException as error:
                     future.set_exception(error)
 
-        with self._gate:
+        with self._lock:
             if not self._is_stopping:
                 self._calls.put((run, future))
                 return future
@@ -72,7 +72,7 @@ class EngineThread:
         def refused(future: Future[None]) -> None:
             error = future.exception()
             if error is not None:
-                _tell(on_output, sequence.request_id, _as_ours(error))
+                _notify(on_output, sequence.request_id, _to_mooncake_error(error))
 
         self.call(add).add_done_callback(refused)
 
@@ -91,7 +91,7 @@ class EngineThread:
 
     def give_up(self, why: str) -> None:
         """The current step will not end: declare the engine broken, and tell everyone who waits for it."""
-        with self._gate:
+        with self._lock:
             self._is_stopping = self._is_given_up = True
         self._break(why)
         with contextlib.suppress(queue.Empty):
@@ -99,12 +99,12 @@ class EngineThread:
                 _, future = self._calls.get_nowait()
                 if future.set_running_or_notify_cancel():
                     future.set_exception(NodeUnavailable(why))
-        self._tell_all()
+        self._notify_all()
 
     def stop(self) -> None:
         """Return once the thread has ended or was given up; every sequence still here ends with NodeUnavailable.
         Idempotent."""
-        with self._gate:
+        with self._lock:
             self._is_stopping = True
             self._calls.put((lambda: None, Future()))
         if not self._is_given_up:
@@ -118,11 +118,11 @@ class EngineThread:
             self._publish([])
         except BaseException as error:  # the engine's own state is broken: its results cannot be trusted
             log.critical("the engine is broken", exc_info=True)
-            with self._gate:
+            with self._lock:
                 self._is_stopping = True
             self._break(f"the engine is broken: {type(error).__name__}: {error}")
             self._serve_calls(wait=False)
-        self._tell_all()
+        self._notify_all()
         self.is_idle = True
 
     def _work(self) -> None:
@@ -154,7 +154,7 @@ class EngineThread:
             self._recover(error)
         except Exception as error:
             log.exception("a step failed; its sequences end")
-            self.engine.fail_all(_as_ours(error))
+            self.engine.fail_all(_to_mooncake_error(error))
         self._publish(outputs)
         self.num_done += 1
         return not self.engine.is_stalled
@@ -169,7 +169,7 @@ class EngineThread:
     def _publish(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             if listener := self._listeners.get(output.request_id):
-                _tell(listener, output.request_id, output)
+                _notify(listener, output.request_id, output)
         for request_id, error in self.engine.take_ended():
             self._finish(request_id, error)
         for output in outputs:
@@ -183,27 +183,27 @@ class EngineThread:
                 self._listeners.pop(request_id, None)
 
     def _break(self, why: str) -> None:
-        """The first reason counts."""
-        with self._gate:
+        """Declare the engine broken; the first reason counts."""
+        with self._lock:
             if not self.broken.done():
                 self._ending = why
                 self.broken.set_result(NodeUnavailable(why))
 
-    def _tell_all(self) -> None:
+    def _notify_all(self) -> None:
         for request_id in list(self._listeners):
             self._finish(request_id, NodeUnavailable(self._ending))
 
     def _finish(self, request_id: str, error: MooncakeError) -> None:
         if listener := self._listeners.pop(request_id, None):
-            _tell(listener, request_id, error)
+            _notify(listener, request_id, error)
 
 
-def _tell(listener: OnOutput, request_id: str, output: StepOutput | MooncakeError) -> None:
+def _notify(listener: OnOutput, request_id: str, output: StepOutput | MooncakeError) -> None:
     try:
         listener(output)
     except Exception:
         log.exception("the listener of request %s failed", request_id)
 
 
-def _as_ours(error: BaseException) -> MooncakeError:
+def _to_mooncake_error(error: BaseException) -> MooncakeError:
     return error if isinstance(error, MooncakeError) else InternalError(f"{type(error).__name__}: {error}")

@@ -1,9 +1,10 @@
-"""What the next step computes: decodes first, then chunks of prompts, within the available blocks.
+"""Continuous batching: what the next step computes. Decodes come first, then chunks of prompts, within a token budget.
 
-Pure: it moves sequences and block numbers and returns a plan. It knows nothing of torch, clocks, the tokens' meaning or
-the hook. Lower priorities come first, then earlier arrivals. When blocks run out, the sequence last in order is
-preempted: it releases its blocks and is recomputed later. The first one always advances, so there is no livelock. A
-long prompt leaves half of a step's budget to prompts after it, if they can use it.
+Pure: it moves sequences between the waiting and the running queue, has blocks allocated, and returns a plan. It knows
+nothing of torch, clocks, the tokens' meaning or the hook. Both queues are in order of priority (lower first), then of
+arrival. When blocks run out, the last running sequence is preempted: its blocks are freed, and later it is recomputed
+or swapped in. The first one always advances, so there is no livelock. A long prompt leaves half of a step's budget to
+prompts after it, if they can use it.
 """
 
 from __future__ import annotations
@@ -11,69 +12,21 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple
 
+from mooncake.engine.block_manager import BlockManager
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.holdings import Holdings
 from mooncake.engine.sequence import Sequence, SequenceState
-from mooncake.errors import MooncakeError, OutOfBlocks, Overloaded
+from mooncake.engine.step_plan import Admission, BlockToLoad, StepEntry, StepPlan
+from mooncake.errors import OutOfBlocks, Overloaded
 from mooncake.page_groups import UNIFORM, PageGroups
-from mooncake.types import BlockKey
 
-MOST_LOOKED_AT = 8  # waiting sequences that a long prompt leaves budget for
-HEADROOM = 100  # one block in this many stays free at admission while others run, so that they can grow
-
-
-class StepEntry(NamedTuple):
-    """The tokens ``first ≤ i < first + num_tokens`` of a sequence are computed in this step.
-
-    The last ``num_draft`` of them are guesses, which may be wrong. (A tuple, because there is one per sequence and
-    step, and loops unpack it.)
-    """
-
-    sequence: Sequence
-    first: int
-    num_tokens: int
-    num_draft: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.first + self.num_tokens
-
-    @property
-    def scored(self) -> range:
-        """Prompt positions whose logits are wanted too, to score the prompt's next token."""
-        if not self.sequence.is_scoring:
-            return range(0)
-        return range(self.first, min(self.end, self.sequence.num_prompt - 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Admission:
-    """A sequence got its blocks. ``to_load`` are those to be filled from elsewhere: (index in the table, id, key)."""
-
-    sequence: Sequence
-    to_load: list[tuple[int, int, BlockKey]]
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One step: decodes come first in ``entries``. ``copies`` of blocks (from, to) are made before anything else, in
-    order; numbers above the cache's blocks are places of the swap space. The tokens of ``inherited`` are computed
-    only in some layers, before the others."""
-
-    entries: list[StepEntry] = field(default_factory=list)
-    inherited: list[StepEntry] = field(default_factory=list)
-    has_preempted: bool = False
-    admissions: list[Admission] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    failures: list[tuple[Sequence, MooncakeError]] = field(default_factory=list)
+MAX_LOOKAHEAD = 8  # waiting sequences that a long prompt leaves budget for
+WATERMARK = 100  # one block in this many stays free at admission while others run, so that they can grow
 
 
 class Scheduler:
-    """Waiting and running sequences, and the block tables of those that have blocks."""
+    """The waiting and the running queue, and the blocks of the sequences in them."""
 
     def __init__(
         self,
@@ -85,15 +38,15 @@ class Scheduler:
         num_places: int = 0,
         groups: PageGroups = UNIFORM,
     ) -> None:
-        """``chunk_tokens``: maximum prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of
-        preempted sequences that can be kept."""
+        """``chunk_tokens``: maximum prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of swap
+        space."""
         self.pool = pool
-        self._budget = chunk_tokens or max_model_len
-        self.blocks = Holdings(pool, max_sequences, max_model_len, num_places, groups, self._budget)
+        self._max_budget = chunk_tokens or max_model_len
+        self.block_manager = BlockManager(pool, max_sequences, max_model_len, num_places, groups, self._max_budget)
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of turn, like the queue
-        self.propose: Callable[[Sequence], list[int]] | None = None  # returns guesses of what follows
-        self.drafts = False  # whether to call it
+        self.running: list[Sequence] = []
+        self.propose: Callable[[Sequence], list[int]] | None = None  # returns draft tokens
+        self.uses_drafts = False  # whether to call it
         self.num_preemptions = 0
         self._block_tokens = pool.block_tokens
         self._num_groups = groups.num_groups
@@ -108,29 +61,31 @@ class Scheduler:
         """Raises Overloaded when too many wait already, OutOfBlocks when it can never fit."""
         if len(self.waiting) >= self._max_waiting:
             raise Overloaded(f"{len(self.waiting)} sequences are waiting already")
-        self._check_fits_at_all(sequence)
+        self._check_fits(sequence)
         self._arrive(sequence)
-        self._wait(sequence)
+        self._add_waiting(sequence)
 
-    def withdraw(self, sequence: Sequence) -> None:
+    def undo_add(self, sequence: Sequence) -> None:
         """As if it had never been added, however far ``add`` got."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
 
     def reserve(self, sequence: Sequence) -> int:
-        """Give it blocks for all its tokens, without running it. Returns how many leading ones are filled already.
+        """Allocate blocks for all its tokens, without running it. Returns how many leading ones are cached.
 
-        Raises OutOfBlocks when there is no room now; preempted sequences waiting for blocks go first.
+        Raises OutOfBlocks when there is no room now; sequences that were preempted and wait for blocks go first.
         """
-        self._check_fits_at_all(sequence)
-        if not self.blocks.tables.has_room:
+        self._check_fits(sequence)
+        if not self.block_manager.tables.has_free_row:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
         if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
             raise OutOfBlocks("sequences that have begun here come first")
         sequence.extend_keys(self._block_tokens)
-        num_cached = self.blocks.give(sequence, len(sequence.block_keys), self._headroom, sequence.num_tokens)
+        num_cached = self.block_manager.allocate(
+            sequence, len(sequence.block_keys), self._watermark, sequence.num_tokens
+        )
         if num_cached is None:
-            needed = self.blocks.num_needed(sequence)
+            needed = self.block_manager.num_needed(sequence)
             raise OutOfBlocks(f"{needed} blocks are needed, {self.pool.num_available} are available")
         self._arrive(sequence)
         sequence.move(SequenceState.RESERVED)
@@ -139,7 +94,7 @@ class Scheduler:
     def start_reserved(self, sequence: Sequence) -> None:
         """Its blocks are filled: it runs from now on."""
         sequence.move(SequenceState.RUNNING)
-        self._run(sequence)
+        self._add_running(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` shares the blocks of all its tokens but the last, which the running ``parent`` has computed.
@@ -148,73 +103,72 @@ class Scheduler:
         cached.
         """
         child.arrival = parent.arrival
-        if not self.blocks.tables.has_room or parent.state is not SequenceState.RUNNING:
-            self._wait(child)
+        if not self.block_manager.tables.has_free_row or parent.state is not SequenceState.RUNNING:
+            self._add_waiting(child)
             return
-        self.blocks.share(parent, child)
+        self.block_manager.fork(parent, child)
         child.move(SequenceState.RUNNING)
-        self._run(child)
+        self._add_running(child)
 
     def finish(self, sequence: Sequence, *, hold: bool = False) -> None:
-        """It leaves, from whatever state it is in; with ``hold`` its blocks stay."""
+        """Remove it, whatever its state; with ``hold`` its blocks stay."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is SequenceState.WAITING:
             self.waiting.remove(sequence)
-        self.blocks.forget_swapped(sequence)
+        self.block_manager.free_swapped(sequence)
         if hold:
-            self.blocks.take_row(sequence)
+            self.block_manager.free_row(sequence)
             sequence.move(SequenceState.HELD)
             return
         sequence.move(SequenceState.FINISHED)
-        self.blocks.take_back(sequence)
+        self.block_manager.free(sequence)
 
-    def put_back(self, sequence: Sequence) -> None:
-        """From running back to its place in the queue, without its blocks; its tokens stay."""
+    def requeue(self, sequence: Sequence) -> None:
+        """From running back to waiting: its blocks are freed, its tokens stay."""
         self.running.remove(sequence)
-        self._take_blocks_back(sequence)
+        self._free_blocks(sequence)
         sequence.move(SequenceState.WAITING)
-        self._wait(sequence)
+        self._add_waiting(sequence)
 
     # The step
 
-    def plan(self, budget_beside: Callable[[int], int] | None = None) -> StepPlan:
+    def plan(self, prompt_budget: Callable[[int], int] | None = None) -> StepPlan:
         """Moves sequences between the queues and allocates blocks, but computes nothing: a plan may be abandoned.
 
-        ``budget_beside`` returns how many prompt tokens may be computed beside this many decodes.
+        ``prompt_budget`` returns how many prompt tokens may be computed beside this many decodes.
         """
         plan = StepPlan()
         self._plan_decodes(plan)
         num_decodes = len(plan.entries)
-        budget = self._budget if budget_beside is None else min(budget_beside(num_decodes), self._budget)
+        budget = self._max_budget if prompt_budget is None else min(prompt_budget(num_decodes), self._max_budget)
         budget = self._plan_chunks(plan, budget)
         if not plan.has_preempted:
             budget = self._admit(plan, budget)
-        self._use_up(plan, num_decodes, budget)
-        if not (plan.entries or plan.inherited) and any(not sequence.is_parked for sequence in self.waiting):
-            self._make_parked_give_way(plan)
+        self._spend_leftover(plan, num_decodes, budget)
+        if not (plan.entries or plan.variant_entries) and any(not sequence.is_parked for sequence in self.waiting):
+            self._preempt_parked(plan)
         return plan
 
     def _plan_decodes(self, plan: StepPlan) -> None:
         """One token of every sequence that is past its prompt."""
         for sequence in list(self.running):
-            place = sequence.num_computed
-            holding = sequence.holding
-            if place + 1 != sequence.num_tokens or holding.is_loading or sequence.state is not SequenceState.RUNNING:
+            position = sequence.num_computed
+            blocks = sequence.blocks
+            if position + 1 != sequence.num_tokens or blocks.is_loading or sequence.state is not SequenceState.RUNNING:
                 continue
-            if place < holding.num_writable or self._make_writable(sequence, place, plan):
-                num_draft = self._draft(sequence, plan) if self.drafts else 0
-                plan.entries.append(StepEntry(sequence, place, 1 + num_draft, num_draft))
+            if position < blocks.num_writable or self._make_writable(sequence, position, plan):
+                num_draft = self._draft(sequence, plan) if self.uses_drafts else 0
+                plan.entries.append(StepEntry(sequence, position, 1 + num_draft, num_draft))
 
     def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
-        """Append guesses to its tokens, as many as there is room for without taking any from others. Returns how
-        many."""
+        """Write draft tokens after its tokens, if there are blocks for them without a preemption. Returns how many."""
         if self.propose is None or sequence.sampling.beam_search is not None or sequence.num_left < 2:
             return 0
         draft = self.propose(sequence)[: sequence.num_left - 1]
         if not draft:
             return 0
-        held = len(sequence.holding.block_table) * self._block_tokens
+        held = len(sequence.blocks.block_table) * self._block_tokens
         free = self.pool.num_available - len(self.running) * self._num_groups  # each running sequence may need one
         room = held + max(free, 0) // self._num_groups * self._block_tokens - sequence.num_tokens
         draft = draft[: max(room, 0)]
@@ -225,25 +179,26 @@ class Scheduler:
 
     def make_room(self, entries: list[StepEntry]) -> bool:
         """Make sure that these tokens can be written. False if that would take a preemption or a copy."""
-        new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.holding.num_writable]
+        new = [(entry.sequence, entry.first) for entry in entries if entry.first >= entry.sequence.blocks.num_writable]
         if len(new) * self._num_groups > self.pool.num_available:
             return False
-        if any(self.blocks.needs_copy(sequence, position) for sequence, position in new):
+        if any(self.block_manager.needs_copy(sequence, position) for sequence, position in new):
             return False
         for sequence, position in new:
-            self.blocks.make_writable(sequence, position, [])
+            self.block_manager.make_writable(sequence, position, [])
         return True
 
     def _plan_chunks(self, plan: StepPlan, budget: int) -> int:
-        """The next chunk of running prompts, in order of turn. Returns the rest of the budget (tokens).
+        """The next chunk of running prompts, in order. Returns the rest of the budget (tokens).
 
         Each leaves up to half of what it finds to those after it, which are often short.
         """
         if len(plan.entries) == len(self.running):  # all are past their prompts
             return budget
-        prompts = [s for s in self.running if (not s.is_decoding or s.holding.is_loading) and not s.is_parked]
+        prompts = [s for s in self.running if (not s.is_decoding or s.blocks.is_loading) and not s.is_parked]
         behind = sum(s.num_tokens - s.num_computed for s in prompts)
-        behind += sum(s.num_tokens for s in islice(self.waiting, MOST_LOOKED_AT)) if self.blocks.tables.has_room else 0
+        if self.block_manager.tables.has_free_row:
+            behind += sum(s.num_tokens for s in islice(self.waiting, MAX_LOOKAHEAD))
         for sequence in prompts:
             behind -= sequence.num_tokens - sequence.num_computed
             left_to_others = min(budget // 2, behind) // self._block_tokens * self._block_tokens
@@ -252,8 +207,8 @@ class Scheduler:
                 budget -= self._plan_chunk(sequence, mine, plan)
         return budget
 
-    def _use_up(self, plan: StepPlan, first_chunk: int, budget: int) -> None:
-        """Budget left over by later prompts goes back to the prompts that left it."""
+    def _spend_leftover(self, plan: StepPlan, first_chunk: int, budget: int) -> None:
+        """Budget that later prompts could not use goes back to the prompts that left it to them."""
         if not self._splits_prompts:
             return
         for index in range(first_chunk, len(plan.entries)):
@@ -261,27 +216,27 @@ class Scheduler:
             left = entry.sequence.num_tokens - entry.end
             aligned = (entry.end + budget) // self._block_tokens * self._block_tokens - entry.end
             more = left if left <= budget else aligned
-            more = self.blocks.covered(entry.sequence, entry.end + more) - entry.end
+            more = self.block_manager.extend_to(entry.sequence, entry.end + more) - entry.end
             if left > 0 and more > 0:
                 plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
                 budget -= more
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
-        """Plan as much of the sequence as the budget and the grid allow. Returns how many tokens.
+        """Plan as many tokens of the sequence as the budget and the block borders allow. Returns how many.
 
-        A chunk ends at its prompt's end or on a block border, counted from the start of the sequence, so that a prompt
-        is always cut at the same places, whatever else runs. Only a budget below one block makes it end elsewhere.
+        A chunk ends at its prompt's end or on a block border, so that a prompt is always cut at the same places,
+        whatever else runs. Only a budget below one block makes it end elsewhere.
         """
         first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
-        if first in sequence.borrowed.inherits:
-            left, entries = sequence.borrowed.inherits.stop - first, plan.inherited
+        if first in sequence.reused.variant_tokens:
+            left, entries = sequence.reused.variant_tokens.stop - first, plan.variant_entries
         count = min(left, budget)
         if count < left:
             aligned = (first + count) // self._block_tokens * self._block_tokens - first
-            if not self._splits_prompts or (aligned <= 0 and budget < self._budget):
+            if not self._splits_prompts or (aligned <= 0 and budget < self._max_budget):
                 return 0
             count = aligned if aligned > 0 else count
-        count = self.blocks.covered(sequence, first + count) - first
+        count = self.block_manager.extend_to(sequence, first + count) - first
         if count <= 0:  # it lacks pages of its windows; sequences admitted later advance, and free some
             return 0
         entries.append(StepEntry(sequence, first, count))
@@ -289,26 +244,26 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Admit sequences there is room for. Returns the rest of the budget."""
-        while self.blocks.tables.has_room and budget > 0:
+        while self.block_manager.tables.has_free_row and budget > 0:
             sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
             if sequence is None:
                 break
-            if not self.blocks.can_ever_hold(sequence):  # it grew, was preempted, and no longer fits
+            if not self.block_manager.fits_at_all(sequence):  # it grew, was preempted, and no longer fits
                 plan.failures.append((sequence, self._never_fits(sequence)))
                 self.finish(sequence)
                 continue
-            admission = self._give_prompt_blocks(sequence)
+            admission = self._allocate(sequence)
             if admission is None:
                 break
             planned = self._plan_chunk(sequence, budget, plan)
             if planned == 0:  # exceeds the rest of this step's budget
-                self._take_blocks_back(sequence)
+                self._free_blocks(sequence)
                 break
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
-            self._run(sequence)
-            self.blocks.swap_in(sequence, plan.copies)
-            if sequence.holding.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
+            self._add_running(sequence)
+            self.block_manager.swap_in(sequence, plan.copies)
+            if sequence.blocks.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
                 self._make_writable(sequence, sequence.num_computed, plan)
             plan.admissions.append(admission)
             budget -= planned
@@ -318,49 +273,49 @@ class Scheduler:
     def may_admit(self) -> bool:
         """Whether the next plan may admit a sequence, or report that it never fits."""
         sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
-        if sequence is None or not self.blocks.tables.has_room:
+        if sequence is None or not self.block_manager.tables.has_free_row:
             return False
-        usable = self.blocks.num_usable(sequence, self._headroom)
-        has_room = self.blocks.num_cached(sequence, usable, self._headroom) is not None
-        return has_room or not self.blocks.can_ever_hold(sequence)
+        usable = self.block_manager.num_reusable(sequence, self._watermark)
+        has_room = self.block_manager.num_cached_if_room(sequence, usable, self._watermark) is not None
+        return has_room or not self.block_manager.fits_at_all(sequence)
 
-    def _give_prompt_blocks(self, sequence: Sequence) -> Admission | None:
-        """Blocks for all tokens: cached ones, ones to load, ones to compute."""
-        usable = self.blocks.num_usable(sequence, self._headroom)
-        num_cached = self.blocks.give(sequence, usable, self._headroom)
+    def _allocate(self, sequence: Sequence) -> Admission | None:
+        """Blocks for all its tokens: cached ones, ones to load, ones to compute. None when there is no room."""
+        usable = self.block_manager.num_reusable(sequence, self._watermark)
+        num_cached = self.block_manager.allocate(sequence, usable, self._watermark)
         if num_cached is None:
             return None
-        num_ready = self.blocks.num_ready(sequence, num_cached, usable)
-        holding, borrowed = sequence.holding, sequence.borrowed
+        num_ready = self.block_manager.num_ready(sequence, num_cached, usable)
+        blocks, reused = sequence.blocks, sequence.reused
         if sequence.num_preemptions == 0:
             sequence.num_cached_tokens = min(num_cached * self._block_tokens, sequence.num_tokens - 1)
         sequence.num_computed = num_ready
-        borrowed.inherits = range(0)
+        reused.variant_tokens = range(0)
         if sequence.swapped is not None:
             return Admission(sequence, [])
-        num_filled = max(num_cached, min(borrowed.external_blocks, usable))
-        num_inherited = min(borrowed.inheritable_blocks, (sequence.num_tokens - 1) // self._block_tokens)
-        if num_inherited > num_filled and not sequence.is_scoring:
-            borrowed.inherits = range(num_ready, num_inherited * self._block_tokens)
-        holding.is_loading = num_filled > num_cached or bool(borrowed.inherits)
-        to_load = [(i, holding.block_table[i], sequence.block_keys[i]) for i in range(num_cached, num_filled)]
-        return Admission(sequence, to_load)
+        num_filled = max(num_cached, min(reused.external_blocks, usable))
+        num_variant = min(reused.variant_blocks, (sequence.num_tokens - 1) // self._block_tokens)
+        if num_variant > num_filled and not sequence.is_scoring:
+            reused.variant_tokens = range(num_ready, num_variant * self._block_tokens)
+        blocks.is_loading = num_filled > num_cached or bool(reused.variant_tokens)
+        table, keys = blocks.block_table, sequence.block_keys
+        return Admission(sequence, [BlockToLoad(i, table[i], keys[i]) for i in range(num_cached, num_filled)])
 
-    def _take_blocks_back(self, sequence: Sequence) -> None:
+    def _free_blocks(self, sequence: Sequence) -> None:
         """And with them what it has computed."""
-        self.blocks.take_back(sequence)
+        self.block_manager.free(sequence)
         sequence.num_computed = 0
 
     # Preemption
 
     @property
-    def _headroom(self) -> int:
+    def _watermark(self) -> int:
         """Blocks that stay free at admission."""
-        return -(-self.pool.num_blocks // HEADROOM) if self.running else 0
+        return -(-self.pool.num_blocks // WATERMARK) if self.running else 0
 
     def _make_writable(self, sequence: Sequence, position: int, plan: StepPlan) -> bool:
-        """Like ``Holdings.make_writable``, preempting others. False when the sequence itself was preempted."""
-        while not self.blocks.make_writable(sequence, position, plan.copies):
+        """Like ``BlockManager.make_writable``, preempting others. False when the sequence itself was preempted."""
+        while not self.block_manager.make_writable(sequence, position, plan.copies):
             victim = self._victim(sequence)
             self._preempt(victim, plan)
             if victim is sequence:
@@ -369,10 +324,10 @@ class Scheduler:
 
     def _victim(self, asking: Sequence) -> Sequence:
         """The last in order whose blocks nobody else reads or writes; ``asking`` itself if there is no other."""
-        movable = (s for s in reversed(self.running) if not (s.holding.is_loading or s.hold_blocks))
+        movable = (s for s in reversed(self.running) if not (s.blocks.is_loading or s.hold_blocks))
         return next(movable, asking)
 
-    def _make_parked_give_way(self, plan: StepPlan) -> None:
+    def _preempt_parked(self, plan: StepPlan) -> None:
         """Beams that wait for another beam of theirs must not hold the blocks that it needs."""
         parked = next((sequence for sequence in reversed(self.running) if sequence.is_parked), None)
         if parked is not None:
@@ -382,8 +337,8 @@ class Scheduler:
         victim.num_preemptions += 1
         self.num_preemptions += 1
         plan.has_preempted = True
-        self.blocks.swap_out(victim, plan.copies)
-        self.put_back(victim)
+        self.block_manager.swap_out(victim, plan.copies)
+        self.requeue(victim)
         plan.entries[:] = [entry for entry in plan.entries if entry.sequence is not victim]
 
     # Helpers
@@ -392,26 +347,26 @@ class Scheduler:
         self._arrivals += 1
         sequence.arrival = self._arrivals
 
-    def _run(self, sequence: Sequence) -> None:
-        insort(self.running, sequence, key=_turn)
+    def _add_running(self, sequence: Sequence) -> None:
+        insort(self.running, sequence, key=_order)
 
-    def _wait(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_turn)
+    def _add_waiting(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_order)
 
-    def _check_fits_at_all(self, sequence: Sequence) -> None:
-        if not self.blocks.can_ever_hold(sequence):
+    def _check_fits(self, sequence: Sequence) -> None:
+        if not self.block_manager.fits_at_all(sequence):
             raise self._never_fits(sequence)
 
     def _never_fits(self, sequence: Sequence) -> OutOfBlocks:
-        needed = self.blocks.num_needed(sequence)
+        needed = self.block_manager.num_needed(sequence)
         return OutOfBlocks(
             f"{sequence.num_tokens} tokens need {needed} blocks of {self._block_tokens} tokens, "
             f"the whole cache has {self.pool.num_blocks}: raise kv_gb"
         )
 
 
-def _turn(sequence: Sequence) -> tuple[int, int]:
-    """The order of turns: lower priorities, then earlier arrivals."""
+def _order(sequence: Sequence) -> tuple[int, int]:
+    """Lower priorities first, then earlier arrivals."""
     return sequence.priority, sequence.arrival
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mooncake.engine.holding import NEVER, Borrowed, Holding
+from mooncake.engine.reused_kv import ReusedKV
+from mooncake.engine.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -31,9 +32,9 @@ class SequenceState(StrEnum):
 
 _S = SequenceState
 
-UNDER_WAY = frozenset({_S.WAITING, _S.RUNNING})
+SCHEDULABLE = frozenset({_S.WAITING, _S.RUNNING})  # in the scheduler's queues
 
-ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     _S.WAITING: frozenset({_S.RUNNING, _S.RESERVED, _S.FINISHED}),
     _S.RESERVED: frozenset({_S.RUNNING, _S.FINISHED}),
     _S.RUNNING: frozenset({_S.WAITING, _S.HELD, _S.FINISHED}),
@@ -44,8 +45,8 @@ ALLOWED: dict[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """Tokens ``0 ≤ i < num_computed`` have their KV in the pages of ``holding``; the rest is still to be computed.
-    Layers with a sliding window keep only what the next tokens see.
+    """Tokens ``0 ≤ i < num_computed`` have their KV in ``blocks``; the rest is still to be computed. Layers with a
+    sliding window keep only what the next tokens see.
 
     It is created with the prompt (``num_prompt`` tokens) and what was generated before a retry. ``max_model_len``
     limits prompt plus answer (tokens); ``num_to_sample`` ends the sequence in this engine after that many new tokens.
@@ -65,11 +66,11 @@ class Sequence:
     num_to_sample: InitVar[int | None] = None
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
-    kept_from: int = NEVER  # the window this token sees is kept too
+    keep_window_of: int = NEVER  # layers with a window also keep what this token sees
     adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on
-    is_first_leg: bool = field(init=False)  # another engine continues it
+    is_prefill_only: bool = field(init=False)  # another engine decodes it
     edits_logits: bool = field(init=False)
-    is_plain: bool = field(init=False)  # greedy, without anything else that a sampler does
+    is_plain: bool = field(init=False)  # its next token is the most likely one, and nothing else is wanted
     stop_ids: frozenset[int] = field(init=False)
 
     # Its tokens, prompt and answer
@@ -78,7 +79,7 @@ class Sequence:
     last_token: int = field(init=False)
     prompt_logprobs: list[TokenLogprob] | None = field(init=False)  # of all tokens but the first
     _buffer: TokenIds = field(init=False)
-    _full_length: int = field(init=False)  # tokens at which it ends in this engine
+    _full_length: int = field(init=False)  # tokens of prompt and answer at which it ends here
 
     # Its progress
 
@@ -88,26 +89,26 @@ class Sequence:
     num_cached_tokens: int = field(default=0, init=False)  # found in this engine's own cache when first admitted
     num_preemptions: int = field(default=0, init=False)
 
-    # Its blocks
+    # Its KV
 
     block_keys: list[BlockKey] = field(default_factory=list, init=False)  # of the full blocks
-    holding: Holding = field(default_factory=Holding, init=False)  # its pages now
-    borrowed: Borrowed = field(default_factory=Borrowed)  # what it need not compute
+    blocks: SequenceBlocks = field(default_factory=SequenceBlocks, init=False)
+    reused: ReusedKV = field(default_factory=ReusedKV)
     swapped: Swapped | None = field(default=None, init=False)  # where its blocks are while it is preempted
 
-    # Its family: the answers to one prompt, or the beams of one search
+    # The answers to one prompt, or the beams of one search, are forks of one sequence
 
     root_id: str = field(init=False)  # of the request
     choice: int = field(default=0, init=False)  # which of the answers this is
     is_beam: bool = field(init=False)
-    has_forked: bool = field(init=False)  # the other answers run on their own
+    has_forked: bool = field(init=False)  # the other answers are sequences of their own
     is_parked: bool = field(default=False, init=False)  # computed, and waiting for its search's other beams
 
-    # State kept here by others: the sampler, and the proposers of guesses
+    # State kept here by others: the sampler, and what proposes draft tokens
 
-    draw: bytes = field(default=b"", init=False)
-    sampler_memory: object = field(default=None, init=False)
-    failure: MooncakeError | None = field(default=None, init=False)  # why its next token cannot be drawn: it ends
+    packed_sampling: bytes = field(default=b"", init=False)  # sampling parameters as the C++ sampler reads them
+    sampler_state: object = field(default=None, init=False)
+    failure: MooncakeError | None = field(default=None, init=False)  # why no next token can be sampled: it ends
     draft_memory: DraftMemory | None = field(default=None, init=False)
 
     def __post_init__(
@@ -122,7 +123,7 @@ class Sequence:
             raise InvalidRequest("num_to_sample must be at least 1", "num_to_sample")
         if self.chain.start >= num_prompt:
             raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
-        self.is_first_leg = num_to_sample is not None
+        self.is_prefill_only = num_to_sample is not None
         self.edits_logits = sampling.edits_logits
         self.is_plain = sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
@@ -162,13 +163,18 @@ class Sequence:
     @property
     def num_shareable(self) -> int:
         """Leading computed tokens with exact KV, which others may find by key."""
-        num_exact = self.borrowed.num_exact
+        num_exact = self.reused.num_exact
         return self.num_computed if num_exact is None else min(self.num_computed, num_exact)
 
     @property
     def num_left(self) -> int:
-        """How many tokens can still follow here."""
+        """How many more tokens it can get in this engine."""
         return self._full_length - self.num_tokens
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest answer possible here (tokens)."""
+        return self._full_length - self.num_prompt
 
     @property
     def is_decoding(self) -> bool:
@@ -176,7 +182,7 @@ class Sequence:
         return self.num_computed == self.num_tokens - 1
 
     @property
-    def must_go_on(self) -> bool:
+    def is_below_min_tokens(self) -> bool:
         """Whether ``min_tokens`` forbids ending the answer with the next token."""
         return self.num_tokens - self.num_prompt < self.sampling.min_tokens
 
@@ -188,29 +194,24 @@ class Sequence:
 
     def move(self, state: SequenceState) -> None:
         """Raises InternalError for a move that is not in the table; nothing changes then."""
-        if state not in ALLOWED[self.state]:
+        if state not in TRANSITIONS[self.state]:
             raise InternalError(f"sequence {self.request_id} cannot go from {self.state} to {state}")
         self.state = state
 
     def write_draft(self, draft: list[int]) -> None:
-        """Write guesses after its tokens, without making them part of these."""
+        """Write draft tokens after its tokens, without making them part of these."""
         end = self.num_tokens + len(draft)
         if end > len(self._buffer):
             self._grow_to(2 * end + 64)
         self._buffer[self.num_tokens : end] = draft
 
-    def lose_opinion(self) -> None:
+    def fail_not_finite(self) -> None:
         """The model's logits after its tokens are not finite: it ends here."""
         self.failure = NotFinite("the model's logits are not finite")
 
-    def window(self, first: int, end: int) -> TokenIds:
-        """Tokens ``first ≤ i < end``, including guesses after them. A view."""
+    def token_slice(self, first: int, end: int) -> TokenIds:
+        """Tokens ``first ≤ i < end``, including draft tokens after them. A view."""
         return self._buffer[first:end]
-
-    def _grow_to(self, size: int) -> None:
-        grown = np.empty(size, np.uint32)
-        grown[: self.num_tokens] = self._buffer[: self.num_tokens]
-        self._buffer = grown
 
     def append(self, token_id: int) -> FinishReason | None:
         """Add a generated token. Returns why the sequence ends with it, if it does."""
@@ -223,18 +224,18 @@ class Sequence:
             return FinishReason.STOP
         return FinishReason.LENGTH if place + 1 >= self._full_length else None
 
-    def spawn(self, choice: int) -> Sequence:
+    def fork_answer(self, choice: int) -> Sequence:
         """Another answer to the same prompt, from the tokens so far; it has no blocks yet."""
-        child = self._relative(f"{self.root_id}#{choice}", self.tokens, self.sampling.for_answer(choice))
+        child = self._fork(f"{self.root_id}#{choice}", self.tokens, self.sampling.for_answer(choice))
         child.choice = choice
         return child
 
-    def branch(self, number: int, token_id: int) -> Sequence:
+    def fork_beam(self, number: int, token_id: int) -> Sequence:
         """Another beam: the tokens so far, and ``token_id``; it has no blocks yet."""
         tokens = np.append(self.tokens, np.uint32(token_id))
-        return self._relative(f"{self.root_id}@{number}", tokens, self.sampling)
+        return self._fork(f"{self.root_id}@{number}", tokens, self.sampling)
 
-    def _relative(self, name: str, tokens: TokenIds, sampling: SamplingParams) -> Sequence:
+    def _fork(self, name: str, tokens: TokenIds, sampling: SamplingParams) -> Sequence:
         child = Sequence(
             name,
             tokens,
@@ -247,16 +248,16 @@ class Sequence:
             adapter=self.adapter,
         )
         child.root_id, child.failure = self.root_id, self.failure
-        child.borrowed.num_exact = self.borrowed.num_exact
+        child.reused.num_exact = self.reused.num_exact
         child.prompt_logprobs = None  # the first answer's are enough
         return child
-
-    @property
-    def max_new_tokens(self) -> int:
-        """The longest answer possible here (tokens)."""
-        return self._full_length - self.num_prompt
 
     def extend_keys(self, block_tokens: int) -> None:
         """Bring ``block_keys`` up to date with the tokens."""
         if (len(self.block_keys) + 1) * block_tokens <= self.num_tokens:
             self.chain.extend(self.block_keys, self.tokens, block_tokens)
+
+    def _grow_to(self, size: int) -> None:
+        grown = np.empty(size, np.uint32)
+        grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+        self._buffer = grown

@@ -1,4 +1,4 @@
-"""A step's plan as the arrays that the model reads, built in reused buffers.
+"""A step's plan as the ragged batch that the model reads, built in reused buffers.
 
 It does not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
 """
@@ -13,14 +13,14 @@ import torch
 
 from mooncake.engine.blend import reuse_of
 from mooncake.engine.block_tables import BlockTables
-from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.step_plan import StepEntry
 from mooncake.model.batch import ForwardBatch, Pages
 from mooncake.page_groups import UNIFORM, PageGroups
 
 
-class _Decodes:
-    """The batch of a number of decodes, in memory that is rewritten for each step. (Filling ctypes arrays takes half
-    as long as filling numpy's.)"""
+class _DecodeBatch:
+    """A batch of ``count`` decodes, in memory that is rewritten for each step. (Filling ctypes arrays takes half as
+    long as filling numpy's.)"""
 
     def __init__(self, count: int, num_groups: int, places: torch.Tensor | None) -> None:
         self.numbers = (ctypes.c_int64 * ((2 + num_groups) * count))()  # tokens, positions, slots per group
@@ -31,7 +31,7 @@ class _Decodes:
         self.tables: tuple[int, list[int]] = (-1, [])  # the tables' change count, and the rows, when they were copied
         self.batch: ForwardBatch
 
-    def take(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
+    def set_sequences(self, block_tables: torch.Tensor, adapters: torch.Tensor | None) -> None:
         """Switch to another set of sequences, or other blocks: [G, B, M]."""
         slots = self._columns[2:]
         self.batch = ForwardBatch(
@@ -58,63 +58,64 @@ class BatchBuilder:
         self._block_tokens = block_tokens
         self._tokens = np.empty(max_tokens, np.int64)
         self._positions = np.empty(max_tokens, np.int64)
-        self._decodes_of: dict[int, _Decodes] = {}  # by number of sequences
+        self._decode_batches: dict[int, _DecodeBatch] = {}  # by number of sequences
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
         """The batch, and the entries that reach the end of their tokens. Those have one row of logits each, in
-        order, plus one for each of their guesses. After all of these come the rows of scored prompts."""
-        if decodes := self._decodes(entries):
+        order, plus one for each of their draft tokens. After all of these come the rows of scored prompts."""
+        if decodes := self._decode_batch(entries):
             return decodes, entries
-        return self._chunks(entries)
+        return self._ragged_batch(entries)
 
-    def _decodes(self, entries: list[StepEntry]) -> ForwardBatch | None:
-        """The newest token of each, the usual case; None when there are other entries.
+    def _decode_batch(self, entries: list[StepEntry]) -> ForwardBatch | None:
+        """The newest token of each sequence, the usual case; None when there are other entries.
 
         The model's weights have just evicted everything from the CPU's caches, so the first use of anything is slow:
         one array operation takes 30 to 90 microseconds. So there is a single loop, and what has not changed is kept.
         """
         size = self._block_tokens
         newest: list[int] = []
-        places: list[int] = []
+        positions: list[int] = []
         slots: list[int] = []
         lengths: list[int] = []
         rows: list[int] = []
-        for sequence, place, num_tokens, _ in entries:
-            if num_tokens > 1 or place + 1 < sequence.num_tokens:
+        for sequence, position, num_tokens, _ in entries:
+            if num_tokens > 1 or position + 1 < sequence.num_tokens:
                 return None
             newest.append(sequence.last_token)
-            places.append(place)
-            holding = sequence.holding
-            slots.append(holding.block_table[place // size] * size + place % size)
-            lengths.append(place + 1)
-            rows.append(holding.row)
-        decodes = self._decodes_of.get(len(rows))
+            positions.append(position)
+            blocks = sequence.blocks
+            slots.append(blocks.block_table[position // size] * size + position % size)
+            lengths.append(position + 1)
+            rows.append(blocks.row)
+        decodes = self._decode_batches.get(len(rows))
         if decodes is None:
-            decodes = self._decodes_of[len(rows)] = _Decodes(len(rows), self._num_groups, self._places)
+            decodes = self._decode_batches[len(rows)] = _DecodeBatch(len(rows), self._num_groups, self._places)
         if decodes.tables != (self._tables.num_changes, rows):
             decodes.tables = self._tables.num_changes, rows
-            longest = max(len(entry.sequence.holding.block_table) for entry in entries)
-            decodes.take(self._tables_of(rows, longest), _adapters(entries))  # act on every newest token
+            longest = max(len(entry.sequence.blocks.block_table) for entry in entries)
+            adapters = _adapters_of_sequences(entries)  # they act on every newest token
+            decodes.set_sequences(self._tables_of(rows, longest), adapters)
         for group in range(1, self._num_groups):
             slots += [
-                entry.sequence.holding.tables[group][place // size] * size + place % size
-                for entry, place in zip(entries, places, strict=True)
+                entry.sequence.blocks.tables[group][position // size] * size + position % size
+                for entry, position in zip(entries, positions, strict=True)
             ]
-        decodes.numbers[:] = [*newest, *places, *slots]
+        decodes.numbers[:] = [*newest, *positions, *slots]
         decodes.lengths[:] = [*lengths]
         return decodes.batch
 
-    def _chunks(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
+    def _ragged_batch(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
         firsts = np.array([entry.first for entry in entries], np.int64)
         counts = np.array([entry.num_tokens for entry in entries], np.int64)
         totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
-        rows = np.array([entry.sequence.holding.row for entry in entries], np.int64)
+        rows = np.array([entry.sequence.blocks.row for entry in entries], np.int64)
         ends = firsts + counts
         starts = np.zeros(len(entries) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
         tokens, positions = self._buffers(int(starts[-1]))
         for entry, start, end in zip(entries, starts.tolist(), starts[1:].tolist(), strict=False):
-            tokens[start:end] = entry.sequence.window(entry.first, entry.end)
+            tokens[start:end] = entry.sequence.token_slice(entry.first, entry.end)
         np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
         indices, offsets = np.divmod(positions, self._block_tokens)
         of_tokens = np.repeat(rows, counts)
@@ -140,7 +141,7 @@ class BatchBuilder:
             block_tables=tables[0],
             slots=slots[0],
             logit_rows=torch.from_numpy(logit_rows),
-            adapters=_acting(entries, positions, counts),
+            adapters=_adapters_of_tokens(entries, positions, counts),
             reuse=reuse_of(entries),
             pages=None if self._places is None else Pages(self._places, tables, slots),
         )
@@ -157,17 +158,17 @@ class BatchBuilder:
         return self._tokens[:count], self._positions[:count]
 
 
-def _adapters(entries: list[StepEntry]) -> torch.Tensor | None:
+def _adapters_of_sequences(entries: list[StepEntry]) -> torch.Tensor | None:
     """Each sequence's [B]."""
     adapters = [entry.sequence.adapter for entry in entries]
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
 
 
-def _acting(
+def _adapters_of_tokens(
     entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
 ) -> torch.Tensor | None:
     """Each token's [T]: its sequence's adapter, from where it acts."""
-    of_sequences = _adapters(entries)
+    of_sequences = _adapters_of_sequences(entries)
     if of_sequences is None:
         return None
     starts = np.array([entry.sequence.chain.start for entry in entries], np.int64)
@@ -179,7 +180,7 @@ def _acting(
 def _logit_rows(
     starts: npt.NDArray[np.int32], complete: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """The last token of each complete entry, and the guesses after it."""
+    """The last token of each complete entry, and the draft tokens after it."""
     last = starts[complete + 1].astype(np.int64) - 1
     if not num_draft.any():
         return last

@@ -1,7 +1,7 @@
-"""What an engine learns from step times: how much of a prompt fits beside decodes, whether guesses pay, and whether
-recomputing a preempted sequence is cheaper than copying it.
+"""What an engine learns from step times: how much of a prompt fits beside decodes, whether drafts pay, and whether
+recomputing a preempted sequence is cheaper than swapping it.
 
-It passes measurements to the deciders. It does not know how a step is run.
+It passes measurements to those who decide. It does not know how a step is run.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ import time
 from collections.abc import Callable
 
 from mooncake.engine.contract import EngineConfig
-from mooncake.engine.scheduler import StepEntry
+from mooncake.engine.draft_payoff import DraftPayoff
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.speculation import Payoff
 from mooncake.engine.step_curve import StepCurve
+from mooncake.engine.step_plan import StepEntry
 from mooncake.engine.swap import SwapSpace
 
 
 class StepCosts:
     def __init__(self, config: EngineConfig, swap: SwapSpace) -> None:
-        most_tokens = config.chunk_tokens or config.max_model_len
         limit_ms = config.tbt_limit_ms
-        self.curve = StepCurve(limit_ms, config.block_tokens, most_tokens) if limit_ms else None
-        self._payoff = Payoff() if config.speculative_tokens else None
+        self.curve = StepCurve(limit_ms, config.block_tokens, config.max_step_tokens) if limit_ms else None
+        self._payoff = DraftPayoff() if config.speculative_tokens else None
         self._swap = swap
         self._drafting_ms = 0.0  # since the last step that had drafts
 
     @property
-    def budget(self) -> Callable[[int], int] | None:
+    def prompt_budget(self) -> Callable[[int], int] | None:
         """Prompt tokens that may be computed beside this many decodes; None without a limit."""
         return self.curve.budget if self.curve else None
 
     @property
     def drafts_pay(self) -> bool:
-        return self._payoff is not None and self._payoff.is_open
+        return self._payoff is not None and self._payoff.allows_drafts
 
     def timed(self, propose: Callable[[Sequence], list[int]]) -> Callable[[Sequence], list[int]]:
         """The same function, with its time charged to the next step that has drafts."""
@@ -47,8 +46,8 @@ class StepCosts:
         return timed
 
     def note(self, entries: list[StepEntry], num_tokens: int, elapsed_ms: float) -> None:
-        """A step of this many tokens is done, and took this long after planning. Its tokens and its accepted guesses
-        count."""
+        """A step of this many tokens is done, and took this long after planning; its sequences have their new
+        tokens."""
         num_chunk_tokens, num_decodes, has_drafts = 0, len(entries), False
         if num_tokens > len(entries):  # otherwise one token each, as in most steps
             num_chunk_tokens = sum(entry.num_tokens for entry in entries if entry.num_tokens > 1 + entry.num_draft)

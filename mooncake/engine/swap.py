@@ -1,7 +1,7 @@
-"""Where blocks of preempted sequences are kept, and whether to keep them at all: copied out and back, or recomputed.
+"""The swap space: places in host memory for blocks of preempted sequences, and whether to swap or to recompute them.
 
-Pure bookkeeping: places are numbers above those of the cache's blocks, so that a copy between two numbers is all the
-memory needs to support. It learns what copies and computing cost here; it knows neither clocks nor sequences.
+Pure bookkeeping: places are numbered after the cache's blocks, so that a copy between two numbers is all the memory
+needs to support. It learns what copies and computing cost here; it knows neither clocks nor sequences.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DECAY = 0.9  # of earlier measurements, at each new one
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Where a sequence's pages are kept."""
+    """Where a swapped-out sequence's pages are."""
 
     places: list[int]
     spans: list[range]  # per group of layers, which blocks they belong to
@@ -21,7 +21,7 @@ class Swapped:
 
 
 class SwapSpace:
-    """``num_places`` places, ``first``, ``first + 1``, …"""
+    """``num_places`` places, numbered ``first``, ``first + 1``, …"""
 
     def __init__(self, first: int, num_places: int) -> None:
         self.num_places = num_places
@@ -33,13 +33,13 @@ class SwapSpace:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, num_blocks: int, num_tokens: int) -> list[int]:
+    def allocate(self, num_blocks: int, num_tokens: int) -> list[int]:
         """Places for the blocks of this many computed tokens; none when there is no room, or it does not pay."""
         if num_blocks > len(self._free) or not self._pays(num_blocks, num_tokens):
             return []
         return [self._free.pop() for _ in range(num_blocks)]
 
-    def give_back(self, places: list[int]) -> None:
+    def free(self, places: list[int]) -> None:
         self._free.extend(reversed(places))
 
     def note_copies(self, num_blocks: int, elapsed_ms: float) -> None:

@@ -177,7 +177,7 @@ async def test_what_the_engine_does_not_start_is_told_and_gives_its_blocks_back(
             await node.receiver.commit("h", 3, first_token(index=5), whole)
         await until(lambda: inbox.told)
         assert isinstance(inbox.told[0], InvalidRequest), "it would wait for its answer to its deadline"
-        await node.receiver.abandon(handoff, is_late=False)
+        await node.receiver.cancel(handoff, is_late=False)
         await node.all_is_free()
 
 
@@ -251,14 +251,14 @@ async def test_blocks_are_not_granted_to_the_next_one_before_the_right_to_write_
         await node.open("a")
         is_busy = threading.Event()
         threads.submit(is_busy.wait, WAIT_S)
-        abandoning = asyncio.create_task(node.receiver.abandon(handoff, is_late=False))
+        cancelling = asyncio.create_task(node.receiver.cancel(handoff, is_late=False))
         await asyncio.sleep(0.01)
         closing = asyncio.create_task(node.receiver.close("a", 3, ""))
         _, inbox = node.announce("b", epoch=4)
         opening = asyncio.create_task(node.open("b", epoch=4))
         await asyncio.wait([opening], timeout=0.2)
         is_busy.set()
-        await asyncio.gather(abandoning, closing)
+        await asyncio.gather(cancelling, closing)
         await asyncio.wrap_future(threads.submit(lambda: None))
         await node.receiver.commit("b", 4, first_token(), await node.write(await opening))
         await until(lambda: inbox.answer == true_answer(PROMPT, 12))
@@ -273,11 +273,11 @@ async def test_what_is_given_up_while_it_is_verified_goes_back_once_the_thread_i
         await asyncio.to_thread(node.mirror.has_begun.wait, WAIT_S)
         with pytest.raises(HandoffFailed, match="is verifying"):
             await node.receiver.commit("h", 3, first_token(), whole)
-        abandoning = asyncio.create_task(node.receiver.abandon(handoff, is_late=True))
+        cancelling = asyncio.create_task(node.receiver.cancel(handoff, is_late=True))
         await asyncio.sleep(0.02)
         assert await node.in_use() == 3
         node.mirror.may_end.set()
-        await abandoning
+        await cancelling
         with pytest.raises(HandoffFailed, match="has expired"):
             await committing
         await node.all_is_free()
@@ -304,9 +304,9 @@ async def test_over_shared_memory_blocks_wait_for_a_writer_that_may_be_copying()
     async with a_node() as node:
         handoff, inbox = node.announce("h")
         await node.write(await node.open("h"))
-        await node.receiver.abandon(handoff, is_late=False)
+        await node.receiver.cancel(handoff, is_late=False)
         assert (handoff.state, node.receiver.num_quarantined_blocks) == (HandoffState.QUARANTINED, 3)
-        await node.receiver.abandon(handoff, is_late=True)
+        await node.receiver.cancel(handoff, is_late=True)
         with pytest.raises(HandoffFailed, match="is quarantined"):
             await node.open("h")
         with pytest.raises(HandoffFailed, match="is quarantined"):
@@ -336,7 +336,7 @@ async def test_a_writer_that_goes_away_leaves_nothing_behind() -> None:
     async with a_node() as node:
         given_up, _ = node.announce("given up")
         await node.write(await node.open("given up"))
-        await node.receiver.abandon(given_up, is_late=False)
+        await node.receiver.cancel(given_up, is_late=False)
         _, inbox = node.announce("open")
         await node.open("open")
         node.announce("not yet")

@@ -74,7 +74,7 @@ class Stores:
 async def test_a_pool_that_stands_still_gives_the_cache_back_and_is_left_alone() -> None:
     num_blocks = 256
     stores, held = Stores(), set[int]()
-    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, rest_s=1.0)
+    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, backoff_s=1.0)
     writeback.start(KVCache(LAYOUT, num_blocks))
 
     def offer(address: str, block_ids: range) -> None:

@@ -78,7 +78,7 @@ async def test_a_prefill_node_finishes_what_it_has(cluster: InProcessCluster) ->
     leaving = await cluster.join(PrefillNode, "prefill-0")
     with held(leaving):
         asking = asyncio.create_task(ask(cluster.channel, PROMPT, 30))
-        await until(lambda: leaving.streamer.streams)
+        await until(lambda: leaving.streamer.prompts)
         stopping = asyncio.create_task(leaving.stop())
         await asyncio.sleep(PAUSE_S)
     answer = await asking

@@ -79,7 +79,7 @@ class LazyModel(HashModel):
         self.last: LazyStep | None = None
         self.pool: BlockPool | None = None
         self.num_started = 0
-        self.num_ahead = 0  # while the one before was not collected
+        self.num_overlapped = 0  # while the one before was not collected
         self.fails = 0  # how many times tokens cannot be had
         self.spoils = False
 
@@ -88,7 +88,7 @@ class LazyModel(HashModel):
     ) -> LazyStep:
         assert len(batch.tokens) == batch.num_sequences == len(batch.logit_rows) <= self.most_started
         self.num_started += 1
-        self.num_ahead += newest is not None
+        self.num_overlapped += newest is not None
         step = LazyStep(self, batch, cache, draws, newest)
         self.pending.append(step)
         self.last = step

@@ -197,13 +197,13 @@ def test_whoever_takes_an_answer_over_lets_the_adapter_begin_where_it_began(mode
     assert sequence.tokens[len(prompt) + len(told) :].tolist() == expected
 
 
-def test_several_answers_beams_and_guesses_keep_the_place_where_it_begins(models: Models, llm: LLM) -> None:
+def test_several_answers_beams_and_drafts_keep_the_place_where_it_begins(models: Models, llm: LLM) -> None:
     prompt = invoking(CHECK, 21, seed=8)
     expected = models.expected("check", prompt, 21)
     two = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, n=2)
     [completion] = llm.generate([prompt], two, adapter="check")
     assert [answer.token_ids for answer in completion.outputs] == [expected, expected]
-    repeated = (prompt[:10] * 3)[:24] + list(CHECK) + prompt[:10] * 2  # there is something to guess
+    repeated = (prompt[:10] * 3)[:24] + list(CHECK) + prompt[:10] * 2  # there is something to draft
     [answer] = llm.generate([repeated], GREEDY, adapter="check")
     assert answer.token_ids == models.expected("check", repeated, 24)
     names = ["check", None, "rewrite", "always"]

@@ -13,12 +13,13 @@ from tiny_model import write_tiny_model
 from mooncake import LLM
 from mooncake.engine.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
-from mooncake.engine.holding import Borrowed
 from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, BlockKey, FinishReason, SampledToken, SamplingParams
+from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
 
 WIDTH = 4
@@ -106,7 +107,7 @@ def test_the_beams_share_their_blocks_to_the_closed_form() -> None:
     saved = 0
     while engine.has_work:
         engine.step()
-        tables = [sequence for sequence in engine._scheduler.running if sequence.holding.block_table]
+        tables = [sequence for sequence in engine._scheduler.running if sequence.blocks.block_table]
         # two beams share a block exactly if they agree in all tokens up to its end, or to where they are computed
         ends = range(BLOCK, 100, BLOCK)
         spans = [(s, min(end, s.num_computed)) for s in tables for end in ends if end - BLOCK < s.num_computed]
@@ -150,7 +151,7 @@ def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
     [output] = run_all(source)
     reservation = target.reserve(hash_sequence("r", prompt, beams(max_tokens), eos_ids=(3,)))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     source.release("r")
     with pytest.raises(InvalidRequest, match="no candidates"):
         target.start_reserved("r", [SampledToken(0, output.token.token_id)])
@@ -185,10 +186,10 @@ class LoadsOnceAndFails:
         self._source, self._table, self._target = source, table, target
         self._num_loads = 0
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         self._num_loads += bool(to_load)
-        for index, block_id, _ in to_load:
-            self._target.memory[block_id] = self._source.memory[self._table[index]]
+        for block in to_load:
+            self._target.memory[block.block_id] = self._source.memory[self._table[block.index]]
 
     def begin_step(self, plan: StepPlan) -> None:
         pass
@@ -213,21 +214,21 @@ def test_blocks_of_a_beam_that_somebody_fills_outlive_its_search(
     there = hash_sequence("r", prompt, num_to_sample=1, hold_blocks=True)
     source.add(there)
     run_all(source)
-    first = hash_sequence("r", prompt, beams(16, n=width), borrowed=Borrowed(2))
+    first = hash_sequence("r", prompt, beams(16, n=width), reused=ReusedKV(2))
     engine.add(first)
-    hook = LoadsOnceAndFails(source.cache, there.holding.block_table, engine.cache)  # type: ignore[arg-type]
+    hook = LoadsOnceAndFails(source.cache, there.blocks.block_table, engine.cache)  # type: ignore[arg-type]
     engine.step(hook)
-    assert first.num_generated == 1 and not first.holding.is_loading
+    assert first.num_generated == 1 and not first.blocks.is_loading
     greedy = SamplingParams(max_tokens=24, temperature=0.0)
     for seed in (1, 2):  # who come first, need all blocks, and so make the search load its prefix once more
         engine.add(hash_sequence(f"before {seed}", random_prompt(other_tokens, seed), greedy, priority=-1))
     with pytest.raises(RuntimeError, match="out of luck"):
         run_all(engine, hook)
-    filled = list(first.holding.block_table)
-    assert first.holding.is_loading and filled
+    filled = list(first.blocks.block_table)
+    assert first.blocks.is_loading and filled
     engine.fail_all(InternalError("the step cannot be done"))
     assert ("r", InternalError) in [(request_id, type(error)) for request_id, error in engine.take_ended()]
-    assert first.holding.block_table == filled and engine.block_pool.num_in_use == len(filled)
+    assert first.blocks.block_table == filled and engine.block_pool.num_in_use == len(filled)
     engine.abort("r")  # once nobody fills them any more
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0 and engine.take_ended() == []

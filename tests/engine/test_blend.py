@@ -69,7 +69,7 @@ def with_chunks(engine: Engine, share: float) -> Blend:
 
 def blended(blend: Blend, name: str = "blended", sampling: SamplingParams = GREEDY) -> Sequence:
     made = sequence(name, TOKENS, sampling)
-    made.borrowed.blend, made.borrowed.num_exact = blend, blend.first
+    made.reused.blend, made.reused.num_exact = blend, blend.first
     return made
 
 

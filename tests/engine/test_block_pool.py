@@ -92,7 +92,7 @@ def test_a_shared_block_must_be_copied_before_it_is_written() -> None:
     pool = BlockPool(4, 64)
     table = pool.allocate(2)
     assert not pool.needs_copy(table[1])
-    pool.fork(table)
+    pool.retain(table)
     assert pool.needs_copy(table[1])
     pool.release(table)
     assert not pool.needs_copy(table[1])
@@ -132,7 +132,7 @@ def test_mistakes_of_the_caller_change_nothing() -> None:
     with pytest.raises(InternalError):
         pool.seal(2, BlockKey(b"k"), b"")
     with pytest.raises(InternalError):
-        pool.fork([2])
+        pool.retain([2])
     with pytest.raises(InternalError):
         pool.take_prefix([BlockKey(b"unknown")], 1)
     pool.release(table)
@@ -209,7 +209,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         table = data.draw(st.sampled_from(self.books.tables))
-        self.books.pool.fork(table)
+        self.books.pool.retain(table)
         self.books.tables.append(list(table))
 
     @rule(path=PATHS)
@@ -246,7 +246,7 @@ def test_a_hundred_thousand_random_operations_leak_nothing() -> None:
             pool.release(books.tables.pop(choose.randrange(len(books.tables))))
         elif action < 0.97 and books.tables:
             table = choose.choice(books.tables)
-            pool.fork(table)
+            pool.retain(table)
             books.tables.append(list(table))
         elif action < 0.99:
             pool.discard(choose.choice(keys_of(path)))
@@ -279,7 +279,7 @@ def churn(num_operations: int, seed: int) -> None:
             tables[int(draw.integers(len(tables)))] += pool.allocate(1)
         elif kind == 2 and tables and len(tables) < 16:
             parent = tables[int(draw.integers(len(tables)))]
-            pool.fork(parent)
+            pool.retain(parent)
             tables.append(list(parent))
         elif kind == 3 and tables and pool.num_available:
             table = tables[int(draw.integers(len(tables)))]

@@ -67,35 +67,35 @@ def said(llm: LLM, sampling: SamplingParams) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("draft", ["twin", "stranger"])
 def test_the_answers_are_the_large_models(folders: dict[str, Path], draft: str) -> None:
-    plain, guessing = engine(folders), engine(folders, draft)
+    plain, drafting = engine(folders), engine(folders, draft)
     for sampling in SAMPLINGS:
-        assert said(guessing, sampling) == said(plain, sampling)
-    load = guessing.engine.load()
+        assert said(drafting, sampling) == said(plain, sampling)
+    load = drafting.engine.load()
     assert load.drafted_tokens > 0
     if draft == "stranger":
         assert load.accepted_tokens < load.drafted_tokens / 2
 
 
 def test_a_twin_is_believed_in_all_that_is_not_drawn(folders: dict[str, Path]) -> None:
-    guessing = engine(folders, "twin")
-    said(guessing, SAMPLINGS[0])
-    load = guessing.engine.load()
+    drafting = engine(folders, "twin")
+    said(drafting, SAMPLINGS[0])
+    load = drafting.engine.load()
     assert load.accepted_tokens == load.drafted_tokens > 0
 
 
 @pytest.mark.parametrize(("target", "draft"), [("short", "short-twin"), ("target", "short")])
-def test_nothing_is_guessed_beyond_the_context_of_the_small_model(
+def test_nothing_is_drafted_beyond_the_context_of_the_small_model(
     folders: dict[str, Path], target: str, draft: str
 ) -> None:
     sampling = SamplingParams(max_tokens=62, temperature=0.0, ignore_eos=True)
-    plain, guessing = engine(folders, target=target), engine(folders, draft, target)
-    assert said(guessing, sampling) == said(plain, sampling)
-    assert guessing.engine.load().drafted_tokens > 0
+    plain, drafting = engine(folders, target=target), engine(folders, draft, target)
+    assert said(drafting, sampling) == said(plain, sampling)
+    assert drafting.engine.load().drafted_tokens > 0
     if draft == "short-twin":
-        assert guessing.engine.load().accepted_tokens == guessing.engine.load().drafted_tokens
+        assert drafting.engine.load().accepted_tokens == drafting.engine.load().drafted_tokens
 
 
-def test_a_small_model_that_fails_costs_its_guesses_alone(
+def test_a_small_model_that_fails_costs_its_drafts_alone(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = open_checkpoint(str(folders["twin"]))
@@ -156,7 +156,7 @@ def test_a_long_prompt_is_read_in_parts_and_by_one_of_its_answers(folders: dict[
     assert parted.propose(second) == drafts[-1] and model.sizes == [2, 1, 1, 1]
     model.sizes.clear()
     assert parted.propose(other) == whole.propose(sequence_of("o", prompt[:-3])) and model.sizes[0] == 7
-    for _ in range(10):  # what it guesses comes true
+    for _ in range(10):  # its drafts are accepted
         for token in parted.propose(first)[:2]:
             first.append(token)
     assert parted.propose(first) == whole.propose(sequence_of("end", first.tokens.tolist()))

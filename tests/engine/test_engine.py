@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepPlan
-from mooncake.engine.holding import Borrowed
+from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import (
     Cancelled,
     ContextTooLong,
@@ -28,7 +29,7 @@ from mooncake.errors import (
 )
 from mooncake.hashing import Chain, extend_chain
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, BlockKey, FinishReason, SampledToken, SamplingParams
+from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
     GREEDY,
@@ -107,7 +108,7 @@ def test_of_a_prompt_that_is_cached_as_a_whole_only_the_last_token_is_computed_a
     outputs = engine.step()
     assert again.num_cached_tokens == 15
     assert engine.load().copied_blocks == 1
-    assert again.holding.block_table[:3] == shared[:3] and again.holding.block_table[3] != shared[3]
+    assert again.blocks.block_table[:3] == shared[:3] and again.blocks.block_table[3] != shared[3]
     engine.cache.memory[shared[3]] ^= 0xFF  # who still reads there is seen
     assert answers(outputs + run_all(engine)) == {"again": true_answer(prompt, 12)}
 
@@ -348,7 +349,7 @@ def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: Sampli
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = target.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     source.release(name)
     target.start_reserved(name, [output.token for output in outputs])
 
@@ -437,16 +438,16 @@ class Pool:
 
     def __init__(self, source: Engine, target: Engine, fail_at: tuple[str, int] | None = None) -> None:
         self.source, self.target, self.fail_at = source, target, fail_at
-        self.loads: dict[str, list[tuple[int, int, BlockKey]]] = {}
+        self.loads: dict[str, list[BlockToLoad]] = {}
         self.pending: list[tuple[str, int, int]] = []
         self.steps: list[list[tuple[str, int, int]]] = []
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         self.loads[sequence.request_id] = to_load
-        for _, block_id, key in to_load:
-            [source_id] = self.source.block_pool.take_prefix([key], 1)
+        for block in to_load:
+            [source_id] = self.source.block_pool.take_prefix([block.key], 1)
             self.source.block_pool.release([source_id])
-            self.pending.append((sequence.request_id, source_id, block_id))
+            self.pending.append((sequence.request_id, source_id, block.block_id))
 
     def begin_step(self, plan: StepPlan) -> None:
         self.steps.append([(entry.sequence.request_id, entry.first, entry.num_tokens) for entry in plan.entries])
@@ -480,13 +481,13 @@ def test_a_prefix_is_loaded_and_only_the_rest_is_computed() -> None:
     prompt = random_prompt(23, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    sequence = hash_sequence("r", prompt, borrowed=Borrowed(4))
+    sequence = hash_sequence("r", prompt, reused=ReusedKV(4))
     target.add(sequence)
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
-    assert [index for index, _, _ in hook.loads["r"]] == [0, 1, 2, 3]
+    assert [block.index for block in hook.loads["r"]] == [0, 1, 2, 3]
     assert hook.steps[0] == [("r", 16, 7)]
     assert sequence.num_cached_tokens == 0
-    target.add(hash_sequence("again", prompt, borrowed=Borrowed(5)))
+    target.add(hash_sequence("again", prompt, reused=ReusedKV(5)))
     run_all(target, hook)
     assert hook.loads["again"] == []  # its own cache is nearer
 
@@ -495,7 +496,7 @@ def test_the_last_token_is_computed_even_when_everything_could_be_loaded() -> No
     prompt = random_prompt(16, 0)
     source, target = filled_engine(prompt), hash_engine()
     hook = Pool(source, target)
-    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
+    target.add(hash_sequence("r", prompt, reused=ReusedKV(4)))
     assert answers(run_all(target, hook)) == {"r": true_answer(prompt, 12)}
     assert hook.steps[0] == [("r", 15, 1)]
 
@@ -508,7 +509,7 @@ def test_a_load_that_fails_costs_time_only(layer: int, recover: Callable[[Engine
     hook = Pool(source, target, fail_at=("r", layer))
     target.add(hash_sequence("other", other))
     outputs = target.step(hook)
-    target.add(hash_sequence("r", prompt, borrowed=Borrowed(4)))
+    target.add(hash_sequence("r", prompt, reused=ReusedKV(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     recover(target, raised.value)
@@ -527,7 +528,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
     target = hash_engine(chunk_tokens=64)
     hook = Pool(source, target, fail_at=("a", 1))
     for name, prompt in prompts.items():
-        target.add(hash_sequence(name, prompt, borrowed=Borrowed(4)))
+        target.add(hash_sequence(name, prompt, reused=ReusedKV(4)))
     with pytest.raises(KVLoadFailed) as raised:
         target.step(hook)
     assert target.rewind_failed(raised.value) == ["a"]
@@ -537,7 +538,7 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
 
 def test_without_a_hook_nothing_can_be_loaded() -> None:
     engine = hash_engine()
-    engine.add(hash_sequence("r", random_prompt(9, 0), borrowed=Borrowed(2)))
+    engine.add(hash_sequence("r", random_prompt(9, 0), reused=ReusedKV(2)))
     with pytest.raises(KVLoadFailed):
         engine.step()
     engine.rewind("r")
@@ -593,7 +594,7 @@ def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing
                     del prompts[name]
             else:
                 known = len(shared) // BLOCK if prompt[: len(shared)] == shared else 0
-                engine.add(hash_sequence(name, prompt, sampling, borrowed=Borrowed(known)))
+                engine.add(hash_sequence(name, prompt, sampling, reused=ReusedKV(known)))
                 if known and random.random() < 0.5:
                     hook.fail_at = (name, int(random.integers(0, 2)))
         if prompts and random.random() < 0.05:
@@ -691,7 +692,7 @@ def test_an_interrupt_anywhere_while_a_request_is_added_leaves_nothing_of_it() -
 
         def interrupt(frame: FrameType, event: str, _: object) -> Any:
             nonlocal left
-            if "/engine/" not in frame.f_code.co_filename or "withdraw" in frame.f_code.co_name:
+            if "/engine/" not in frame.f_code.co_filename or "undo_add" in frame.f_code.co_name:
                 return None
             left -= event in ("line", "return")
             if left < 0:
@@ -719,7 +720,7 @@ def test_several_answers_whose_first_step_fails_are_not_waited_for(monkeypatch: 
     engine = hash_engine()
     engine.add(hash_sequence("r", random_prompt(5, 0), SamplingParams(n=3, max_tokens=4)))
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr(engine._sampler, "sample", lambda *_: 1 // 0)
+        patched.setattr(engine._processor._sampler, "sample", lambda *_: 1 // 0)
         engine.step()
     engine.fail_all(InternalError("the step failed"))
     assert engine.take_ended()[0][0] == "r" and not engine.is_open("r") and is_empty(engine)

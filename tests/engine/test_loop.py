@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
-from mooncake.engine.holding import Borrowed
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import (
     Cancelled,
     InternalError,
@@ -25,7 +26,7 @@ from mooncake.errors import (
     NodeUnavailable,
 )
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BlockKey, SampledToken, SamplingParams
+from mooncake.types import SampledToken, SamplingParams
 from tests.engine.hash_model import GREEDY, HashModel, hash_engine, hash_sequence, random_prompt, true_answer
 
 WAIT_S = 20.0
@@ -69,11 +70,11 @@ class FragileModel(HashModel):
 class BrokenLink:
     """A hook whose loads always fail."""
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
-        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.holding.is_loading)
+        self.loading = tuple(entry.sequence.request_id for entry in plan.entries if entry.sequence.blocks.is_loading)
 
     def before_layer(self, layer: int) -> None:
         if layer == 1 and self.loading:
@@ -138,7 +139,7 @@ def test_an_aborted_request_is_told_so(thread: EngineThread) -> None:
 
 def test_a_failed_load_is_computed_instead(thread: EngineThread) -> None:
     inbox = Inbox()
-    thread.add(hash_sequence("r", random_prompt(21, 0), borrowed=Borrowed(4)), inbox)
+    thread.add(hash_sequence("r", random_prompt(21, 0), reused=ReusedKV(4)), inbox)
     assert inbox.answer() == true_answer(random_prompt(21, 0), 12)
 
 
@@ -163,7 +164,7 @@ def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
     """Otherwise requests would hang, because nothing else ends them."""
 
     def lose_the_books(output: StepOutput | MooncakeError) -> None:
-        broken.engine._roster._sequences.clear()  # whoever shall end now is not there
+        broken.engine._requests._sequences.clear()  # whoever shall end now is not there
         model.failure = RuntimeError("out of luck")
 
     broken = EngineThread(hash_engine(model=model))

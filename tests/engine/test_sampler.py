@@ -13,8 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mooncake.engine.logits_processors import bias_and_penalise
 from mooncake.engine.randomness import splitmix64, uniforms
-from mooncake.engine.sampler import Sampler, distribution, edit_logits, token_logprob
+from mooncake.engine.sampler import Sampler, distribution, token_logprob
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import NotFinite
 from mooncake.hashing import Chain
@@ -142,7 +143,7 @@ def test_tokens_come_as_often_as_the_distribution_says(sampling: SamplingParams)
     logits = random_logits(0, 40) / 2
     sequences = [sequence_with(_with_seed(sampling, start + i)) for i in range(20_000)]
     counts = np.bincount(sample(logits, *sequences), minlength=40)
-    token_ids, weights = distribution(edit_logits(logits, sequences[0]), sampling)
+    token_ids, weights = distribution(bias_and_penalise(logits, sequences[0]), sampling)
     expected = weights / weights.sum() * len(sequences)
     assert counts.sum() == counts[token_ids].sum(), "a token was drawn that should have been cut off"
     large = expected >= 5
@@ -198,10 +199,10 @@ def test_logits_are_left_as_they_are() -> None:
 def test_repetition_counts_prompt_and_answer_the_other_penalties_the_answer_alone() -> None:
     logits = np.array([2.0, -2.0, 2.0, 2.0, 1.0], np.float32)
     sampling = SamplingParams(max_tokens=9, repetition_penalty=2.0)
-    edited = edit_logits(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2)))
+    edited = bias_and_penalise(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2)))
     assert edited.tolist() == [1.0, -4.0, 1.0, 2.0, 1.0]
     sampling = SamplingParams(max_tokens=9, presence_penalty=0.5, frequency_penalty=0.25)
-    edited = edit_logits(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2, 4)))
+    edited = bias_and_penalise(logits, sequence_with(sampling, prompt=(0, 1), answer=(2, 2, 4)))
     assert edited.tolist() == [2.0, -2.0, 1.0, 2.0, 0.25]
 
 
@@ -209,9 +210,9 @@ def test_penalties_keep_up_with_the_answer() -> None:
     sequence = sequence_with(SamplingParams(max_tokens=9, frequency_penalty=1.0))
     logits = np.zeros(8, np.float32)
     for token in (4, 4, 5):
-        edit_logits(logits, sequence)
+        bias_and_penalise(logits, sequence)
         sequence.append(token)
-    assert edit_logits(logits, sequence).tolist() == [0, 0, 0, 0, -2, -1, 0, 0]
+    assert bias_and_penalise(logits, sequence).tolist() == [0, 0, 0, 0, -2, -1, 0, 0]
 
 
 def test_a_bias_can_force_and_forbid() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mooncake.engine.speculation import Payoff, PromptLookup
+from mooncake.engine.draft_payoff import DraftPayoff
+from mooncake.engine.speculation import PromptLookup
 from mooncake.types import FinishReason, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
@@ -26,7 +27,7 @@ from tests.engine.hash_model import (
 
 
 class Oracle(PromptLookup):
-    """Guesses the first tokens of each draft right, then wrong."""
+    """The first tokens of each draft are right, the others wrong."""
 
     def __init__(self, whole: dict[str, list[int]], right: int, wrong: int) -> None:
         super().__init__(right + wrong)
@@ -64,7 +65,7 @@ HOT = SamplingParams(max_tokens=24, temperature=1.2, top_p=0.9, seed=3, repetiti
 
 @pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=24, temperature=0.0), HOT], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(("right", "wrong"), [(3, 0), (0, 3), (2, 2), (9, 0)])
-def test_guesses_right_or_wrong_change_no_token(sampling: SamplingParams, right: int, wrong: int) -> None:
+def test_drafts_right_or_wrong_change_no_token(sampling: SamplingParams, right: int, wrong: int) -> None:
     got, model, wanted = with_oracle(sampling, right, wrong)
     assert got == wanted
     decodes = [batch for batch in model.batches if batch[0] == 4]
@@ -73,13 +74,13 @@ def test_guesses_right_or_wrong_change_no_token(sampling: SamplingParams, right:
 
 
 @pytest.mark.parametrize("num_blocks", [11, 13, 16])
-def test_guesses_take_no_block_from_anyone(num_blocks: int) -> None:
+def test_drafts_take_no_block_from_anyone(num_blocks: int) -> None:
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     got, _, wanted = with_oracle(sampling, 2, 2, num_blocks=num_blocks)
     assert got == wanted
 
 
-def test_blocks_of_wrong_guesses_are_given_back() -> None:
+def test_blocks_of_rejected_drafts_are_freed() -> None:
     engine = hash_engine(speculative_tokens=16)
     wrong = list(range(16))
     engine._scheduler.propose = lambda sequence: (PromptLookup(16).propose(sequence), wrong)[1]
@@ -89,7 +90,7 @@ def test_blocks_of_wrong_guesses_are_given_back() -> None:
         outputs += engine.step()
         engine.block_pool.check()
         for sequence in engine._scheduler.running:
-            assert len(sequence.holding.block_table) == -(-sequence.num_computed // BLOCK)
+            assert len(sequence.blocks.block_table) == -(-sequence.num_computed // BLOCK)
     assert answers(outputs) == {"r": true_answer(random_prompt(5, 0), 12)}
 
 
@@ -135,23 +136,23 @@ def chi_square(drawn: list[int], probabilities: np.ndarray) -> tuple[float, int]
 
 
 def test_drawn_tokens_have_the_models_distribution() -> None:
-    """For the guessed token, and for the one after a right guess."""
+    """For the draft token, and for the one after an accepted one."""
     prompt, temperature = random_prompt(6, 0), 0.25
     first = int(share(prompt, temperature).argmax())
-    guess = int(share([*prompt, first], temperature).argmax())
+    draft_token = int(share([*prompt, first], temperature).argmax())
     engine = hash_engine(speculative_tokens=2, max_sequences=64, num_blocks=256)
-    engine._scheduler.propose = lambda sequence: (PromptLookup(2).propose(sequence), [guess])[1]
+    engine._scheduler.propose = lambda sequence: (PromptLookup(2).propose(sequence), [draft_token])[1]
     outputs = []
     for seed in range(1500):
         engine.add(hash_sequence(f"r{seed}", prompt, SamplingParams(max_tokens=3, temperature=temperature, seed=seed)))
         if seed % 50 == 49:
             outputs += run_all(engine)
     drawn = [tokens for tokens in answers(outputs).values() if tokens[0] == first]
-    after_guess = [tokens[2] for tokens in drawn if tokens[1] == guess]
-    assert len(after_guess) > 50 and engine.load().accepted_tokens > 0
+    after_draft = [tokens[2] for tokens in drawn if tokens[1] == draft_token]
+    assert len(after_draft) > 50 and engine.load().accepted_tokens > 0
     for tokens, probabilities in (
         ([tokens[1] for tokens in drawn], share([*prompt, first], temperature)),
-        (after_guess, share([*prompt, first, guess], temperature)),
+        (after_draft, share([*prompt, first, draft_token], temperature)),
     ):
         statistic, degrees = chi_square(tokens, probabilities)
         assert statistic < degrees + 4 * np.sqrt(2 * degrees)
@@ -164,13 +165,13 @@ def test_what_came_before_is_looked_up() -> None:
     sequence.append(4)
     assert lookup.propose(sequence) == [5, 6, 7, 1]
     assert sequence.draft_memory is not None
-    sequence.draft_memory.judge(4, 4, sequence.num_tokens)
+    sequence.draft_memory.note_verified(4, 4, sequence.num_tokens)
     assert lookup.propose(sequence) == [5, 6, 7, 1, 2], "longer after a draft that came true"
     sequence.append(9)
     assert lookup.propose(sequence) == []
 
 
-def test_guesses_that_fail_become_rare() -> None:
+def test_drafts_that_are_rejected_become_rare() -> None:
     lookup = PromptLookup(4)
     sequence = hash_sequence("r", [1, 2, 3] * 5, SamplingParams(max_tokens=150, temperature=0.0))
     asked = 0
@@ -178,39 +179,39 @@ def test_guesses_that_fail_become_rare() -> None:
         if draft := lookup.propose(sequence):
             asked += 1
             assert sequence.draft_memory is not None
-            sequence.draft_memory.judge(len(draft), 0, sequence.num_tokens)
+            sequence.draft_memory.note_verified(len(draft), 0, sequence.num_tokens)
         sequence.append([1, 2, 3][sequence.num_tokens % 3])
     assert 1 <= asked <= 5
 
 
 def test_drafts_rest_where_they_do_not_pay_and_are_tried_again() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     payoff.note(2, 2, False, 10.0)
-    for _ in range(Payoff.MIN_STEPS):
+    for _ in range(DraftPayoff.MIN_STEPS):
         payoff.note(2, 3, True, 10.0)
-    assert payoff.is_open, "half a token more for the same time"
-    for _ in range(Payoff.MIN_STEPS * 3):
+    assert payoff.allows_drafts, "half a token more for the same time"
+    for _ in range(DraftPayoff.MIN_STEPS * 3):
         payoff.note(2, 2, True, 20.0)
-        if not payoff.is_open:
+        if not payoff.allows_drafts:
             break
-    assert not payoff.is_open
-    for _ in range(Payoff.FIRST_REST):
+    assert not payoff.allows_drafts
+    for _ in range(DraftPayoff.FIRST_PAUSE):
         payoff.note(2, 2, False, 10.0)
-    assert payoff.is_open
+    assert payoff.allows_drafts
 
 
 def test_a_size_without_a_measure_gets_a_step_without_drafts() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     payoff.note(1, 2, True, 10.0)
-    assert not payoff.is_open
+    assert not payoff.allows_drafts
     payoff.note(1, 1, False, 8.0)
-    for _ in range(Payoff.FRESH - 1):
-        assert payoff.is_open
+    for _ in range(DraftPayoff.MAX_AGE - 1):
+        assert payoff.allows_drafts
         payoff.note(1, 2, True, 10.0)
     payoff.note(1, 2, True, 10.0)
-    assert not payoff.is_open, "the measure is old"
+    assert not payoff.allows_drafts, "the measure is old"
     payoff.note(1, 1, False, 8.0)
-    assert payoff.is_open
+    assert payoff.allows_drafts
 
 
 class Slow(Oracle):
@@ -231,4 +232,4 @@ def test_a_drafter_that_takes_longer_than_it_saves_rests(num_sequences: int) -> 
     for name, prompt in prompts.items():
         engine.add(hash_sequence(name, prompt, SamplingParams(max_tokens=60, temperature=0.0)))
     assert answers(run_all(engine)) == whole
-    assert num_sequences <= engine.load().drafted_tokens <= num_sequences * (Payoff.MIN_STEPS + 2)
+    assert num_sequences <= engine.load().drafted_tokens <= num_sequences * (DraftPayoff.MIN_STEPS + 2)

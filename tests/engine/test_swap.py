@@ -23,7 +23,7 @@ LONG = SamplingParams(max_tokens=24, temperature=0.0)
 
 
 def num_free_places(engine: Engine) -> int:
-    return engine._scheduler.blocks.swap.num_free
+    return engine._scheduler.block_manager.swap.num_free
 
 
 def test_what_was_kept_is_not_computed_again() -> None:
@@ -32,7 +32,7 @@ def test_what_was_kept_is_not_computed_again() -> None:
     computed = {}
     for num_places in (0, 64):
         engine = hash_engine(num_blocks=12, num_places=num_places)
-        engine._scheduler.blocks.swap.note_prompt(
+        engine._scheduler.block_manager.swap.note_prompt(
             1, 1e9
         )  # computing is the dearer of the two, however fast this model is
         for name, prompt in prompts.items():
@@ -57,14 +57,14 @@ def test_where_there_is_no_room_it_is_computed_again() -> None:
 
 def test_it_is_computed_again_where_that_is_cheaper() -> None:
     space = SwapSpace(first=100, num_places=8)
-    assert space.take(1, 4) == [100], "what was never measured is tried"
+    assert space.allocate(1, 4) == [100], "what was never measured is tried"
     space.note_prompt(num_tokens=64, elapsed_ms=6.4)
     space.note_copies(num_blocks=1, elapsed_ms=10.0)
-    assert space.take(2, 2 * BLOCK) == [] and space.num_free == 7
+    assert space.allocate(2, 2 * BLOCK) == [] and space.num_free == 7
     for _ in range(80):
         space.note_copies(num_blocks=1, elapsed_ms=0.1)
-    assert len(space.take(2, 2 * BLOCK)) == 2
-    assert space.take(6, 1000) == [], "there is no room"
+    assert len(space.allocate(2, 2 * BLOCK)) == 2
+    assert space.allocate(6, 1000) == [], "there is no room"
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -39,9 +39,9 @@ def test_a_sequence_holds_the_pages_that_the_formula_has(windows: Rows[int], num
         n = sequence.num_computed
         if sequence.state is SequenceState.RUNNING and sequence.is_decoding:
             blocks, first = -(-n // BLOCK), max(n - WINDOW, 0) // BLOCK
-            assert len(sequence.holding.pages) == num_kept * blocks + num_windowed * (blocks - first)
-            assert len(sequence.holding.pages) == engine.config.groups.num_pages(n, BLOCK)
-            assert engine.block_pool.num_in_use == len(sequence.holding.pages)
+            assert len(sequence.blocks.pages) == num_kept * blocks + num_windowed * (blocks - first)
+            assert len(sequence.blocks.pages) == engine.config.groups.num_pages(n, BLOCK)
+            assert engine.block_pool.num_in_use == len(sequence.blocks.pages)
 
 
 def test_a_prompt_holds_no_more_than_a_window_and_a_chunk() -> None:
@@ -132,7 +132,9 @@ def test_the_hit_rule_is_that_of_a_search_over_all_borders() -> None:
         for group, index in missing:
             pool.discard(page_key(keys[index], group))
         there = {(g, i) for g in range(groups.num_groups) for i in range(20) if pool.has(page_key(keys[i], g))}
-        assert engine._scheduler.blocks.match(keys) == max(c for c in range(21) if seen_behind(c, groups) <= there)
+        assert engine._scheduler.block_manager.match(keys) == max(
+            c for c in range(21) if seen_behind(c, groups) <= there
+        )
 
 
 def seen_behind(num_blocks: int, groups: PageGroups) -> set[tuple[int, int]]:
@@ -162,7 +164,7 @@ def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> N
         chunk_tokens=rng.choice([3, 8, 16]),
         speculative_tokens=rng.choice([0, 4]),
     )
-    places = engine._scheduler.blocks.swap.num_free
+    places = engine._scheduler.block_manager.swap.num_free
     heads = [random_prompt(rng.randint(8, 30), seed * 10 + i) for i in range(2)]
     prompts = {
         f"r{i}": [*rng.choice(heads)[: rng.randint(4, 30)], *random_prompt(rng.randint(1, 14), 100 * seed + i)]
@@ -193,7 +195,7 @@ def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> N
         if request not in aborted | searches:
             assert tokens == true_answer(prompts[request], len(tokens), windows) and len(tokens) in (10, 24)
     assert engine.block_pool.num_in_use == 0
-    assert engine._scheduler.blocks.swap.num_free == places
+    assert engine._scheduler.block_manager.swap.num_free == places
 
 
 @pytest.mark.parametrize("windows", [(0, 24, 24), (24, 24)], ids=["hybrid", "local"])
@@ -214,7 +216,7 @@ def test_prompts_that_share_a_window_get_on_though_pages_are_lacking(windows: Ro
             outputs += engine.step()
             assert not (engine.is_stalled and engine.has_work)
             num_lacks += any(
-                len(sequence.holding.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
+                len(sequence.blocks.tables[-1]) * BLOCK < min(sequence.num_computed + 8, sequence.num_tokens)
                 for sequence in engine._scheduler.running
             )
         assert answers(outputs) == {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake.engine.draws import DrawBuilder
 from mooncake.engine.sampler import Sampler
+from mooncake.engine.sampling_inputs import SamplingInputs
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
@@ -25,7 +25,7 @@ def sequence_with(sampling: SamplingParams, num_tokens: int = 3) -> Sequence:
 
 
 def on_device(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:
-    draws = DrawBuilder().build(sequences, [sequence.num_tokens for sequence in sequences])
+    draws = SamplingInputs().build(sequences, [sequence.num_tokens for sequence in sequences])
     rows = torch.from_numpy(logits).to(DEVICE)
     if draws is None:
         return choose(rows).tolist()
@@ -108,7 +108,7 @@ def test_rows_that_are_no_numbers_are_told_and_the_others_are_drawn(value: float
 
 
 def test_the_same_sequences_draw_anew_at_each_position() -> None:
-    builder, sampling = DrawBuilder(), SamplingParams(temperature=1.0, max_tokens=100, seed=4)
+    builder, sampling = SamplingInputs(), SamplingParams(temperature=1.0, max_tokens=100, seed=4)
     sequences = [sequence_with(sampling), sequence_with(replace(sampling, temperature=0.0))]
     logits = torch.zeros(2, 300)
     found = []

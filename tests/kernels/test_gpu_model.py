@@ -135,7 +135,7 @@ def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | 
             tokens.setdefault(output.request_id, []).append(output.token.token_id)
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0
-    assert (engine._ahead is not None and engine._ahead.num_steps > 0) == (getattr(model, "most_started", 0) > 0)
+    assert (engine._overlap is not None and engine._overlap.num_steps > 0) == (getattr(model, "most_started", 0) > 0)
     return tokens
 
 

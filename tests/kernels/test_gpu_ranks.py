@@ -64,7 +64,7 @@ def test_two_ranks_give_the_tokens_of_a_cpu_and_start_steps_ahead(folder: str) -
     assert {token < 160 for tokens in wanted for token in tokens} == {True, False}, "one part gives all tokens"
     with two_ranks(folder) as llm:
         answers = llm.generate(PROMPTS, sampling, use_tqdm=False)
-        assert llm.engine._ahead is not None and llm.engine._ahead.num_steps > 0
+        assert llm.engine._overlap is not None and llm.engine._overlap.num_steps > 0
         model = llm._backend.model
         assert isinstance(model, TensorParallelGpuModel) and model.tensor.shape[3] == 1, "one KV head of two"
         [rank] = model._workers.processes

@@ -16,8 +16,8 @@ from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer
 from mooncake.types import KVLayout, SegmentAddress
 from prefill_node.deadline import Deadline
-from prefill_node.handoff import Handoff
-from prefill_node.workshop import Workshop
+from prefill_node.handoff import HandoffSender
+from prefill_node.resources import NodeResources
 
 LAYOUT = KVLayout(num_layers=126, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float16")
 NUM_TOKENS = 1 << 20
@@ -50,17 +50,17 @@ async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, node, "mooncake.v1.Decode")
     port = await server.start("127.0.0.1", 0)
     try:
-        shop = SimpleNamespace(
+        resources = SimpleNamespace(
             host=SimpleNamespace(plan=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
             transfer=SimpleNamespace(writer_id="prefill"),
-            handoffs=SimpleNamespace(kick=lambda sink: None),
+            handoff_writer=SimpleNamespace(kick=lambda stream: None),
             channels=channels,
         )
         request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
-        handoff = Handoff(cast(Workshop, shop), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+        handoff = HandoffSender(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
         await handoff.open()
-        handoff.sink.checksums = dict(enumerate(sums))
-        handoff.sink.done.set_result(None)
+        handoff.stream.checksums = dict(enumerate(sums))
+        handoff.stream.done.set_result(None)
         await handoff.commit([], None)
         assert [message.digest for message in node.committed] == [digest([sums.ravel()])]
     finally:

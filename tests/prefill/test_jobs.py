@@ -54,7 +54,7 @@ async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(t
         assert indices == list(range(NUM_TOKENS))
         await asyncio.wait_for(node.drained(), 10)
         assert node.host.engine.block_pool.num_in_use == 0
-        assert not node.streamer.streams
+        assert not node.streamer.prompts
     finally:
         await channels.close()
         await node.stop()
@@ -63,7 +63,7 @@ async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(t
 def break_it(engine: Engine) -> None:
     """Make the next step fail, and also the ending of its sequences."""
     engine._model = None  # type: ignore[assignment]
-    engine._roster._sequences.clear()
+    engine._requests._sequences.clear()
 
 
 @pytest.mark.timeout(120)

@@ -15,10 +15,11 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.kv_cache import Arrival, KVCache
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey, KVLayout
-from prefill_node.foreign import ForeignLease
-from prefill_node.loader import BlockToLoad, LeasedPrefix, Loader, PrefixLoad, lease_in_time
+from prefill_node.converted_prefix import ConvertedLease
+from prefill_node.loader import LeasedPrefix, Loader, PrefixLoad, lease_in_time
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 4
@@ -60,7 +61,7 @@ def test_a_copy_that_fails_keeps_neither_its_request_nor_the_next_one_waiting() 
         checksums = [range_checksums(block.data, LAYOUT.num_layers) for block in blocks]
         return LeasedPrefix(server.address, [1], time.monotonic() + WAIT_S, list(range(NUM_BLOCKS)), checksums)
 
-    def release(given: LeasedPrefix | ForeignLease, corrupt: list[BlockKey]) -> None:
+    def release(given: LeasedPrefix | ConvertedLease, corrupt: list[BlockKey]) -> None:
         released.append(given.lease_ids)
 
     def load(name: str) -> PrefixLoad:

@@ -1,4 +1,4 @@
-"""What the streamer hands to sinks when a step is computed in pieces: every block once a layer, and none too early."""
+"""What the streamer streams when a step is computed in pieces: every block once a layer, and none too early."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ import numpy as np
 import pytest
 
 from mooncake.engine.engine import StepPlan
-from mooncake.engine.holding import Holding
 from mooncake.engine.kv_cache import KVCache
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.sequence_blocks import SequenceBlocks
+from mooncake.engine.step_plan import StepEntry
 from mooncake.hashing import Chain
 from mooncake.types import KVLayout, SamplingParams
-from prefill_node.outbox import LayerRun
-from prefill_node.streamer import LayerStreamer, Stream
+from prefill_node.kv_writer import LayerBlocks
+from prefill_node.streamer import LayerStreamer, StreamedPrompt
 
 BLOCK_TOKENS = 4
 
 
 @dataclass
 class Pile:
-    """A sink and its outbox: what was pushed, in order."""
+    """A stream and its writer: what was pushed, in order."""
 
-    runs: list[LayerRun] = field(default_factory=list)
+    runs: list[LayerBlocks] = field(default_factory=list)
     has_ended: bool = False
 
-    def push(self, run: LayerRun) -> None:
+    @property
+    def writer(self) -> Pile:
+        return self
+
+    def push(self, run: LayerBlocks) -> None:
         self.runs.append(run)
 
     def end(self) -> None:
         self.has_ended = True
 
-    def kick(self, sink: object) -> None:
+    def kick(self, stream: object) -> None:
         pass
 
     def blocks(self, layer: int) -> list[int]:
@@ -45,7 +49,7 @@ def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     made = Sequence(
         name, tokens, num_tokens, SamplingParams(max_tokens=1), Chain(bytes(32)), eos_ids=(), max_model_len=99
     )
-    made.holding = Holding([blocks], [0])
+    made.blocks = SequenceBlocks([blocks], [0])
     return made
 
 
@@ -55,7 +59,7 @@ def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
     streamer, piles = LayerStreamer(BLOCK_TOKENS), {name: Pile() for name in ("a", "b")}
     streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
     for name, pile in piles.items():
-        streamer.streams[name] = Stream(name, lambda _: None, [(pile, pile)], lambda: None)  # type: ignore
+        streamer.prompts[name] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
     a, b = sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), sequence_of("b", 10, [8, 11, 10])
     plan = StepPlan()
     plan.entries += [StepEntry(a, 0, 16, 0), StepEntry(b, 4, 6, 0)]
@@ -88,7 +92,7 @@ def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
 def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
     streamer, pile = LayerStreamer(BLOCK_TOKENS), Pile()
     streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
-    streamer.streams["a"] = Stream("a", lambda _: None, [(pile, pile)], lambda: None)  # type: ignore
+    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
     plan = StepPlan()
     plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
     streamer.begin_step(plan)

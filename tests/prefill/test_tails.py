@@ -19,8 +19,8 @@ from mooncake.rpc import prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
 from mooncake.types import SamplingParams
+from prefill_node.kv_writer import KVWriter
 from prefill_node.node import PrefillNode
-from prefill_node.outbox import Outbox
 
 BLOCK = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK * 8 * 4  # layers, keys and values, heads, tokens, head size, float32
@@ -45,11 +45,11 @@ def config_of(node_id: str, model: Path, num_blocks: int) -> Config:
 
 
 class Standstill:
-    """A sink that blocks the outbox's thread until it is released."""
+    """A stream that blocks the writer's thread until it is released."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, writer: KVWriter) -> None:
         self._may_go_on = threading.Event()
-        outbox.kick(self)  # type: ignore[arg-type]
+        writer.kick(self)  # type: ignore[arg-type]
 
     @property
     def address(self) -> None:
@@ -113,7 +113,7 @@ async def test_blocks_that_a_slow_pool_has_not_got_yet_survive_their_sequences_p
             expected = [await answer(node, store, channels, number) for number in range(2)]
             expected_blocks = await stored(node, store)
         async with a_node_and_its_store("tight", tmp_path, num_blocks=16) as (node, store):
-            pool_writes = Standstill(node._role._stores)
+            pool_writes = Standstill(node._role._pool_writer)
             answers = []
             for number in range(2):
                 answers.append(asyncio.create_task(answer(node, store, channels, number)))

@@ -26,8 +26,8 @@ from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.types import SamplingParams
-from prefill_node.outbox import Destination, Outbox, Sink
-from prefill_node.streamer import LayerStreamer, Stream
+from prefill_node.kv_writer import Destination, KVWriter, WriteStream
+from prefill_node.streamer import LayerStreamer, StreamedPrompt
 from tests.engine.hash_model import answers, run_all
 from tests.support.tiny_gguf import write_gguf
 
@@ -68,36 +68,36 @@ def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkp
     reservation = decode.reserve(sequence())
     server.grant(reservation.block_ids, EPOCH)
     sent: list[tuple[str, int]] = []
-    outbox = Outbox(
-        "hand-offs", transfer, prefill.cache.memory, lambda sink, size, ms: sent.append((sink.transport, size))
+    writer = KVWriter(
+        "hand-offs", transfer, prefill.cache.memory, lambda stream, size, ms: sent.append((stream.transport, size))
     )
-    sink = Sink("hand-off", layout, time.monotonic() + 120)
+    stream = WriteStream("hand-off", layout, time.monotonic() + 120, writer)
     slots = {index: (block, EPOCH) for index, block in enumerate(reservation.block_ids)}
-    sink.open(Destination(server.address, slots))
+    stream.open(Destination(server.address, slots))
     streamer = LayerStreamer(BLOCK_TOKENS)
     streamer.mirror = prefill.cache
 
     def no_load(blocks: Any) -> Any:
         raise AssertionError("nothing is stored")
 
-    streamer.streams["r"] = Stream("r", no_load, [(sink, outbox)], lambda: None)
+    streamer.prompts["r"] = StreamedPrompt(no_load, [stream], lambda: None)
     source = sequence(num_to_sample=1, hold_blocks=True)
     prefill.add(source)
     [first] = run_all(prefill, streamer)
-    sink.done.result(120)
+    stream.done.result(120)
 
     assert {name for name, _ in sent} == {"rdma"}
-    assert sink.sent_bytes == len(reservation.block_ids) * layout.block_bytes
+    assert stream.sent_bytes == len(reservation.block_ids) * layout.block_bytes
     server.revoke(reservation.block_ids)
     for index, block in enumerate(reservation.block_ids):
         assert np.array_equal(
-            range_checksums(decode.cache.memory[block].data, layout.num_layers), sink.checksums[index]
+            range_checksums(decode.cache.memory[block].data, layout.num_layers), stream.checksums[index]
         )
     decode.start_reserved("r", [first.token])
     got = answers(run_all(decode))
 
     prefill.release("r")
-    outbox.stop()
+    writer.stop()
     transfer.close()
     server.stop()
     prefill.add(sequence())  # the reference: one engine alone, which finds its own blocks again

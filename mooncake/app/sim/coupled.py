@@ -18,8 +18,9 @@ from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import SimRequest
 from mooncake.engine.block_pool import BlockPool
-from mooncake.engine.scheduler import Scheduler, StepPlan
+from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import StepPlan
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams
 
@@ -151,12 +152,12 @@ class CoupledMachine:
         self._begin_step()
 
     def _seal(self, sequence: CountedSequence) -> None:
-        keys, holding = sequence.block_keys, sequence.holding
-        first = holding.num_sealed
+        keys, blocks = sequence.block_keys, sequence.blocks
+        first = blocks.num_sealed
         end = min(sequence.num_computed // self._block_tokens, len(keys))
         if first < end:
-            self.pool.seal_chain(holding.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
-            holding.num_sealed = end
+            self.pool.seal_chain(blocks.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+            blocks.num_sealed = end
 
     def _token(self, sequence: CountedSequence, now: float) -> None:
         self.tokens += 1

@@ -1,22 +1,23 @@
-"""Which sequence holds which blocks: allocation, sharing, copy on write, and release.
+"""The blocks of all sequences in one cache: allocated, shared, copied on write, swapped and freed.
 
-It sits between the block pool, which knows numbers, and the scheduler, which knows whose turn it is. Pure. It does not
-decide who runs next or who is preempted: if there is no room it says so, and nothing has changed. Required copies of
-blocks are recorded as pairs (from, to), in order; numbers above the cache's blocks are places of the swap space.
+It sits between the block pool, which counts references, and the scheduler, which knows whose turn it is. Pure: it
+decides neither who runs nor who is preempted; if there is no room it says so, and nothing has changed. Copies of blocks
+that must be made are appended as pairs (from, to), in order; numbers above the cache's blocks are places of the swap
+space.
 
-A block is one page per group of layers (``page_groups``), and each group has its own table. Groups with a sliding
-window have pages for the window and for what the next step can write, and advance page by page, so a prompt that has
-started usually lacks none. It does lack one when a page it gives up is still held by another sequence. The sequence
-admitted last shares its pages with nobody, so it can advance, and then the others. In the table of such a group,
-entries before ``first_held`` are not pages any more.
+A block is one page per group of layers (``page_groups``), and each group has its own table. A group with a sliding
+window has pages for the window and for what the next step can write; it moves on page by page, freeing as many as it
+allocates, so a prompt that has started does not run out of them. The exception: a page that it frees is still shared
+with another sequence. The sequence admitted last shares none, so it can advance, and then the others. In the table of
+such a group, entries before ``first_held`` are not pages any more.
 """
 
 from __future__ import annotations
 
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.block_tables import BlockTables
-from mooncake.engine.holding import NEVER, Holding
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.swap import Swapped, SwapSpace
 from mooncake.page_groups import UNIFORM, PageGroups, page_key
 from mooncake.types import BlockKey
@@ -26,8 +27,8 @@ Copies = list[tuple[int, int]]
 _NO_PAGE = -1
 
 
-class Holdings:
-    """The block tables of sequences, and the swapped blocks of preempted ones."""
+class BlockManager:
+    """Block tables of sequences, and the swap space of preempted ones."""
 
     def __init__(
         self,
@@ -36,26 +37,26 @@ class Holdings:
         max_model_len: int,
         num_places: int,
         groups: PageGroups = UNIFORM,
-        most_at_once: int = 1,
+        max_step_tokens: int = 1,
     ) -> None:
-        """``most_at_once``: maximum tokens of one sequence in a step."""
+        """``max_step_tokens``: maximum tokens of one sequence in a step."""
         self.pool = pool
         self.groups = groups
         self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens), groups.num_groups)
         self.swap = SwapSpace(pool.num_blocks, num_places)
-        self.num_swapped = 0  # blocks kept while their sequences were preempted
+        self.num_swapped = 0  # blocks swapped out
         self.num_forks = 0  # sequences that started with blocks of another one
         self.num_shared = 0  # full blocks, which forks never copy
         self.num_copies = 0  # on write, of blocks that others see
         self._block_tokens = pool.block_tokens
-        self._most_at_once = most_at_once
+        self._max_step_tokens = max_step_tokens
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
 
     def num_needed(self, sequence: Sequence) -> int:
-        """Minimum number of pages to compute it."""
-        return self.groups.num_needed(self._num_blocks(sequence), self._most_at_once, self._block_tokens)
+        """The fewest pages with which it can be computed."""
+        return self.groups.num_needed(self._num_blocks(sequence), self._max_step_tokens, self._block_tokens)
 
-    def can_ever_hold(self, sequence: Sequence) -> bool:
+    def fits_at_all(self, sequence: Sequence) -> bool:
         has_columns = self._num_blocks(sequence) <= self.tables.ids.shape[1]
         return has_columns and self.num_needed(sequence) <= self.pool.num_blocks
 
@@ -72,9 +73,12 @@ class Holdings:
             return count
         return self.groups.border(count, lambda g, i: self.pool.has(page_key(keys[i], g)), self._block_tokens)
 
-    def num_usable(self, sequence: Sequence, spare: int) -> int:
-        """How many leading blocks need not be computed if they are cached. The last token always is computed: if
-        everything is cached, into a copy of its block, if there is room for one beside ``spare`` blocks."""
+    def num_reusable(self, sequence: Sequence, spare: int) -> int:
+        """How many of its leading blocks could be reused if they were cached.
+
+        The last token is always computed, for its logits: if all blocks are cached, into a copy of the last one, if
+        there is room for that beside ``spare`` blocks.
+        """
         sequence.extend_keys(self._block_tokens)
         if sequence.is_scoring:
             return 0
@@ -90,19 +94,21 @@ class Holdings:
         if sequence.swapped is not None:
             ready = max(num_cached * self._block_tokens, sequence.swapped.num_tokens)
         else:
-            ready = max(num_cached, min(sequence.borrowed.external_blocks, usable)) * self._block_tokens
+            ready = max(num_cached, min(sequence.reused.external_blocks, usable)) * self._block_tokens
         return min(ready, sequence.num_tokens - 1)
 
-    def num_cached(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
+    def num_cached_if_room(
+        self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None
+    ) -> int | None:
         """How many of its first ``usable`` blocks are cached; None when there is no room for the others beside
         ``spare`` blocks. ``num_ready``: tokens it will not compute, whatever is cached."""
         num_cached = self.match(sequence.block_keys[:usable])
         ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
         return num_cached if self._has_room(sequence, num_cached, ready, spare) else None
 
-    def give(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
-        """Tables for all its tokens; returns how many of its blocks are filled, like ``num_cached``."""
-        num_cached = self.num_cached(sequence, usable, spare, num_ready)
+    def allocate(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
+        """Give it block tables for all its tokens. Returns the same as ``num_cached_if_room``."""
+        num_cached = self.num_cached_if_room(sequence, usable, spare, num_ready)
         if num_cached is None:
             return None
         ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
@@ -112,42 +118,43 @@ class Holdings:
             tables.append([_NO_PAGE] * span.start + self.pool.take_prefix(keys, len(keys)))
         for table, span in zip(tables, spans, strict=True):
             table += self.pool.allocate(span.stop - len(table))
-        self._enter(sequence, Holding(tables, [span.start for span in spans], num_sealed=num_cached))
+        self._attach(sequence, SequenceBlocks(tables, [span.start for span in spans], num_sealed=num_cached))
         return num_cached
 
-    def share(self, parent: Sequence, child: Sequence) -> None:
-        """``child`` gets the blocks of all its tokens but the last; ``parent`` has computed them."""
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """``child`` shares the blocks of all its tokens but the last, which ``parent`` has computed."""
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
-        theirs = parent.holding
-        tables = [table[: -(-child.num_computed // self._block_tokens)] for table in theirs.tables]
+        shared = parent.blocks
+        tables = [table[: -(-child.num_computed // self._block_tokens)] for table in shared.tables]
         num_full = child.num_computed // self._block_tokens
-        for table, first in zip(tables, theirs.first_held, strict=True):
-            self.pool.fork(table[first:])
+        for table, first in zip(tables, shared.first_held, strict=True):
+            self.pool.retain(table[first:])
             self.num_shared += max(num_full - first, 0)
         self.num_forks += 1
-        theirs.num_writable = 0
+        shared.num_writable = 0
         child.block_keys = parent.block_keys[:num_full]
-        self._enter(child, Holding(tables, list(theirs.first_held), num_sealed=min(theirs.num_sealed, num_full)))
+        num_sealed = min(shared.num_sealed, num_full)
+        self._attach(child, SequenceBlocks(tables, list(shared.first_held), num_sealed=num_sealed))
 
     # Writing
 
     def needs_copy(self, sequence: Sequence, position: int) -> bool:
         """Whether a write there would be visible to others."""
         index = position // self._block_tokens
-        return any(self.pool.needs_copy(page) for table in sequence.holding.tables for page in table[index : index + 1])
+        return any(self.pool.needs_copy(page) for table in sequence.blocks.tables for page in table[index : index + 1])
 
     def make_writable(self, sequence: Sequence, position: int, copies: Copies) -> bool:
-        """Make sure that ``position`` can be written: a block exists, and nobody else would see the write.
+        """Give it a block at ``position`` that nobody else sees: a new one, or a copy of a shared one.
 
         False when there are too few pages for that.
         """
         index = position // self._block_tokens
-        holding, needs_copy = sequence.holding, self.pool.needs_copy
-        lacking = [g for g, table in enumerate(holding.tables) if index == len(table) or needs_copy(table[index])]
+        blocks, needs_copy = sequence.blocks, self.pool.needs_copy
+        lacking = [g for g, table in enumerate(blocks.tables) if index == len(table) or needs_copy(table[index])]
         if len(lacking) > self.pool.num_available:
             return False
         for group, page in zip(lacking, self.pool.allocate(len(lacking)), strict=True):
-            table = holding.tables[group]
+            table = blocks.tables[group]
             if index == len(table):
                 table.append(page)
             else:
@@ -155,101 +162,105 @@ class Holdings:
                 self.num_copies += 1
                 self.pool.release([table[index]])
                 table[index] = page
-            self.tables.put(holding.row, index, page, group)
-        holding.num_writable = (index + 1) * self._block_tokens
+            self.tables.set_block(blocks.row, index, page, group)
+        blocks.num_writable = (index + 1) * self._block_tokens
         return True
 
-    def seal(self, sequence: Sequence, end: int) -> None:
-        """Let others share its blocks before ``end``, which are full."""
-        keys, holding = sequence.block_keys, sequence.holding
-        for group, table in enumerate(holding.tables):
-            begin = max(holding.num_sealed, holding.first_held[group])
+    def seal_full(self, sequence: Sequence) -> None:
+        """Let others share its computed blocks that are full now, under their keys."""
+        end = sequence.num_shareable // self._block_tokens
+        if end <= sequence.blocks.num_sealed:
+            return
+        sequence.extend_keys(self._block_tokens)
+        keys, blocks = sequence.block_keys, sequence.blocks
+        for group, table in enumerate(blocks.tables):
+            begin = max(blocks.num_sealed, blocks.first_held[group])
             if group == 0:
                 self.pool.seal_chain(table[begin:end], keys[begin:end], keys[begin - 1] if begin else b"")
             else:
                 self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
-        holding.num_sealed = end
+        blocks.num_sealed = end
 
-    def give_up(self, sequence: Sequence) -> None:
-        """Release pages that no later token sees, and allocate as many new ones while the prompt needs some."""
-        holding = sequence.holding
+    def free_out_of_window(self, sequence: Sequence) -> None:
+        """Free pages that no later token sees, and allocate as many new ones while the prompt needs some."""
+        blocks = sequence.blocks
         for group in self._windowed:
-            table, first = holding.tables[group], holding.first_held[group]
-            last_seen_from = min(sequence.num_computed - 1, sequence.kept_from)
+            table, first = blocks.tables[group], blocks.first_held[group]
+            last_seen_from = min(sequence.num_computed - 1, sequence.keep_window_of)
             last = self.groups.first_page(group, last_seen_from, self._block_tokens)
             if last > first:
-                given, table[first:last] = table[first:last], [_NO_PAGE] * (last - first)
-                holding.first_held[group] = last
-                self.pool.release(given)
-                self._extend(sequence, group, min(len(table) + len(given), self._num_blocks(sequence)))
-        self._foresee(holding)
+                freed, table[first:last] = table[first:last], [_NO_PAGE] * (last - first)
+                blocks.first_held[group] = last
+                self.pool.release(freed)
+                self._extend(sequence, group, min(len(table) + len(freed), self._num_blocks(sequence)))
+        self._update_window(blocks)
 
-    def covered(self, sequence: Sequence, end: int) -> int:
-        """How many of its tokens before ``end`` have pages, allocating available ones."""
+    def extend_to(self, sequence: Sequence, end: int) -> int:
+        """Allocate pages for its tokens before ``end``. Returns where they stop if there are too few."""
         for group in self._windowed:
             self._extend(sequence, group, -(-end // self._block_tokens))
-            end = min(end, len(sequence.holding.tables[group]) * self._block_tokens)
+            end = min(end, len(sequence.blocks.tables[group]) * self._block_tokens)
         return end
 
-    # Release
+    # Freeing
 
-    def roll_back(self, sequence: Sequence) -> None:
-        """Release blocks that only wrong guesses needed."""
+    def free_rejected(self, sequence: Sequence) -> None:
+        """Free blocks that only rejected draft tokens needed."""
         needed = -(-sequence.num_computed // self._block_tokens)
-        for table in sequence.holding.tables:
+        for table in sequence.blocks.tables:
             if needed < len(table):
                 self.pool.release(table[needed:])
                 del table[needed:]
-                sequence.holding.num_writable = 0
+                sequence.blocks.num_writable = 0
 
-    def take_row(self, sequence: Sequence) -> None:
-        """It is in no step any more, but may keep its blocks. Idempotent."""
-        holding = sequence.holding
-        if holding.row >= 0:
-            self.tables.leave(holding.row)
-            holding.row = -1
+    def free_row(self, sequence: Sequence) -> None:
+        """It is in no step any more, but keeps its blocks. Idempotent."""
+        blocks = sequence.blocks
+        if blocks.row >= 0:
+            self.tables.free_row(blocks.row)
+            blocks.row = -1
 
-    def take_back(self, sequence: Sequence) -> None:
-        """Release everything it holds except what is swapped out. Idempotent."""
-        self.take_row(sequence)
-        holding, sequence.holding = sequence.holding, Holding()
-        for table, first in zip(holding.tables, holding.first_held, strict=True):
+    def free(self, sequence: Sequence) -> None:
+        """Free its blocks, except those swapped out. Idempotent."""
+        self.free_row(sequence)
+        blocks, sequence.blocks = sequence.blocks, SequenceBlocks()
+        for table, first in zip(blocks.tables, blocks.first_held, strict=True):
             self.pool.release(table[first:])
 
     def discard(self, sequence: Sequence) -> None:
         """Remove its blocks from the prefix cache."""
         for group in range(self.groups.num_groups):
-            for key in sequence.block_keys[: sequence.holding.num_sealed]:
+            for key in sequence.block_keys[: sequence.blocks.num_sealed]:
                 self.pool.discard(page_key(key, group) if group else key)
 
     # Swapping
 
     def swap_out(self, victim: Sequence, copies: Copies) -> None:
         """Keep what it has computed, if there is room and copying is cheaper than recomputing."""
-        holding, end = victim.holding, -(-victim.num_computed // self._block_tokens)
-        filled = [range(first, end) for first in holding.first_held]
+        blocks, end = victim.blocks, -(-victim.num_computed // self._block_tokens)
+        filled = [range(first, end) for first in blocks.first_held]
         num_pages = sum(map(len, filled))
-        places = self.swap.take(num_pages, victim.num_computed) if num_pages and not holding.is_loading else []
+        places = self.swap.allocate(num_pages, victim.num_computed) if num_pages and not blocks.is_loading else []
         if places:
             victim.swapped = Swapped(places, filled, victim.num_computed)
             self.num_swapped += len(places)
-            pages = (table[index] for table, span in zip(holding.tables, filled, strict=True) for index in span)
+            pages = (table[index] for table, span in zip(blocks.tables, filled, strict=True) for index in span)
             copies += zip(pages, places, strict=True)
 
     def swap_in(self, sequence: Sequence, copies: Copies) -> None:
         """Copy back into its new blocks, except those found in the cache."""
         if sequence.swapped is not None:
-            holding, places = sequence.holding, iter(sequence.swapped.places)
-            for table, first, span in zip(holding.tables, holding.first_held, sequence.swapped.spans, strict=True):
-                missing = max(first, holding.num_sealed)
+            blocks, places = sequence.blocks, iter(sequence.swapped.places)
+            for table, first, span in zip(blocks.tables, blocks.first_held, sequence.swapped.spans, strict=True):
+                missing = max(first, blocks.num_sealed)
                 kept = zip(span, places, strict=False)
                 copies += [(place, table[index]) for index, place in kept if index >= missing]
-            self.forget_swapped(sequence)
+            self.free_swapped(sequence)
 
-    def forget_swapped(self, sequence: Sequence) -> None:
+    def free_swapped(self, sequence: Sequence) -> None:
         """Idempotent."""
         if sequence.swapped is not None:
-            self.swap.give_back(sequence.swapped.places)
+            self.swap.free(sequence.swapped.places)
             sequence.swapped = None
 
     # Helpers
@@ -259,23 +270,23 @@ class Holdings:
         return -(-sequence.num_tokens // self._block_tokens)
 
     def _spans(self, sequence: Sequence, num_cached: int, num_ready: int) -> list[range]:
-        """The blocks of which each group initially needs pages, when ``num_ready`` tokens need not be computed.
-        Cached ones may be shared, and are added."""
+        """The blocks of which each group needs pages at admission, when ``num_ready`` tokens need not be computed.
+        Cached ones cost nothing, so all of them are taken."""
         num_blocks, spans = self._num_blocks(sequence), []
         for group in range(self.groups.num_groups):
             first = self.groups.first_page(group, num_ready, self._block_tokens)
-            most = self.groups.most_pages(group, self._most_at_once, self._block_tokens)
+            most = self.groups.most_pages(group, self._max_step_tokens, self._block_tokens)
             end = num_blocks if most is None else min(max(first, num_cached) + most, num_blocks)
             spans.append(range(first, end))
         return spans
 
     def _extend(self, sequence: Sequence, group: int, num_blocks: int) -> None:
         """Allocate pages up to this many blocks, if there are enough."""
-        holding = sequence.holding
-        table = holding.tables[group]
+        blocks = sequence.blocks
+        table = blocks.tables[group]
         for page in self.pool.allocate(min(max(num_blocks - len(table), 0), self.pool.num_available)):
             table.append(page)
-            self.tables.put(holding.row, len(table) - 1, page, group)
+            self.tables.set_block(blocks.row, len(table) - 1, page, group)
 
     def _keys(self, sequence: Sequence, group: int, span: range, num_cached: int) -> list[BlockKey]:
         """Keys of its cached pages in the span."""
@@ -293,14 +304,14 @@ class Holdings:
             left -= sum(self.pool.num_idle(self._keys(sequence, g, span, num_cached)) for g, span in enumerate(spans))
         return left >= 0
 
-    def _enter(self, sequence: Sequence, holding: Holding) -> None:
-        sequence.holding = holding
-        holding.row = self.tables.enter(holding.tables, holding.first_held)
-        self._foresee(holding)
+    def _attach(self, sequence: Sequence, blocks: SequenceBlocks) -> None:
+        sequence.blocks = blocks
+        blocks.row = self.tables.add_row(blocks.tables, blocks.first_held)
+        self._update_window(blocks)
 
-    def _foresee(self, holding: Holding) -> None:
-        """Compute when ``give_up`` is due."""
+    def _update_window(self, blocks: SequenceBlocks) -> None:
+        """Note when ``free_out_of_window`` is due."""
         size, windows = self._block_tokens, self.groups.windows
-        holding.gives_up_at = min(
-            ((holding.first_held[group] + 1) * size + windows[group] for group in self._windowed), default=NEVER
+        blocks.out_of_window_at = min(
+            ((blocks.first_held[group] + 1) * size + windows[group] for group in self._windowed), default=NEVER
         )

@@ -15,7 +15,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.errors import ModelError
 from mooncake.hashing import extend_chain
-from prefill_node.chunks import chunk_spans
+from prefill_node.blend_chunks import chunk_spans
 from prefill_node.node import PrefillNode
 
 RNG = np.random.default_rng(4)

@@ -11,6 +11,7 @@ from mooncake.engine.contract import StartingModel
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.types import FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (
@@ -47,7 +48,7 @@ class Watch:
         self.raises_at_begin: list[Exception] = []
         self.raises_at_end: list[Exception] = []
 
-    def admitted(self, sequence: Sequence, to_load: list[object]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -60,7 +61,7 @@ class Watch:
     def end_step(self, plan: StepPlan) -> None:
         assert self.begun is not None and {entry.sequence.request_id for entry in plan.entries} <= set(self.begun)
         assert all(entry.sequence.num_computed == entry.first + entry.num_tokens for entry in plan.entries)
-        assert all(entry.sequence.holding.block_table for entry in plan.entries)
+        assert all(entry.sequence.blocks.block_table for entry in plan.entries)
         self.begun = None
         if self.raises_at_end:
             raise self.raises_at_end.pop()
@@ -77,14 +78,14 @@ def test_models_that_can_start_steps_are_told_from_others() -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3)])
-def test_decodes_run_ahead_and_get_the_tokens_they_get_alone(sampling: SamplingParams) -> None:
+def test_overlapped_decodes_get_the_tokens_they_get_alone(sampling: SamplingParams) -> None:
     engine, model = lazy_engine()
     prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 3, 4, 5, 8, 17, 31])}
     for name, prompt in prompts.items():
         engine.add(hash_sequence(name, prompt, sampling))
     got = answers(run_all(engine, Watch()))
     assert got == {name: tokens for n, p in prompts.items() for name, tokens in alone(n, p, sampling).items()}
-    assert model.num_started >= 11 and model.num_ahead >= model.num_started - 7  # after each admission one is not
+    assert model.num_started >= 11 and model.num_overlapped >= model.num_started - 7  # after each admission one is not
     assert_empty(engine, model)
 
 
@@ -137,7 +138,7 @@ def test_who_waits_in_vain_does_not_hold_the_others_up() -> None:
     engine.add(hash_sequence("second", random_prompt(5, 1), sampling))
     for _ in range(20):
         engine.step()
-    assert model.num_ahead >= 18
+    assert model.num_overlapped >= 18
     run_all(engine)
     assert_empty(engine, model)
 
@@ -150,7 +151,7 @@ def hand_over(engine: Engine, name: str, prompt: list[int], sampling: SamplingPa
     outputs = sorted(run_all(source), key=lambda output: output.choice)
     reservation = engine.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     seen += reservation.block_ids
     engine.start_reserved(name, [output.token for output in outputs])
 
@@ -160,13 +161,13 @@ def test_a_sequence_that_is_handed_over_joins_without_a_pause() -> None:
     sampling = SamplingParams(max_tokens=40, temperature=0.0)
     engine.add(hash_sequence("first", random_prompt(5, 0), sampling))
     outputs = [output for _ in range(4) for output in engine.step()]
-    before = model.num_started - model.num_ahead
+    before = model.num_started - model.num_overlapped
     prompts = {f"r{i}": random_prompt(6 + i, i + 1) for i in range(3)}
     for name, prompt in prompts.items():
         hand_over(engine, name, prompt, sampling, [])
         outputs += engine.step()
     outputs += run_all(engine)
-    assert model.num_started - model.num_ahead == before
+    assert model.num_started - model.num_overlapped == before
     assert answers(outputs) == {n: true_answer(p, 40) for n, p in {"first": random_prompt(5, 0), **prompts}.items()}
     assert_empty(engine, model)
 
@@ -295,7 +296,7 @@ SAMPLINGS = (
 
 
 @pytest.mark.parametrize("round_", range(6))
-def test_a_random_life_gives_the_tokens_of_an_engine_that_never_runs_ahead(round_: int) -> None:
+def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_: int) -> None:
     """Computed and handed-over prompts, several answers, stops, aborts, and too few blocks."""
     seed = np.random.SeedSequence().entropy
     print(f"seed {seed}")
@@ -359,7 +360,7 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_runs_ahead(round
         mine = got.get(name, [])
         assert mine == (tokens[: len(mine)] if name.split("#")[0] in gone else tokens), name
     assert_empty(engine, model)
-    assert model.num_ahead > 0 or most_started < 1000
+    assert model.num_overlapped > 0 or most_started < 1000
 
 
 def hand_over_with(
@@ -372,7 +373,7 @@ def hand_over_with(
     tokens: list[SampledToken] = [o.token for o in sorted(run_all(source), key=lambda output: output.choice)]
     reservation = engine.reserve(hash_sequence(name, prompt, sampling, eos_ids=eos))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.holding.block_table[index]]
+        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     engine.start_reserved(name, tokens)
 
 

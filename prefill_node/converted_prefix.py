@@ -1,7 +1,7 @@
 """Prefixes that another deployment of the same model left in the pool in another layout: named, counted, leased.
 
-The KV content is the same but its bytes are arranged differently: split over tensor-parallel ranks or pipeline stages,
-in blocks of another size, or in another type. Each rank's blocks have their own keys, which anyone who knows the layout
+The KV is the same but its bytes are arranged differently: split over tensor-parallel ranks or pipeline stages, in
+blocks of another size, or in another type. Each rank's blocks have their own keys, which anyone who knows the layout
 can compute; a plan says how our blocks are made from them. Only plans that read whole layers are accepted, because
 nothing less can be verified. This module knows neither when a prefix is loaded nor how bytes travel.
 """
@@ -23,14 +23,14 @@ from mooncake.types import BlockKey, KVLayout, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignLayout:
+class SourceLayout:
     """How the other deployment arranges the KV called ``content`` (see ``kv_fingerprint``), and how to convert it."""
 
     content: str
     plan: Plan
 
     @classmethod
-    def configured(cls, section: PoolLayoutSection, content: str, layout: KVLayout) -> ForeignLayout | None:
+    def configured(cls, section: PoolLayoutSection, content: str, layout: KVLayout) -> SourceLayout | None:
         """None if no other layout is configured. Raises ConfigError for one that cannot be read."""
         if not section.tensor_parallel:
             return None
@@ -58,7 +58,7 @@ class ForeignLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignLease:
+class ConvertedLease:
     """The right to read the source blocks of ``num_blocks`` of our blocks until ``expires_s`` (monotonic)."""
 
     plan: Plan
@@ -79,12 +79,12 @@ class ForeignLease:
         )
 
 
-class ForeignPrefix:
+class ConvertedPrefix:
     """One prompt's prefix in the other layout. Used on the event loop."""
 
     def __init__(
         self,
-        layout: ForeignLayout,
+        layout: SourceLayout,
         store: StoreClient,
         tokens: TokenIds,
         salt: str = "",
@@ -103,7 +103,7 @@ class ForeignPrefix:
         run = min((next((i for i, there in enumerate(found) if not there), len(found)) for found in answers), default=0)
         return run * self._plan.source.block_tokens // self._plan.target.block_tokens
 
-    async def lease(self, num_blocks: int, timeout_s: float) -> ForeignLease:
+    async def lease(self, num_blocks: int, timeout_s: float) -> ConvertedLease:
         """Raises KVLoadFailed when something has gone since it was counted."""
         needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
         answers = await asyncio.gather(
@@ -117,7 +117,7 @@ class ForeignPrefix:
                 raise failure
         shards = {rank: _shard_of(lease) for rank, lease in zip(self._keys, leases, strict=True)}
         expires_s = min(lease.expires_s for lease in leases)
-        return ForeignLease(self._plan, num_blocks, expires_s, shards, self._keys, leases)
+        return ConvertedLease(self._plan, num_blocks, expires_s, shards, self._keys, leases)
 
 
 def _shard_of(lease: Lease) -> Shard:

@@ -1,62 +1,72 @@
-"""What follows a step: which rows of its logits belong to whom, and the outputs.
+"""Which rows of a step's logits belong to whom, and what follows from each: a sampled token, a verified draft, a beam.
 
-It knows neither how tokens are drawn, nor what happens to sequences that end.
+It knows neither how tokens are sampled, nor what happens to sequences that end.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.sampler import Sampler
-from mooncake.engine.scheduler import StepEntry
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import StepEntry
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
-class Ends(NamedTuple):
-    """The entries that reach the end of their tokens, by what follows. Each has one row of logits, followed by one
-    per guess."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Draft tokens of a sequence; the first one follows its newest token, and has its logits in ``row``."""
 
-    answers: list[Sequence]  # a token is drawn for each
+    sequence: Sequence
+    token_ids: list[int]
+    row: int
+
+
+class LogitRows(NamedTuple):
+    """The sequences that need a next token, by how they get it. Each has one row of logits, then one per draft token.
+    (A tuple: one is made in every step.)"""
+
+    sampled: list[Sequence]  # a token is sampled for each of these
     rows: list[int]  # from these rows
-    families: list[list[Sequence]]  # the answers to one prompt; all but the first start here
-    drafts: list[tuple[Sequence, list[int], int]]  # guesses, and the row that the first is checked against
+    forks: list[list[Sequence]]  # prompts with several answers: the first answer, and the others, which start here
+    drafts: list[Draft]
     beams: list[tuple[Sequence, int]]
-    num_rows: int
 
 
-def ends_of(ended: list[StepEntry], answers_of: Callable[[Sequence], list[Sequence]]) -> Ends:
-    """All answers to a prompt draw from its last row; ``answers_of`` creates the others."""
-    answers: list[Sequence] = []
+def assign_rows(complete: list[StepEntry], answers_of: Callable[[Sequence], list[Sequence]]) -> LogitRows:
+    """``complete`` are the entries that reach the end of their tokens. All answers to a prompt are sampled from its
+    last row; ``answers_of`` creates the others."""
+    sampled: list[Sequence] = []
     rows: list[int] = []
-    families: list[list[Sequence]] = []
-    drafts: list[tuple[Sequence, list[int], int]] = []
+    forks: list[list[Sequence]] = []
+    drafts: list[Draft] = []
     beams: list[tuple[Sequence, int]] = []
     row = 0
-    for sequence, _, _, num_draft in ended:
+    for sequence, _, _, num_draft in complete:
         if sequence.is_beam:
             beams.append((sequence, row))
         elif sequence.has_forked:
-            answers.append(sequence)
+            sampled.append(sequence)
             rows.append(row)
         else:
-            families.append(answers_of(sequence))
-            answers += families[-1]
-            rows += [row] * len(families[-1])
+            forks.append(answers_of(sequence))
+            sampled += forks[-1]
+            rows += [row] * len(forks[-1])
         row += 1
         if num_draft:  # copied before tokens are written over them
-            draft = sequence.window(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
-            drafts.append((sequence, draft, row))
+            token_ids = sequence.token_slice(sequence.num_tokens, sequence.num_tokens + num_draft).tolist()
+            drafts.append(Draft(sequence, token_ids, row))
             row += num_draft
-    return Ends(answers, rows, families, drafts, beams, row)
+    return LogitRows(sampled, rows, forks, drafts, beams)
 
 
-def grown(
+def append_token(
     sequence: Sequence, token_id: int, logprob: TokenLogprob | None, why_last: FinishReason | None = None
 ) -> StepOutput:
     """Append a token and return its output; ``why_last``: why this is the last token, whatever it is."""
@@ -68,8 +78,8 @@ def grown(
     return StepOutput(sequence.root_id, token, reason, sequence.choice, tuple(scores))
 
 
-def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
-    """The log-probability of each prompt token given those before it: the last rows of ``logits`` [R, V] are those
+def add_prompt_logprobs(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampler) -> None:
+    """Add the log-probability of each prompt token, given those before it: the last rows of ``logits`` [R, V] are those
     of the scored positions, in order. A prompt with a non-finite row gets its ``failure`` set."""
     found: list[Sequence] = []  # the sequence of each scored position
     rows: list[int] = []
@@ -95,4 +105,4 @@ def score_prompts(entries: list[StepEntry], logits: torch.Tensor, sampler: Sampl
             assert sequence.prompt_logprobs is not None
             sequence.prompt_logprobs.append(score)
         else:
-            sequence.lose_opinion()
+            sequence.fail_not_finite()

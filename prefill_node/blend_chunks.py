@@ -1,9 +1,9 @@
-"""Text chunks of prompts (blending): where prompts are cut, which chunks are cached, and which to compute alone for
-later.
+"""Text chunks that prompts share at different positions (blending): where prompts are cut, which chunks are cached, and
+which are to be computed alone for later prompts.
 
-A chunk computed alone is a prompt like any other except for its name, so an ordinary job brings it here: from the pool
-if that has all of it, before the prompt that needs it; else computed in the background at the lowest priority, after a
-prompt has contained it. Only full blocks are reused: the rest of a chunk is computed with the prompt.
+To compute a chunk alone is an ordinary prefill job, except for the names of its blocks. If the pool has all of a chunk,
+the job loads it before the prompt that needs it; otherwise it computes it in the background, at the lowest priority,
+after a prompt that contained it. Only full blocks are reused: the rest of a chunk is computed with the prompt.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from mooncake.types import BlockKey, SamplingParams, TokenIds
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64  # chunks to compute; beyond that they wait for the next prompt that contains them
-BEHIND_ALL = 2**31 - 1  # the lowest priority
+LOWEST_PRIORITY = 2**31 - 1  # larger numbers run later
 FETCH_TIMEOUT_S = 5.0  # for chunks that a prompt waits for
 COMPUTE_TIMEOUT_S = 120.0  # for one in the background
 ONE_TOKEN = sampling_to_wire(SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))
 
 Compute = Callable[[pb.PrefillRequest, float], Awaitable[None]]
-"""Have a chunk in this node's cache before a deadline (monotonic, s). Raises MooncakeError."""
+"""Load or compute a chunk into this node's cache before a deadline (monotonic, s). Raises MooncakeError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,11 @@ def chunk_spans(tokens: TokenIds, separator: TokenIds) -> list[tuple[int, int]]:
     return [span for span in pairwise(starts) if span[0]]
 
 
-class ChunkDesk:
-    """``bring``, ``go_on`` and ``stop`` are called on the event loop, ``take`` on the engine's thread."""
+class BlendChunks:
+    """The chunks of all prompts: those in this node's cache are acquired, others are loaded or computed.
+
+    Everything runs on the event loop but ``acquire``, which is called on the engine's thread.
+    """
 
     def __init__(self, host: EngineHost, separator: TokenIds, share: float) -> None:
         self._host = host
@@ -76,7 +79,7 @@ class ChunkDesk:
         self._worker: asyncio.Task[None] | None = None
 
     @classmethod
-    def configured(cls, host: EngineHost) -> ChunkDesk | None:
+    def configured(cls, host: EngineHost) -> BlendChunks | None:
         """None if blending is off. Raises ConfigError."""
         section = host.config.prefill
         if not section.blend_share:
@@ -86,11 +89,11 @@ class ChunkDesk:
             raise ConfigError("prefill.blend_separator must not be empty")
         return cls(host, separator, section.blend_share)
 
-    async def bring(
+    async def prepare(
         self, request: pb.PrefillRequest, tokens: TokenIds, store: StoreClient | None, compute: Compute
     ) -> list[Chunk]:
         """The prompt's chunks; those the pool has are loaded into this node's cache if there is room. Chunks that
-        nobody has are computed once ``go_on`` is called."""
+        nobody has are computed once ``compute_waiting`` is called."""
         chunks = self._cut(tokens[: request.num_prompt_tokens], request.cache_salt)
         pool = self._host.engine.block_pool
         absent = {chunk.keys[-1]: chunk for chunk in chunks if pool.match(chunk.keys) < len(chunk.keys)}
@@ -98,22 +101,23 @@ class ChunkDesk:
         fetches = []
         for key, chunk in absent.items():
             if key in stored:
-                order = self._order(request, chunk, max(request.priority - 1, -BEHIND_ALL))  # one token of computation
-                fetches.append(_quietly(compute(order, time.monotonic() + FETCH_TIMEOUT_S)))
+                priority = max(request.priority - 1, -LOWEST_PRIORITY)  # it computes one token
+                chunk_request = self._request_for(request, chunk, priority)
+                fetches.append(_quietly(compute(chunk_request, time.monotonic() + FETCH_TIMEOUT_S)))
             elif len(self._waiting) < MAX_WAITING:
-                self._waiting.setdefault(key, (self._order(request, chunk, BEHIND_ALL), compute))
+                self._waiting.setdefault(key, (self._request_for(request, chunk, LOWEST_PRIORITY), compute))
         await asyncio.gather(*fetches)
         self._host.thread.call(lambda engine: _touch(engine.block_pool, chunks))  # before the prompt allocates blocks
         return chunks
 
-    def go_on(self) -> None:
-        """A prompt is done: continue in the background."""
+    def compute_waiting(self) -> None:
+        """A prompt is done: compute waiting chunks in the background, one after another."""
         if self._waiting and self._worker is None:
-            self._worker = asyncio.create_task(self._compute_waiting())
+            self._worker = asyncio.create_task(self._run_waiting())
 
-    def take(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
-        """What a prompt can reuse after its first ``first`` tokens, and the blocks that hold it, each with one more
-        reference."""
+    def acquire(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
+        """What a prompt can reuse after its first ``first`` tokens, and the blocks with that KV, which the caller must
+        release."""
         places: list[tuple[int, list[int]]] = []
         for chunk in chunks:
             num_here = pool.match(chunk.keys)
@@ -145,7 +149,7 @@ class ChunkDesk:
                 chunks.append(Chunk(start, whole, extend_chain(seed, whole, size)))
         return chunks
 
-    def _order(self, request: pb.PrefillRequest, chunk: Chunk, priority: int) -> pb.PrefillRequest:
+    def _request_for(self, request: pb.PrefillRequest, chunk: Chunk, priority: int) -> pb.PrefillRequest:
         return pb.PrefillRequest(
             request_id=f"chunk-{next(self._numbers)}-{chunk.keys[-1].hex()[:8]}",
             tokens=tokens_to_wire(chunk.tokens),
@@ -156,12 +160,11 @@ class ChunkDesk:
             priority=priority,
         )
 
-    async def _compute_waiting(self) -> None:
-        """One after another."""
+    async def _run_waiting(self) -> None:
         while self._waiting:
-            key, (order, compute) = next(iter(self._waiting.items()))
+            key, (chunk_request, compute) = next(iter(self._waiting.items()))
             try:
-                await _quietly(compute(order, time.monotonic() + COMPUTE_TIMEOUT_S))
+                await _quietly(compute(chunk_request, time.monotonic() + COMPUTE_TIMEOUT_S))
             finally:
                 self._waiting.pop(key, None)
         self._worker = None
@@ -192,6 +195,6 @@ async def _quietly(call: Awaitable[None]) -> None:
     try:
         await call
     except MooncakeError as error:
-        log.info("a chunk was not brought here: %s", error.message)
+        log.info("a chunk was neither loaded nor computed: %s", error.message)
     except Exception:  # a bug must cost this chunk, not its prompt or all chunks behind it
-        log.exception("bringing a chunk here")
+        log.exception("loading or computing a chunk")

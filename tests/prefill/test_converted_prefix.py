@@ -19,7 +19,7 @@ from mooncake.config import PoolLayoutSection
 from mooncake.errors import ConfigError, Overloaded
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.rpc.server import Channels
-from prefill_node.foreign import ForeignLayout, ForeignPrefix
+from prefill_node.converted_prefix import ConvertedPrefix, SourceLayout
 from tests.prefill.test_loads import PROMPT, STORED_BLOCKS, prefill_on_a_fresh_node, store_node, store_stats
 
 CHECKPOINT = open_checkpoint("smollm2")
@@ -44,7 +44,7 @@ async def our_blocks(store: StoreNode) -> np.ndarray[tuple[int, ...], np.dtype[n
 async def leave_as_three_ranks(store: StoreNode, blocks: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> None:
     transfer, channels = TransferEngine("ranks", ("shm",)), Channels()
     client = StoreClient(store.control_address, transfer, channels)
-    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    theirs = SourceLayout.configured(THREE, CHECKPOINT.digest, OURS)
     assert theirs is not None
     for rank in range(3):
         heads = theirs.plan.source.heads(rank)
@@ -98,12 +98,12 @@ class RefusingAtLast(StoreClient):
 
 
 async def test_of_some_leases_without_the_others_none_stays() -> None:
-    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    theirs = SourceLayout.configured(THREE, CHECKPOINT.digest, OURS)
     assert theirs is not None
     transfer, channels = TransferEngine("reader", ("shm",)), Channels()
     async with store_node() as store:
         await leave_as_three_ranks(store, np.zeros((STORED_BLOCKS, OURS.block_bytes), np.uint8))
-        prefix = ForeignPrefix(theirs, RefusingAtLast(store.control_address, transfer, channels), PROMPT, "", "")
+        prefix = ConvertedPrefix(theirs, RefusingAtLast(store.control_address, transfer, channels), PROMPT, "", "")
         with pytest.raises(Overloaded):
             await prefix.lease(STORED_BLOCKS, 5.0)
         assert (await store_stats(store)).leases == 0
@@ -112,8 +112,8 @@ async def test_of_some_leases_without_the_others_none_stays() -> None:
 
 
 def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verified_is_read() -> None:
-    theirs = ForeignLayout.configured(THREE, CHECKPOINT.digest, OURS)
-    assert theirs is not None and ForeignLayout.configured(PoolLayoutSection(), CHECKPOINT.digest, OURS) is None
+    theirs = SourceLayout.configured(THREE, CHECKPOINT.digest, OURS)
+    assert theirs is not None and SourceLayout.configured(PoolLayoutSection(), CHECKPOINT.digest, OURS) is None
     names = {key for rank in range(3) for key in theirs.keys(rank, PROMPT, "", "")}
     assert len(names) == 3 * STORED_BLOCKS and names.isdisjoint(OUR_KEYS)
     assert names.isdisjoint(theirs.keys(0, PROMPT, "", "an adapter")) and names.isdisjoint(
@@ -121,7 +121,7 @@ def test_every_part_of_a_model_has_names_of_its_own_and_only_what_can_be_verifie
     )
     later = theirs.keys(0, PROMPT, "", "an adapter", 2 * theirs.plan.source.block_tokens + 1)
     assert later[:2] == theirs.keys(0, PROMPT)[:2] and names.isdisjoint(later[2:])
-    whole = ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1), CHECKPOINT.digest, OURS)
+    whole = SourceLayout.configured(PoolLayoutSection(tensor_parallel=1), CHECKPOINT.digest, OURS)
     assert whole is not None and whole.keys(0, PROMPT, "", "") == OUR_KEYS  # the same layout is the same KV
     with pytest.raises(ConfigError, match="must divide"):
-        ForeignLayout.configured(PoolLayoutSection(tensor_parallel=1, block_tokens=128), CHECKPOINT.digest, OURS)
+        SourceLayout.configured(PoolLayoutSection(tensor_parallel=1, block_tokens=128), CHECKPOINT.digest, OURS)

@@ -1,7 +1,7 @@
-"""Where one prompt's KV goes: to the decode node that continues it, and to the pool.
+"""The writes of one prompt's KV: to the decode node that continues it, and to the pool.
 
-Neither is opened before the request's turn has come: a decode node's blocks are not held while a request queues here,
-and a reservation in the pool would expire. Everything runs on the event loop; the engine's hook fills the sinks.
+Neither begins before the prompt's first step: a decode node's blocks are not held while a request queues here, and a
+reservation in the pool would expire. Everything runs on the event loop; the engine's hook fills the streams.
 """
 
 from __future__ import annotations
@@ -13,69 +13,67 @@ from kvstore.client import StoreClient
 from mooncake.engine.engine import Engine
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.types import BlockKey, SampledToken
-from prefill_node.deadline import Deadline
-from prefill_node.handoff import Handoff
-from prefill_node.leases import CONTROL_TIMEOUT_S
-from prefill_node.outbox import Outbox, Sink
+from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
+from prefill_node.handoff import HandoffSender
+from prefill_node.kv_writer import WriteStream
 from prefill_node.pool_write import PoolWrite
-from prefill_node.workshop import Workshop
+from prefill_node.resources import NodeResources
 
 
-class Outlets:
-    """``to_decode`` and ``to_pool`` once each; then ``stop``, ``close_sinks`` and ``close``, whatever happened."""
+class PromptWrites:
+    """``to_decode`` and ``to_pool`` once each; then ``stop``, ``close_streams`` and ``close``, whatever happened."""
 
     def __init__(
-        self, shop: Workshop, request: pb.PrefillRequest, keys: Sequence[BlockKey], deadline: Deadline
+        self, node: NodeResources, request: pb.PrefillRequest, keys: Sequence[BlockKey], deadline: Deadline
     ) -> None:
         """``keys``: of the prompt's full blocks."""
-        self._shop = shop
+        self._node = node
         self._request = request
         self._keys = keys
         self._deadline = deadline
         self._has_started = asyncio.Event()
-        self._opening: dict[Sink, asyncio.Task[None]] = {}
+        self._opening: dict[WriteStream, asyncio.Task[None]] = {}
         self._sealing: asyncio.Task[None] | None = None
-        self.handoff: Handoff | None = None
+        self.handoff: HandoffSender | None = None
         self.pool: PoolWrite | None = None
 
     def to_decode(self, num_tokens: int) -> None:
-        self.handoff = Handoff(self._shop, self._request, num_tokens, self._deadline)
-        self._opening[self.handoff.sink] = asyncio.create_task(self._open_handoff(self.handoff))
+        self.handoff = HandoffSender(self._node, self._request, num_tokens, self._deadline)
+        self._opening[self.handoff.stream] = asyncio.create_task(self._open_handoff(self.handoff))
 
     def to_pool(self, store: StoreClient, name: str, first: int, num_exact: Callable[[], int | None]) -> None:
-        """Store the prompt's full blocks from ``first`` on. ``num_exact`` is asked when the request's turn has come:
+        """Store the prompt's full blocks from ``first`` on. ``num_exact`` is asked when the prompt's first step begins:
         how many leading tokens may be stored; None: all."""
-        self.pool = PoolWrite(self._shop, store, name, self._keys, self._deadline)
-        self._opening[self.pool.sink] = asyncio.create_task(self._open_pool(self.pool, first, num_exact))
+        self.pool = PoolWrite(self._node, store, name, self._keys, self._deadline)
+        self._opening[self.pool.stream] = asyncio.create_task(self._open_pool(self.pool, first, num_exact))
 
     @property
-    def sinks(self) -> list[tuple[Sink, Outbox]]:
-        handoff = [] if self.handoff is None else [(self.handoff.sink, self._shop.handoffs)]
-        return handoff if self.pool is None else [*handoff, (self.pool.sink, self._shop.stores)]
+    def streams(self) -> list[WriteStream]:
+        return [write.stream for write in (self.handoff, self.pool) if write is not None]
 
     @property
-    def hold(self) -> Callable[[list[int]], None] | None:
-        """What keeps blocks unchanged until they are stored, for a sequence that continues here."""
-        return self.pool.hold if self.pool is not None and self.handoff is None else None
+    def retain_blocks(self) -> Callable[[list[int]], None] | None:
+        """For a sequence that continues here: keeps its blocks unchanged until they are stored."""
+        return self.pool.retain_blocks if self.pool is not None and self.handoff is None else None
 
     @property
     def last_full_token(self) -> int:
         """The last token of the last full block: what follows it needs the windows it sees."""
-        return len(self._keys) * self._shop.host.plan.layout.block_tokens - 1
+        return len(self._keys) * self._node.host.plan.layout.block_tokens - 1
 
     @property
     def first_pages(self) -> tuple[int, ...]:
-        """For each group, the first block whose page is needed elsewhere: windows are handed on, and stored, only at
-        the prompt's end."""
-        groups, block_tokens = self._shop.host.plan.groups, self._shop.host.plan.layout.block_tokens
+        """For each group of layers, the first block whose page is needed elsewhere: windows are handed over, and
+        stored, only at the prompt's end."""
+        groups, block_tokens = self._node.host.plan.groups, self._node.host.plan.layout.block_tokens
         return tuple(groups.first_page(g, self.last_full_token, block_tokens) for g in range(groups.num_groups))
 
     def start(self) -> None:
-        """The request's turn has come: open everything."""
+        """The prompt's first step begins: open everything."""
         self._has_started.set()
 
-    def computed(self) -> None:
-        """Everything has been computed: seal the pool's blocks in the background."""
+    def start_sealing(self) -> None:
+        """The prompt is computed: seal the pool's blocks in the background."""
         self._sealing = asyncio.create_task(self._seal())
 
     async def commit(self, first_tokens: list[SampledToken], num_exact: int | None) -> None:
@@ -96,15 +94,15 @@ class Outlets:
             task.cancel()
         await asyncio.gather(*self._opening.values(), return_exceptions=True)
 
-    async def close_sinks(self) -> None:
+    async def close_streams(self) -> None:
         """Return once no write is in progress."""
-        for sink, _ in self.sinks:
-            await asyncio.to_thread(sink.close)
+        for stream in self.streams:
+            await asyncio.to_thread(stream.close)
 
-    def let_go(self, engine: Engine) -> None:
-        """On the engine's thread, after ``close_sinks``. Idempotent."""
+    def release_blocks(self, engine: Engine) -> None:
+        """On the engine's thread, after ``close_streams``. Idempotent."""
         if self.pool is not None:
-            self.pool.let_go(engine)
+            self.pool.release_blocks(engine)
 
     async def close(self) -> None:
         """Tell the peers, who may be slow."""
@@ -113,17 +111,17 @@ class Outlets:
         if self.pool is not None:
             await self.pool.close()
 
-    async def _open_handoff(self, handoff: Handoff) -> None:
+    async def _open_handoff(self, handoff: HandoffSender) -> None:
         await self._has_started.wait()
         await handoff.open()
 
     async def _open_pool(self, pool: PoolWrite, first: int, num_exact: Callable[[], int | None]) -> None:
         await self._has_started.wait()
-        exact, block_tokens = num_exact(), self._shop.host.plan.layout.block_tokens
+        exact, block_tokens = num_exact(), self._node.host.plan.layout.block_tokens
         end = len(self._keys) if exact is None else exact // block_tokens
         await pool.open(first, end, self.first_pages, into_dram=self._request.HasField("pool_tokens"))
 
     async def _seal(self) -> None:
         if self.pool is not None:
-            await self._opening[self.pool.sink]
+            await self._opening[self.pool.stream]
             await self.pool.seal()

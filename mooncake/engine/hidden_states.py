@@ -1,4 +1,4 @@
-"""Tokens with another model's KV, except in some layers: those are computed here, from that model's hidden states.
+"""Hidden states of another model, from which layers are computed of tokens that reuse that model's KV in all others.
 
 Pure bookkeeping: it knows neither keys, the pool nor how the states got here.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from mooncake.engine.scheduler import StepEntry
+    from mooncake.engine.step_plan import StepEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +23,16 @@ class HiddenStates:
     first: int
     blocks: torch.Tensor
 
-    def window(self, first: int, end: int) -> torch.Tensor:
+    def slice(self, first: int, end: int) -> torch.Tensor:
         """Float32 ``[end - first, hidden]`` of the sequence's tokens ``first ≤ i < end``, a copy."""
         places = torch.arange(first - self.first, end - self.first)
         block_tokens = self.blocks.shape[1]
         return self.blocks[places // block_tokens, places % block_tokens].float()
 
 
-def hidden_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
-    """Those of a step's inherited tokens, in the order of its batch; None if their layers begin with the embeddings."""
-    given = [(entry.sequence.borrowed.hidden, entry) for entry in entries]
-    parts = [hidden.window(entry.first, entry.end) for hidden, entry in given if hidden is not None]
+def hidden_states_of(entries: Sequence[StepEntry]) -> torch.Tensor | None:
+    """Those of a step's ``variant_entries``, in the order of its batch; None if their layers begin with the
+    embeddings."""
+    given = [(entry.sequence.reused.hidden_states, entry) for entry in entries]
+    parts = [hidden.slice(entry.first, entry.end) for hidden, entry in given if hidden is not None]
     return torch.cat(parts) if parts else None

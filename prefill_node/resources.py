@@ -9,25 +9,24 @@ from kvstore.client import StoreClient
 from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.host import EngineHost
 from mooncake.rpc.server import Channels
-from prefill_node.chunks import ChunkDesk
-from prefill_node.foreign import ForeignLayout
-from prefill_node.inherit import Sender
+from prefill_node.blend_chunks import BlendChunks
+from prefill_node.converted_prefix import SourceLayout
+from prefill_node.kv_writer import KVWriter
 from prefill_node.loader import Loader
-from prefill_node.outbox import Outbox
 from prefill_node.streamer import LayerStreamer
+from prefill_node.variant_kv import Sender
 
 
 @dataclass(frozen=True, slots=True)
-class Workshop:
-    node_id: str
+class NodeResources:
     host: EngineHost
     transfer: TransferEngine
     channels: Channels
     streamer: LayerStreamer
     loader: Loader
-    handoffs: Outbox  # urgent: a request waits for these bytes
-    stores: Outbox  # in the background
+    handoff_writer: KVWriter  # urgent: a request waits for these bytes
+    pool_writer: KVWriter  # in the background
     store_at: Callable[[str], StoreClient]  # by control address
-    foreign: ForeignLayout | None  # another deployment's blocks in the pool, read if it has more of a prompt
-    chunks: ChunkDesk | None  # if prompts are blended from chunks
-    sender: Sender | None  # the variant whose KV is inherited
+    source_layout: SourceLayout | None  # of another deployment's blocks in the pool, read if it has more of a prompt
+    blend_chunks: BlendChunks | None  # if prompts are blended from chunks
+    variant: Sender | None  # the variant of the model whose KV is reused

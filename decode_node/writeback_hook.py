@@ -1,7 +1,7 @@
-"""The engine's hook on a decode node: notices blocks filled by generation and offers them for write-back.
+"""The engine's hook on a decode node: offers blocks that generation has filled for write-back to the pool.
 
-It runs on the engine's thread. An offered block gets one more reference, so it stays unchanged until it is written,
-whatever happens to its sequence.
+It runs on the engine's thread. An offered block is retained, so it stays unchanged until it is written, whatever
+happens to its sequence.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 
 
 @dataclass(slots=True)
-class Watched:
-    """A request. Blocks before ``first_block`` belong to its prompt."""
+class WatchedRequest:
+    """A request whose blocks are written back. Those before ``first_block`` belong to its prompt."""
 
     pool_address: str
     first_block: int
     next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: blocks before this one have been offered
 
 
-class GeneratedBlocks:
+class WriteBackHook:
     """The event loop calls ``watch`` and ``forget``, each a single assignment."""
 
     wants_layers = False
@@ -34,19 +35,19 @@ class GeneratedBlocks:
     def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
         self._writeback = writeback
         self._block_tokens = block_tokens
-        self._watched: dict[str, Watched] = {}
+        self._watched: dict[str, WatchedRequest] = {}
         self._loop = asyncio.get_running_loop()
         self.thread: EngineThread  # set once the engine runs; nothing is watched before
 
     def watch(self, sequence: Sequence, pool_addresses: list[str]) -> None:
         if pool_addresses:
             first = len(sequence.tokens) // self._block_tokens
-            self._watched[sequence.request_id] = Watched(pool_addresses[0], first)
+            self._watched[sequence.request_id] = WatchedRequest(pool_addresses[0], first)
 
     def forget(self, request_id: str) -> None:
         self._watched.pop(request_id, None)
 
-    def admitted(self, sequence: Sequence, to_load: list[tuple[int, int, BlockKey]]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -76,13 +77,13 @@ class GeneratedBlocks:
         """Offer a block with the pages of it that the sequence still has. Window pages are evicted before the first
         group's, without which they are useless."""
         key, parent = sequence.block_keys[index], sequence.block_keys[index - 1] if index else b""
-        holding = sequence.holding
-        for group, (table, first) in enumerate(zip(holding.tables, holding.first_held, strict=True)):
+        blocks = sequence.blocks
+        for group, (table, first) in enumerate(zip(blocks.tables, blocks.first_held, strict=True)):
             if index >= first:
                 self._offer_page(table[index], page_key(key, group), key if group else parent, pool_address)
 
     def _offer_page(self, page: int, key: BlockKey, parent: bytes, pool_address: str) -> None:
-        self.thread.engine.block_pool.fork([page])
+        self.thread.engine.block_pool.retain([page])
 
         def done() -> None:
             self.thread.call(lambda engine: engine.block_pool.release([page]))

@@ -1,17 +1,17 @@
-"""Checks at the engine's entrance: a sequence, or its first tokens, is refused here before it could break a step."""
+"""Validation of requests: what could break a step is refused when a sequence, or its first tokens, arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from mooncake.engine.searches import handed_candidates
+from mooncake.engine.beam_search import handed_candidates
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.types import SampledToken
 
 
-class Gate:
+class RequestChecks:
     """The limits of one model in one engine."""
 
     def __init__(self, vocab_size: int, max_model_len: int, guides: Guides | None) -> None:

@@ -1,4 +1,4 @@
-"""The sampling parameters and random numbers of a step, for a sampler on the device: one column per sequence.
+"""The inputs of sampling on the device: a step's sampling parameters and random numbers, a column per sequence.
 
 Random numbers are made here, on the host, from seed and position. It knows nothing of logits.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from mooncake.engine.randomness import uniforms
-from mooncake.engine.sampler import keep_draw
+from mooncake.engine.sampler import pack_sampling
 from mooncake.engine.sequence import Sequence
 from mooncake.model.device_sampler import Draws
 
 _KEPT = np.dtype([(name, "f8") for name in ("temperature", "top_p", "min_p")] + [("top_k", "i8"), ("seed", "u8")])
 
 
-class DrawBuilder:
-    """Caches what stays the same from one step to the next."""
+class SamplingInputs:
+    """Sampling parameters are kept while the same sequences are sampled from."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -24,10 +24,12 @@ class DrawBuilder:
         self._cut_rows = np.empty(0, np.int64)
 
     def build(self, sequences: list[Sequence], positions: list[int]) -> Draws | None:
-        """``positions`` are those of the tokens to be drawn. None when all sequences are greedy."""
+        """``positions`` are those of the tokens to be sampled. None when all sequences are greedy."""
         if sequences != self._sequences:
             self._sequences = sequences
-            self._kept = np.frombuffer(b"".join(sequence.draw or keep_draw(sequence) for sequence in sequences), _KEPT)
+            self._kept = np.frombuffer(
+                b"".join(sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences), _KEPT
+            )
             is_cut = (self._kept["top_k"] > 0) | (self._kept["top_p"] < 1)
             self._cut_rows = np.flatnonzero(is_cut & (self._kept["temperature"] > 0))
         kept = self._kept

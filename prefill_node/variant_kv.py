@@ -1,16 +1,14 @@
-"""Inherits KV from another variant of the model: what its deployment left in the pool of a prompt, and how it is
-loaded.
+"""Reuse of KV that another variant of the model, the *sender*, left in the pool (DroidSpeak): found, and loaded.
 
-The blocks have the sender's names, which anyone who knows its KV fingerprint can compute. The inputs of the receiver's
-own layers are read first, into memory beside the cache: those layers are computed from them while the other layers' KV
-follows.
+The blocks have the sender's names, which anyone who knows its KV fingerprint can compute. The hidden states that go
+into the receiver's own layers are read first, into side buffers: those layers are computed from them while the other
+layers' KV is still being read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,15 +17,16 @@ import numpy.typing as npt
 import torch
 
 from kvstore.client import StoreClient
+from mooncake.engine.hidden_states import HiddenStates
 from mooncake.engine.host import EngineHost
-from mooncake.engine.inherit import HiddenStates
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import MooncakeError
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.types import BlockKey, KVLayout, TokenIds
-from prefill_node.foreign import ForeignLease
-from prefill_node.loader import BlockToLoad, LeasedPrefix, PrefixLoad
+from prefill_node.leases import Leases
+from prefill_node.loader import PrefixLoad
 
 log = logging.getLogger(__name__)
 
@@ -72,49 +71,47 @@ class Sender:
         return [*self.input_layers, *as_it_is] if self.inputs_first else [*as_it_is, *self.input_layers]
 
 
-Lease = Callable[[StoreClient, list[BlockKey]], LeasedPrefix]
-Release = Callable[[StoreClient, LeasedPrefix | ForeignLease, list[BlockKey]], None]
-
-
 @dataclass(frozen=True, slots=True)
-class Inheritance:
-    """What the pool has of one prompt: blocks up to ``end``, in this store."""
+class VariantPrefix:
+    """What the pool has of one prompt: the sender's blocks up to ``end``, in this store."""
 
     sender: Sender
     store: StoreClient
     keys: list[BlockKey]
     end: int
 
-    def load(self, sequence: Sequence, lease: Lease, release: Release, deadline: float) -> PrefixLoad:
-        """Load what the just admitted sequence inherits, and tell the sequence where its hidden states will be and
-        that its KV is no longer exact. On the engine's thread."""
-        borrowed, layout = sequence.borrowed, self.sender.layout
-        start = borrowed.inherits.start
-        first, end = (token // layout.block_tokens for token in (start, borrowed.inherits.stop))
+    def load(self, sequence: Sequence, leases: Leases, deadline: float) -> PrefixLoad:
+        """A load of what the just admitted sequence reuses; tells the sequence where its hidden states will be, and
+        from which token on its KV is not exact. On the engine's thread."""
+        reused, layout = sequence.reused, self.sender.layout
+        start = reused.variant_tokens.start
+        first, end = (token // layout.block_tokens for token in (start, reused.variant_tokens.stop))
         keys, store = self.keys[first:end], self.store
-        area = HiddenArea(self.sender, end - first)
-        borrowed.hidden = area.states(start)
-        borrowed.limit_exact(start)
-        blocks = [BlockToLoad(i, sequence.holding.block_table[first + i], key) for i, key in enumerate(keys)]
+        hidden = HiddenBuffer(self.sender, end - first)
+        reused.hidden_states = hidden.states(start)
+        reused.limit_exact(start)
+        blocks = [BlockToLoad(i, sequence.blocks.block_table[first + i], key) for i, key in enumerate(keys)]
         return PrefixLoad(
             sequence.request_id,
             blocks,
-            lambda: lease(store, keys),
-            partial(release, store),
+            lambda: leases.acquire(store, keys),
+            partial(leases.release, store),
             layout,
             deadline,
             self.sender.order,
-            area.by_layer,
+            hidden.by_layer,
         )
 
 
-async def find(sender: Sender, stores: list[StoreClient], keys: list[BlockKey], first: int) -> Inheritance | None:
+async def find_variant_prefix(
+    sender: Sender, stores: list[StoreClient], keys: list[BlockKey], first: int
+) -> VariantPrefix | None:
     """The longest run of the prompt's blocks from ``first`` on in any one store; None: there is none."""
     runs = await asyncio.gather(*(_run_length(store, keys[first:]) for store in stores))
     longest = max(runs, default=0)
     if not longest:
         return None
-    return Inheritance(sender, stores[runs.index(longest)], keys, first + longest)
+    return VariantPrefix(sender, stores[runs.index(longest)], keys, first + longest)
 
 
 async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
@@ -128,8 +125,8 @@ async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
     return next((i for i, found in enumerate(there) if not found), len(keys))
 
 
-class HiddenArea:
-    """Memory beside the cache for the inputs of our first layer, for ``num_blocks`` blocks."""
+class HiddenBuffer:
+    """Memory beside the cache for the inputs of our first own layer, for ``num_blocks`` blocks."""
 
     def __init__(self, sender: Sender, num_blocks: int) -> None:
         layout, layers = sender.layout, sender.input_layers

@@ -18,7 +18,7 @@ import pytest
 from kvstore.transfer.engine import TransferEngine
 from mooncake.errors import HandoffFailed, InternalError
 from mooncake.types import KVLayout, SegmentAddress
-from prefill_node.outbox import LAYERS_PER_TURN, Destination, LayerRun, Outbox, Sink
+from prefill_node.kv_writer import LAYERS_PER_TURN, Destination, KVWriter, LayerBlocks, WriteStream
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=64, block_tokens=64, dtype="float32")
@@ -56,14 +56,14 @@ def own() -> Iterator[Callable[[], Owner]]:
         process.communicate()
 
 
-def a_sink(name: str, address: SegmentAddress) -> Sink:
+def a_stream(name: str, address: SegmentAddress, writer: KVWriter) -> WriteStream:
     """Everything for every block, and no more."""
-    sink = Sink(name, LAYOUT, time.monotonic() + 300)
-    sink.open(Destination(address, {block: (block, EPOCH) for block in range(NUM_BLOCKS)}))
+    stream = WriteStream(name, LAYOUT, time.monotonic() + 300, writer)
+    stream.open(Destination(address, {block: (block, EPOCH) for block in range(NUM_BLOCKS)}))
     for layer in range(LAYOUT.num_layers):
-        sink.push(LayerRun(layer, 0, tuple(range(NUM_BLOCKS))))
-    sink.end()
-    return sink
+        stream.push(LayerBlocks(layer, 0, tuple(range(NUM_BLOCKS))))
+    stream.end()
+    return stream
 
 
 @pytest.mark.timeout(120)
@@ -72,74 +72,74 @@ def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Ow
     _, elsewhere = own()
     memory = np.random.default_rng(1).integers(0, 256, (NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
     transfer, sent = TransferEngine("prefill-t", ("tcp",), streams=1), []
-    outbox = Outbox("hand-offs", transfer, memory, lambda sink, nbytes, _: sent.append((sink.name, nbytes)))
+    writer = KVWriter("hand-offs", transfer, memory, lambda stream, nbytes, _: sent.append((stream.name, nbytes)))
 
-    def sink_to(name: str, address: SegmentAddress) -> Sink:
-        sink = a_sink(name, address)
-        outbox.kick(sink)
-        return sink
+    def stream_to(name: str, address: SegmentAddress) -> WriteStream:
+        stream = a_stream(name, address, writer)
+        writer.kick(stream)
+        return stream
 
     try:
         frozen.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, frozen.pid, os.WSTOPPED | os.WNOWAIT)
-        stuck, behind = sink_to("stuck", there), sink_to("behind", there)
-        right = [sink_to(f"right-{number}", elsewhere) for number in range(3)]
-        for sink in right:
-            sink.done.result(60)
-            assert (sink.sent_bytes, sink.transport) == (memory.nbytes, "tcp")
-            assert len(sink.checksums) == NUM_BLOCKS
+        stuck, behind = stream_to("stuck", there), stream_to("behind", there)
+        right = [stream_to(f"right-{number}", elsewhere) for number in range(3)]
+        for stream in right:
+            stream.done.result(60)
+            assert (stream.sent_bytes, stream.transport) == (memory.nbytes, "tcp")
+            assert len(stream.checksums) == NUM_BLOCKS
         assert not stuck.done.done() and not behind.done.done()
-        for sink in (stuck, behind):  # whose request has been given up
-            sink.close()
-            assert isinstance(sink.done.exception(0), HandoffFailed)
+        for stream in (stuck, behind):  # whose request has been given up
+            stream.close()
+            assert isinstance(stream.done.exception(0), HandoffFailed)
         memory[:] = 0  # is ours again
         frozen.send_signal(signal.SIGCONT)
-        sink_to("again", there).done.result(60)
+        stream_to("again", there).done.result(60)
         assert {name for name, _ in sent} == {"right-0", "right-1", "right-2", "again"}
     finally:
-        outbox.stop()
+        writer.stop()
         transfer.close()
 
 
 @pytest.mark.timeout(120)
-async def test_whoever_no_longer_waits_cannot_take_the_end_from_the_outbox(own: Callable[[], Owner]) -> None:
+async def test_whoever_no_longer_waits_cannot_take_the_end_from_the_writer(own: Callable[[], Owner]) -> None:
     _, address = own()
     memory = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
     transfer = TransferEngine("prefill-t", ("tcp",), streams=1)
-    outbox = Outbox("hand-offs", transfer, memory, lambda sink, nbytes, ms: None)
+    writer = KVWriter("hand-offs", transfer, memory, lambda stream, nbytes, ms: None)
     try:
-        given_up = a_sink("given up", address)
+        given_up = a_stream("given up", address, writer)
         waiting = asyncio.wrap_future(given_up.done)
         waiting.cancel()
         await asyncio.sleep(0)  # it tells the future that it waited for, at no particular moment
         assert not given_up.done.cancelled()
-        outbox.kick(given_up)
+        writer.kick(given_up)
         await asyncio.wait_for(asyncio.wrap_future(given_up.done), 60)
         assert given_up.sent_bytes == memory.nbytes
     finally:
-        outbox.stop()
+        writer.stop()
         transfer.close()
 
 
 @pytest.mark.timeout(120)
-def test_a_bug_at_the_end_of_a_turn_costs_one_sink(own: Callable[[], Owner]) -> None:
+def test_a_bug_at_the_end_of_a_turn_costs_one_stream(own: Callable[[], Owner]) -> None:
     _, address = own()
     memory = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
     transfer = TransferEngine("prefill-t", ("tcp",), streams=1)
 
-    def on_sent(sink: Sink, num_bytes: int, elapsed_ms: float) -> None:
-        if sink.name == "bad":
+    def on_sent(stream: WriteStream, num_bytes: int, elapsed_ms: float) -> None:
+        if stream.name == "bad":
             raise ZeroDivisionError
 
-    outbox = Outbox("hand-offs", transfer, memory, on_sent)
+    writer = KVWriter("hand-offs", transfer, memory, on_sent)
     try:
-        bad, good = a_sink("bad", address), a_sink("good", address)
+        bad, good = a_stream("bad", address, writer), a_stream("good", address, writer)
         for _ in range(2 * LAYERS_PER_TURN):  # so that it needs more than the turn that goes wrong
-            bad.push(LayerRun(0, 0, (0,)))
-        outbox.kick(bad)
-        outbox.kick(good)
+            bad.push(LayerBlocks(0, 0, (0,)))
+        writer.kick(bad)
+        writer.kick(good)
         good.done.result(60)
         assert isinstance(bad.done.exception(60), InternalError)
     finally:
-        outbox.stop()
+        writer.stop()
         transfer.close()
