@@ -1,0 +1,229 @@
+"""Which tensors of a GGUF file hold each weight, by its Hugging Face name, and in what form. Torch-free.
+
+llama.cpp's converter renames weights, stacks experts, and changes some values: ``Form`` lists all of that;
+``mooncake.model.gguf_weights`` undoes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from mooncake.errors import ModelError
+from mooncake.family import Shapes
+from mooncake.gguf_file import GGUFFile
+from mooncake.model_config import ModelConfig
+
+Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped"]
+"""How the file's tensors differ from the published weight.
+
+"plus one"    1 was added (Gemma's norms)
+"turned"      each head's rows are in the order of interleaved rotary pairs: (0, D/2), (1, D/2 + 1), …
+"transposed"  the last two axes are swapped (GPT-2, gpt-oss's experts)
+"expert"      all experts are in one tensor [E, …]
+"in turn"     the weight has the columns of two tensors in turn, each [E, outputs, inputs] (gpt-oss's gate and up)
+"stacked"     the weight has the rows of one tensor above those of another, in each expert (Granite's gate and up)
+"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    tensors: tuple[str, ...]
+    form: Form = "as is"
+    expert: int = 0
+
+    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+        """That of each tensor, for a weight of this ``shape``."""
+        if self.form == "expert":
+            return (config.num_experts, *shape)
+        if self.form == "transposed":
+            return (*shape[:-2], shape[-1], shape[-2])
+        if self.form == "in turn":
+            return (shape[0], shape[-1] // 2, *shape[1:-1])
+        if self.form == "stacked":
+            return (shape[0], shape[1] // 2, *shape[2:])
+        return shape
+
+
+# Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
+
+_ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+_LLAMA = {**_ATTENTION, **_GATED}
+_EXPERTS = {
+    **_ATTENTION,
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps",
+    "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
+}
+_POST_NORMED = {
+    **_LLAMA,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA = {**_POST_NORMED, "pre_feedforward_layernorm": "ffn_norm"}
+_GLM = {**_LLAMA, "mlp.gate_up_proj": "ffn_up"}
+
+_LAYERS: dict[str, Mapping[str, str]] = {
+    "phi3": {**_LLAMA, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo2": _POST_NORMED,
+    "olmo3": _POST_NORMED,
+    "mixtral": {
+        **_ATTENTION,
+        "block_sparse_moe.gate": "ffn_gate_inp",
+        "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+        "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+        "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+    },
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": {
+        **_EXPERTS,
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    },
+    "gpt_oss": {
+        **_ATTENTION,
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+    },
+    "granitemoe": {**_ATTENTION, "block_sparse_moe.router.layer": "ffn_gate_inp"},
+    "glm": _GLM,
+    "glm4": {
+        **_GLM,
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "starcoder2": {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "falcon": {
+        "input_layernorm": "attn_norm",
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "gpt2": {
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+}
+_TOP = {
+    **dict.fromkeys(("model.embed_tokens", "transformer.wte", "transformer.word_embeddings"), "token_embd"),
+    "transformer.wpe": "position_embd",
+    **dict.fromkeys(("model.norm", "transformer.ln_f"), "output_norm"),
+    "lm_head": "output",
+}
+
+# Weights whose names have no ".weight", or that are made of several tensors.
+_PARTS: dict[str, Mapping[str, Source]] = {
+    "gpt_oss": {
+        "self_attn.sinks": Source(("attn_sinks.weight",)),
+        "mlp.experts.gate_up_proj": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "in turn"),
+        "mlp.experts.gate_up_proj_bias": Source(("ffn_gate_exps.bias", "ffn_up_exps.bias"), "in turn"),
+        "mlp.experts.down_proj": Source(("ffn_down_exps.weight",), "transposed"),
+        "mlp.experts.down_proj_bias": Source(("ffn_down_exps.bias",)),
+    },
+    "granitemoe": {
+        "block_sparse_moe.input_linear.weight": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "stacked"),
+        "block_sparse_moe.output_linear.weight": Source(("ffn_down_exps.weight",)),
+    },
+}
+_TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe")
+_PLUS_ONE = ("gemma2", "gemma3_text")
+_NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+# Tables that can be computed.
+_SPARE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.\w+")
+
+
+def sources(config: ModelConfig, names: Iterable[str]) -> dict[str, Source]:
+    """Of each weight."""
+    return {name: _source(config.architecture, name) for name in names}
+
+
+def _source(architecture: str, name: str) -> Source:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        kind, _, suffix = name.rpartition(".")
+        form: Form = "plus one" if architecture in _PLUS_ONE and kind.endswith("norm") else "as is"
+        return Source((f"{_TOP[kind]}.{suffix}",), form)
+    at, rest = f"blk.{match['layer']}.", match["rest"]
+    if part := _PARTS.get(architecture, {}).get(rest):
+        return Source(tuple(at + tensor for tensor in part.tensors), part.form)
+    kind, _, suffix = rest.rpartition(".")
+    expert = _EXPERT.search(kind)
+    kind = _EXPERT.sub("*", kind)
+    tensor = f"{at}{_LAYERS.get(architecture, _LLAMA)[kind]}.{suffix}"
+    return Source((tensor,), _form(architecture, kind, suffix), int(expert[0]) if expert else 0)
+
+
+def _form(architecture: str, kind: str, suffix: str) -> Form:
+    if "*" in kind:
+        return "expert"
+    if architecture in _TURNED and kind in ("self_attn.q_proj", "self_attn.k_proj"):
+        return "turned"
+    if architecture in _PLUS_ONE and kind.endswith("norm"):
+        return "plus one"
+    if architecture == "gpt2" and suffix == "weight" and not kind.startswith("ln_"):
+        return "transposed"
+    return "ungrouped" if kind == "self_attention.query_key_value" else "as is"
+
+
+def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
+    """Raises ModelError for a weight that is missing or of another shape, and for a tensor that is not needed, because
+    it means a different architecture."""
+    used = set()
+    for name, source in sources(config, needed).items():
+        expected = source.stored_shape(needed[name], config)
+        for tensor in source.tensors:
+            found = file.tensors.get(tensor)
+            if found is None:
+                raise ModelError(f"{file.path} lacks the weight {name} ({tensor})")
+            if _without_ones(found.shape) != _without_ones(expected):
+                what = f"{name} has the shape {found.shape}, the configuration says {expected}"
+                raise ModelError(f"{file.path}: the weight {what}")
+            used.add(tensor)
+    for tensor in sorted(file.tensors.keys() - used):
+        if not _SPARE.fullmatch(tensor):
+            name = published_name(config.architecture, tensor)
+            raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A row is stored as a vector by some converters, as a matrix by others."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def published_name(architecture: str, tensor: str) -> str:
+    """A weight that this tensor would hold; unknown names stay as they are."""
+    kind, _, suffix = tensor.rpartition(".")
+    tops = {stored: name for name, stored in _TOP.items() if name.startswith(("model.", "lm_head"))}
+    if kind in tops:
+        return f"{tops[kind]}.{suffix}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", kind)
+    layer = {stored: name for name, stored in _LAYERS.get(architecture, _LLAMA).items()}
+    return f"model.layers.{match[1]}.{layer[match[2]]}.{suffix}" if match and match[2] in layer else tensor
