@@ -79,8 +79,6 @@ class Checkpoint(ABC):
     @property
     def groups(self) -> tuple[int, int]:
         """Parameters that CPUs can keep as codes in groups, and the bytes these then take."""
-        if self.config.architecture in REARRANGED:
-            return 0, 0
         kept = [weight for weight in self.coded.values() if weight.keeps_groups]
         return sum(math.prod(weight.shape) for weight in kept), sum(weight.group_bytes for weight in kept)
 

@@ -1,0 +1,137 @@
+"""GGUF files of every family, as llama.cpp's converter writes them: the same models as their folders, token for token
+those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from converted import CHANGES, Converted, Kind
+from tiny_families import VOCAB
+from tiny_mixtures import answers
+
+from mooncake.checkpoint import Checkpoint, weight_shapes
+from mooncake.engine.kv_cache import KVCache
+from mooncake.gguf_file import GGUFFile
+from mooncake.kernels.grouped import GroupedCodes
+from mooncake.model.layers import WeightsOnDemand
+from mooncake.model.load import load_model
+from mooncake.model.weights import load_weights
+from mooncake.model_config import ModelConfig
+
+PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=CHANGES, scope="module")
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return Converted(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def greedy(checkpoint: Checkpoint, keeps_groups: bool = False) -> list[list[int]]:
+    model = load_model(checkpoint, "float32", keeps_groups=keeps_groups)
+    return answers(model, KVCache(checkpoint.kv_layout(16, "float32"), 80), PROMPTS)
+
+
+def plain(config: ModelConfig) -> dict[str, object]:
+    """Metadata are float32, and so is what is computed with them."""
+    return {name: narrowed(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def narrowed(value: object) -> object:
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, dict):
+        return {name: narrowed(inner) for name, inner in value.items()}
+    return tuple(map(narrowed, value)) if isinstance(value, (list, tuple)) else value
+
+
+def test_a_file_says_of_a_model_what_its_folder_says(converted: Converted) -> None:
+    assert plain(converted.checkpoint.config) == plain(converted.published.checkpoint.config)
+
+
+def test_a_file_holds_the_weights_of_the_folder(converted: Converted) -> None:
+    ours, published = (load_weights(each.checkpoint, "float32") for each in (converted, converted.published))
+    assert ours.keys() == published.keys()
+    for name in ours:
+        if converted.family.startswith("gemma") and name.endswith("norm.weight"):  # 1 was added, and taken away
+            torch.testing.assert_close(ours[name], published[name], rtol=0, atol=2**-23)
+        else:
+            assert torch.equal(ours[name], published[name]), name
+
+
+def test_its_tokens_are_those_of_transformers(converted: Converted) -> None:
+    found = greedy(converted.checkpoint)
+    assert found == [converted.published.greedy(prompt) for prompt in PROMPTS]
+    assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+
+
+# Quantised files: the reference has the values that the codes stand for
+
+QUANTISED = (
+    *("gemma3", "phi3", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
+    *("granite-moe", "glm4", "falcon-40b", "gpt2"),
+)
+
+
+@pytest.mark.parametrize("keeps_groups", [True, False], ids=["codes", "values"])
+@pytest.mark.parametrize("family", QUANTISED)
+def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_groups: bool, tmp_path: Path) -> None:
+    expert_kind = Kind.MXFP4 if family == "gpt-oss" else None
+    converted = Converted(family, tmp_path, Kind.Q8_0, expert_kind)
+    kinds = {tensor.kind.name for tensor in GGUFFile(converted.path).tensors.values()}
+    assert {"F32", "Q8_0", *(["MXFP4"] if expert_kind else [])} <= kinds
+    expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
+    assert greedy(converted.checkpoint, keeps_groups) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "gpt-oss", "cohere"])
+def test_files_of_half_precision_are_the_same_model_too(family: str, tmp_path: Path) -> None:
+    converted = Converted(family, tmp_path, Kind.F16)
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("phi3", "model.layers.1.self_attn.k_proj.weight"),
+        ("phi3", "model.layers.1.mlp.up_proj.weight"),
+        ("phi4-mini", "model.layers.1.self_attn.q_proj.weight"),
+        ("mixtral", "model.layers.1.self_attn.q_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ("falcon-40b", "transformer.h.1.self_attention.query_key_value.weight"),
+    ],
+)
+def test_codes_stay_codes_where_rows_are_whole(family: str, name: str, tmp_path: Path) -> None:
+    weights = load_weights(Converted(family, tmp_path, Kind.Q8_0).checkpoint, "float32", keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand)
+    codes = weights.codes(name)
+    assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[name])
+
+
+def test_the_experts_of_gpt_oss_stay_codes(tmp_path: Path) -> None:
+    checkpoint = Converted("gpt-oss", tmp_path, Kind.Q8_0, Kind.MXFP4).checkpoint
+    weights = load_weights(checkpoint, "float32", keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand)
+    for name in ("gate_up_proj", "down_proj"):
+        experts = weights.experts(f"model.layers.1.mlp.experts.{name}")
+        assert experts is not None
+        values = weights[f"model.layers.1.mlp.experts.{name}"].mT
+        assert torch.equal(torch.stack([each.weights() for each in experts]), values)
+    num_codes, num_bytes = checkpoint.groups
+    assert num_codes == sum(
+        math.prod(shape) for name, shape in weight_shapes(checkpoint.config).items() if is_coded(name)
+    )
+    assert num_bytes < num_codes
+
+
+def is_coded(name: str) -> bool:
+    return name.endswith(("proj.weight", "embed_tokens.weight", "lm_head.weight", "gate_up_proj", "down_proj"))
