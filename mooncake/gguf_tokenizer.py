@@ -37,17 +37,16 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
             "BPE), llama (SentencePiece)"
         )
     vocabulary, pre = read_vocabulary(file), str(file.get("tokenizer.ggml.pre") or "default")
-    is_sentencepiece, continuing = kind == "llama", None
+    is_sentencepiece = kind == "llama"
+    prefix = " " if is_sentencepiece and file.get(_ADD_SPACE) is not False else ""
     if is_sentencepiece:
-        has_prefix = file.get(_ADD_SPACE) is not False
-        backend = _sentencepiece(file, vocabulary, has_prefix)
-        continuing = _sentencepiece(file, vocabulary, False) if has_prefix else None
+        backend = _sentencepiece(file, vocabulary, bool(prefix))
     else:
         backend = _byte_level_bpe(vocabulary.tokens, strings(file, "tokenizer.ggml.merges"), pre, str(file.path))
     control_ids = vocabulary.of_type(TokenType.CONTROL)
-    for each in (backend, continuing):
-        if each is not None:
-            _add_tokens(each, vocabulary, control_ids)
+    backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
+    backend.add_special_tokens([_added(token, True) for token in control_ids])
+    backend.encode_special_tokens = True
     named = {name: _named_id(file, key, len(vocabulary.tokens)) for name, key in _NAMED_TOKENS.items()}
     source = file.get("tokenizer.chat_template")
     variables = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
@@ -57,19 +56,13 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
         adds_bos = is_sentencepiece or pre in (*LLAMA3, *TEKKEN)
     bos_ids = [bos] if adds_bos is True and bos is not None else []
     strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
-    stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else frozenset()
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, continuing, frozenset(stripping))
+    stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, prefix, stripping)
 
 
 def _named_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
     value = file.get(f"tokenizer.ggml.{key}_token_id")
     return value if isinstance(value, int) and 0 <= value < vocab_size else None
-
-
-def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: Vocabulary, control_ids: Mapping[str, int]) -> None:
-    backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
-    backend.add_special_tokens([_added(token, True) for token in control_ids])
-    backend.encode_special_tokens = True
 
 
 def _added(token: str, special: bool) -> AddedToken:
@@ -100,7 +93,7 @@ def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre: str, sour
 
 
 def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary, has_prefix: bool) -> tokenizers.Tokenizer:
-    """``has_prefix``: a space is put before a text."""
+    """``has_prefix``: texts are encoded with a space before them, which decoding removes."""
     scores = file.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
         raise ModelError(f"{file.path}: tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
@@ -112,8 +105,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary, has_prefix: bool) -> 
         backend = tokenizers.Tokenizer(model)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the tokens of the tokenizer in {file.path} are broken: {error}") from None
-    escaped = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), escaped]) if has_prefix else escaped
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
     return backend

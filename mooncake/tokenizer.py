@@ -49,21 +49,21 @@ class Tokenizer:
         bos_ids: Sequence[int],
         eos_ids: Sequence[int],
         template: ChatTemplate | None,
-        continuing: tokenizers.Tokenizer | None = None,
+        prefix: str = "",
         stripping: Collection[str] = (),
     ) -> None:
         """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts.
 
-        ``continuing`` encodes text that continues another one, if ``backend`` puts a space before every text; of a
-        template's text it then puts one before each run without white space of its own. ``stripping`` names control
-        tokens behind which a template's white space is dropped.
+        ``prefix``, "" or a space, is put before every text that ``backend`` encodes, and before each run of a rendered
+        chat that has no white space of its own there. ``stripping`` names control tokens behind which a chat's white
+        space is dropped.
 
         Raises ModelError when plain text could still become a control token, or when the backend cannot be decoded
         token by token.
         """
         self._backend = backend
-        self._continuing = continuing or _without_prefix_space(backend)
-        self._spaces_runs = continuing is not None
+        self._continuing = _without_prefix_space(backend)
+        self._prefix = prefix
         self._stripping = frozenset(stripping)
         self._control_ids = dict(control_ids)
         self._bos = np.array(bos_ids, dtype=np.uint32)
@@ -89,7 +89,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
         false. Raises InvalidRequest."""
-        ids = self._text_ids(text, self._backend)
+        ids = self._text_ids(self._prefix + text if text else "", self._backend)
         return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
 
     def encode_more(self, text: str) -> TokenIds:
@@ -117,8 +117,8 @@ class Tokenizer:
                 runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
             else:
                 text = piece.text.lstrip() if before in self._stripping else piece.text
-                is_first = before is None or (self._spaces_runs and not text[:1].isspace())
-                runs.append(self._text_ids(text, self._backend if is_first else self._continuing))
+                prefix = self._prefix if text and not text[0].isspace() else ""
+                runs.append(self._text_ids(prefix + text, self._continuing if before else self._backend))
             before = piece.text
         return np.concatenate(runs) if runs else np.empty(0, dtype=np.uint32)
 
