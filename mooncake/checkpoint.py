@@ -33,7 +33,7 @@ from mooncake.families import (
 from mooncake.family import unsupported
 from mooncake.gguf_config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_names import check_tensors
+from mooncake.gguf_names import check_tensors, sources
 from mooncake.gguf_tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
 from mooncake.layer_settings import refuse_sharing
@@ -177,11 +177,15 @@ class GGUFCheckpoint(Checkpoint):
 
     @property
     def groups(self) -> tuple[int, int]:
-        tensors = [tensor for tensor in self.file.tensors.values() if tensor.kind.name in GROUPED_KINDS]
         if not keeps_groups(self.file):
             return 0, 0
-        sizes = [(math.prod(tensor.shape), GROUPED_KINDS[tensor.kind.name]) for tensor in tensors]
-        return sum(size for size, _ in sizes), sum(size * bits // 8 for size, bits in sizes)
+        shapes, count, bits = weight_shapes(self.config), 0, 0
+        for name, source in sources(self.config, shapes).items():
+            kind = self.file.tensors[source.tensors[0]].kind.name
+            if kind in GROUPED_KINDS and source.keeps_codes(shapes[name]):
+                count += (size := math.prod(shapes[name]))
+                bits += size * GROUPED_KINDS[kind]
+        return count, bits // 8
 
     def load_tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self.file, self.config.eos_ids)

@@ -14,7 +14,7 @@ from typing import Literal
 from mooncake.errors import ModelError
 from mooncake.family import Shapes
 from mooncake.gguf_file import GGUFFile
-from mooncake.model_config import ModelConfig
+from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped"]
 """How the file's tensors differ from the published weight.
@@ -47,6 +47,12 @@ class Source:
             return (shape[0], shape[1] // 2, *shape[2:])
         return shape
 
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this ``shape`` can stay codes: its rows are stored whole, in any order."""
+        if len(shape) == 3:
+            return self.form in ("in turn", "transposed")
+        return len(shape) == 2 and self.form in ("as is", "turned", "expert", "ungrouped")
+
 
 # Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
 
@@ -69,12 +75,25 @@ _EXPERTS = {
     "mlp.experts.*.up_proj": "ffn_up_exps",
     "mlp.experts.*.down_proj": "ffn_down_exps",
 }
+_SPARSE = {
+    **_ATTENTION,
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+}
 _POST_NORMED = {
     **_LLAMA,
     "post_attention_layernorm": "post_attention_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _GEMMA = {**_POST_NORMED, "pre_feedforward_layernorm": "ffn_norm"}
+_SHARED = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+_ROUTED = {**_GATED, **_EXPERTS, **_SHARED}
 _GLM = {**_LLAMA, "mlp.gate_up_proj": "ffn_up"}
 
 _LAYERS: dict[str, Mapping[str, str]] = {
@@ -83,13 +102,12 @@ _LAYERS: dict[str, Mapping[str, str]] = {
     "gemma3_text": _GEMMA,
     "olmo2": _POST_NORMED,
     "olmo3": _POST_NORMED,
-    "mixtral": {
-        **_ATTENTION,
-        "block_sparse_moe.gate": "ffn_gate_inp",
-        "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
-        "block_sparse_moe.experts.*.w3": "ffn_up_exps",
-        "block_sparse_moe.experts.*.w2": "ffn_down_exps",
-    },
+    "exaone4": _POST_NORMED,
+    "seed_oss": {**_LLAMA, "post_attention_layernorm": "post_attention_norm"},
+    "mixtral": _SPARSE,
+    "minimax_m2": _SPARSE,
+    "glm4_moe": {**_ROUTED, "post_attention_layernorm": "post_attention_norm"},
+    "dots1": _ROUTED,
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
     "qwen2_moe": {
@@ -151,7 +169,8 @@ _PARTS: dict[str, Mapping[str, Source]] = {
         "block_sparse_moe.output_linear.weight": Source(("ffn_down_exps.weight",)),
     },
 }
-_TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe")
+_CHOICE_BIAS = ".e_score_correction_bias"
+_TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
 _PLUS_ONE = ("gemma2", "gemma3_text")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -174,6 +193,8 @@ def _source(architecture: str, name: str) -> Source:
     at, rest = f"blk.{match['layer']}.", match["rest"]
     if part := _PARTS.get(architecture, {}).get(rest):
         return Source(tuple(at + tensor for tensor in part.tensors), part.form)
+    if rest.endswith(_CHOICE_BIAS):
+        return Source((f"{at}exp_probs_b.bias",))
     kind, _, suffix = rest.rpartition(".")
     expert = _EXPERT.search(kind)
     kind = _EXPERT.sub("*", kind)
@@ -207,10 +228,17 @@ def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
                 what = f"{name} has the shape {found.shape}, the configuration says {expected}"
                 raise ModelError(f"{file.path}: the weight {what}")
             used.add(tensor)
+    guessing = tuple(f"blk.{config.num_layers + number}." for number in range(_guessing_layers(file)))
     for tensor in sorted(file.tensors.keys() - used):
-        if not _SPARE.fullmatch(tensor):
+        if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
             name = published_name(config.architecture, tensor)
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def _guessing_layers(file: GGUFFile) -> int:
+    """Layers behind the model's own that guess further tokens (DeepSeek-V3 2024, section 2.2)."""
+    count = file.get(f"{file.get('general.architecture')}.nextn_predict_layers")
+    return min(count, MAX_LAYERS) if isinstance(count, int) else 0
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -21,6 +21,9 @@ from mooncake.model_config import ModelConfig
 
 Floats = npt.NDArray[np.float32]
 
+KEPT_WIDE = ".e_score_correction_bias"
+"""Weights that decide between nearly equal scores stay float32 in models of any type."""
+
 _FLOATS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 
@@ -39,12 +42,13 @@ class _Reader:
 
     def values(self, name: str) -> torch.Tensor:
         source = self._sources[name]
-        return torch.from_numpy(self._published(name, source)).to(self._dtype)
+        dtype = torch.float32 if name.endswith(KEPT_WIDE) else self._dtype
+        return torch.from_numpy(self._published(name, source)).to(dtype)
 
     def codes(self, name: str) -> GroupedCodes | None:
-        """Of a matrix whose rows are stored whole, in any order."""
+        """Of a matrix whose rows are stored whole."""
         source, shape = self._sources[name], self._shapes[name]
-        if len(shape) != 2 or source.form not in ("as is", "turned", "expert", "ungrouped"):
+        if len(shape) != 2 or not source.keeps_codes(shape):
             return None
         info = self._file.tensors[source.tensors[0]]
         groups = self._grouped(info, source.expert if source.form == "expert" else None, (shape[0], shape[1]))
@@ -54,7 +58,7 @@ class _Reader:
     def experts(self, name: str) -> list[GroupedCodes] | None:
         """The matrices ``[outputs, inputs]`` of all experts of a tensor whose weight has them transposed (gpt-oss)."""
         source, shape = self._sources[name], self._shapes[name]
-        if len(shape) != 3 or source.form not in ("in turn", "transposed"):
+        if len(shape) != 3 or not source.keeps_codes(shape):
             return None
         infos = [self._file.tensors[tensor] for tensor in source.tensors]
         found: list[GroupedCodes] = []

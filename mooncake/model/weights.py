@@ -26,7 +26,7 @@ from mooncake.kernels.reference import Codes
 from mooncake.llama_family import REARRANGED
 from mooncake.model.as_llama import as_llama
 from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
-from mooncake.model.gguf_weights import gguf_weights
+from mooncake.model.gguf_weights import KEPT_WIDE, gguf_weights
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.precision import Coding
 from mooncake.quantised import zero_biases
@@ -35,9 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED_BYTES = 8 << 30  # for all models; the least recently used one is removed first
 _STALE_PART_S = 3600  # after this long a partial file is abandoned
-
-# Weights that decide between nearly equal scores stay float32 in models of any type.
-_KEPT_WIDE = ".e_score_correction_bias"
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
@@ -83,7 +80,7 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
     def make(name: str) -> torch.Tensor:
         if name in coded:
             return dequantised(coded[name], stored, dtype)
-        return stored[name].to(torch.float32 if name.endswith(_KEPT_WIDE) else dtype)
+        return stored[name].to(torch.float32 if name.endswith(KEPT_WIDE) else dtype)
 
     def own_codes(name: str) -> Codes | GroupedCodes | None:
         weight = coded.get(name)

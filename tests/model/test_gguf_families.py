@@ -14,7 +14,7 @@ from converted import CHANGES, Converted, Kind
 from tiny_families import VOCAB
 from tiny_mixtures import answers
 
-from mooncake.checkpoint import Checkpoint, weight_shapes
+from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
 from mooncake.engine.kv_cache import KVCache
 from mooncake.gguf_file import GGUFFile
 from mooncake.kernels.grouped import GroupedCodes
@@ -135,3 +135,49 @@ def test_the_experts_of_gpt_oss_stay_codes(tmp_path: Path) -> None:
 
 def is_coded(name: str) -> bool:
     return name.endswith(("proj.weight", "embed_tokens.weight", "lm_head.weight", "gate_up_proj", "down_proj"))
+
+
+def test_weights_that_become_values_are_not_counted_as_codes(tmp_path: Path) -> None:
+    """Granite's experts are put together from two tensors, GPT-2's matrices are transposed."""
+    mixture = Converted("granite-moe", tmp_path / "a", Kind.Q8_0).checkpoint
+    sizes = {name: math.prod(shape) for name, shape in weight_shapes(mixture.config).items()}
+    assert mixture.groups[0] == sum(size for name, size in sizes.items() if is_coded(name))
+    assert Converted("gpt2", tmp_path / "b", Kind.Q8_0).checkpoint.groups[0] == VOCAB * 96  # the table of tokens
+
+
+# What a file leaves to its reader
+
+
+def test_gemma3_scales_positions_in_its_global_layers_only(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    converted = Converted("gemma3", tmp_path, rope_parameters=rope)
+    config = converted.checkpoint.config
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert (config.rope_theta, config.local_rope_theta, config.max_model_len) == (1e6, 1e4, 512)
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+def test_phi4_mini_has_its_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:
+    converted = Converted("phi4-mini", tmp_path)
+    short, long = (open_checkpoint(str(converted.path), asked).config for asked in (0, 512))
+    assert (short.max_model_len, long.max_model_len) == (128, 512)
+    published = open_checkpoint(str(converted.published.folder), 512).config
+    assert plain(long) == plain(published)
+    assert short.rope_scaling != long.rope_scaling
+
+
+def test_biases_of_the_choice_of_experts_are_float32_in_any_type(tmp_path: Path) -> None:
+    weights = load_weights(Converted("glm-4.5", tmp_path).checkpoint, "bfloat16")
+    types = {name.rpartition(".")[2]: tensor.dtype for name, tensor in weights.items() if ".2.mlp.gate." in name}
+    assert types == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    converted = Converted("glm-4.5", tmp_path)
+    expected = converted.checkpoint.config
+    converted.add_guessing_layer()
+    assert converted.checkpoint.config == expected
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]

@@ -44,6 +44,13 @@ ARCHITECTURES = {
     "glm4": MODEL_ARCH.GLM4,
     "starcoder2": MODEL_ARCH.STARCODER2,
     "falcon": MODEL_ARCH.FALCON,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "dots1": MODEL_ARCH.DOTS1,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "gpt2": MODEL_ARCH.GPT2,
 }
 
@@ -57,13 +64,15 @@ CHANGES: dict[str, dict[str, Any]] = {
         name: {}
         for name in (
             *("phi3", "phi4-mini", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite", "granite-moe", "olmo2"),
+            *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
+            *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
-_TURNED = ("mixtral", "granite", "granitemoe")
+_TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
 
 
 class Converted:
@@ -83,6 +92,7 @@ class Converted:
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
+        self._num_guessing = 0
         self.path = folder / "model.gguf"
         self._write(weights)
 
@@ -113,6 +123,11 @@ class Converted:
 
     # Tensors
 
+    def add_guessing_layer(self) -> None:
+        """Write the file anew with a layer behind the last one, as of models that also guess further tokens."""
+        self._num_guessing = 1
+        self._write(load_file(self.published.folder / "model.safetensors"))
+
     def _write(self, weights: Tensors) -> None:
         architecture = ARCHITECTURES[self.family]
         writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
@@ -124,6 +139,8 @@ class Converted:
             kind = Kind.F32 if name.startswith("rope_") else self._kind(name, tuple(tensor.shape))
             values = np.ascontiguousarray(tensor.float().numpy())
             writer.add_tensor(mapped, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
+            writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -161,6 +178,8 @@ class Converted:
             yield name, turned(tensor, config.num_key_value_heads)
         elif name.endswith("sinks"):
             yield f"{name}.weight", tensor
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), tensor
         elif "experts.gate_up_proj" in name:
             parts = tensor[:, ::2], tensor[:, 1::2]
             suffix = "bias" if name.endswith("_bias") else "weight"
@@ -196,7 +215,9 @@ class Converted:
     def _write_metadata(self, writer: gguf.GGUFWriter) -> None:
         config, family = self.config, self.family
         heads, hidden = config.num_attention_heads, config.hidden_size
-        writer.add_block_count(config.num_hidden_layers)
+        writer.add_block_count(config.num_hidden_layers + self._num_guessing)
+        if self._num_guessing:
+            writer.add_nextn_predict_layers(self._num_guessing)
         writer.add_embedding_length(hidden)
         writer.add_head_count(heads)
         writer.add_bos_token_id(config.bos_token_id)
@@ -232,7 +253,7 @@ class Converted:
         rope = kinds.get("full_attention", kinds)
         if self.family != "gemma2":
             writer.add_rope_freq_base(rope["rope_theta"])
-        if self.family in ("phi3", "glm4", "mixtral", "granite", "granitemoe", "cohere2"):
+        if self.family in ("phi3", "glm4", "glm4_moe", "minimax_m2", "mixtral", "granite", "granitemoe", "cohere2"):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
         if "sliding_attention" in kinds:
             writer.add_rope_freq_base_swa(kinds["sliding_attention"]["rope_theta"])
@@ -255,14 +276,25 @@ class Converted:
 
     def _write_experts(self, writer: gguf.GGUFWriter) -> None:
         config = self.config
-        count = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+        counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
+        count = next((each for each in counts if each), None)
         if not count:
             return
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if self.family == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
-        if self.family in ("qwen2_moe", "qwen3_moe"):
+        if self.family == "minimax_m2":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if self.family in ("glm4_moe", "dots1"):
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if self.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -271,6 +303,9 @@ class Converted:
         config, family = self.config, self.family
         if family in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "olmo3"):
             writer.add_sliding_window(config.sliding_window or 0)
+        if family == "exaone4" and config.sliding_window:
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         if family in ("gemma3_text", "cohere2", "olmo3"):
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
         if family == "gemma2":
