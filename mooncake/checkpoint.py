@@ -180,7 +180,7 @@ class GGUFCheckpoint(Checkpoint):
         if not keeps_groups(self.file):
             return 0, 0
         shapes, count, bits = weight_shapes(self.config), 0, 0
-        for name, source in sources(self.config, shapes).items():
+        for name, source in sources(self.config, self.file, shapes).items():
             kind = self.file.tensors[source.tensors[0]].kind.name
             if kind in GROUPED_KINDS and source.keeps_codes(shapes[name]):
                 count += (size := math.prod(shapes[name]))

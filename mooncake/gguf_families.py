@@ -12,7 +12,7 @@ from mooncake.errors import ModelError
 from mooncake.gguf_fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf_metadata import Metadata
 from mooncake.gguf_rope import rope_theta
-from mooncake.gguf_routed import dots, glm_moe, minimax
+from mooncake.gguf_routed import dots, ernie_moe, glm_moe, minimax
 from mooncake.model_config import MAX_LAYERS
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -177,6 +177,11 @@ def _olmo2(meta: Metadata) -> Fields:
     return {**values, "architecture": "olmo3", "layer_windows": layer_windows(meta, 4), "local_rope_theta": theta}
 
 
+def _hunyuan(meta: Metadata) -> Fields:
+    """Its theta is stored as stretched."""
+    return {**decoder_fields(meta), "architecture": "hunyuan_v1_dense", "qk_norm": True}
+
+
 def _exaone4(meta: Metadata) -> Fields:
     """If some layers have a window, the others do not rotate."""
     values = {**decoder_fields(meta), "qk_norm": True, "architecture": "exaone4"}
@@ -211,8 +216,8 @@ def _glm(meta: Metadata) -> Fields:
         raise ModelError(f"{meta.source} rotates by rope.dimension_sections, which is not supported")
     return {
         **decoder_fields(meta, partial=True),
-        "architecture": "glm4",
-        "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
+        "architecture": "glm" if meta.prefix == "chatglm" else "glm4",
+        "qkv_bias": meta.has_tensor("blk.0.attn_q.bias") or meta.has_tensor("blk.0.attn_qkv.bias"),
     }
 
 
@@ -237,6 +242,40 @@ def _falcon(meta: Metadata) -> Fields:
         "activation": "gelu",
         "parallel_residual": True,
         "mlp_has_norm": meta.has_tensor("blk.0.attn_norm_2.weight"),
+    }
+
+
+def _phi2(meta: Metadata) -> Fields:
+    return {
+        **decoder_fields(meta, LAYER_EPS, partial=True),
+        "architecture": "phi",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "parallel_residual": True,
+    }
+
+
+def _stablelm(meta: Metadata) -> Fields:
+    return {
+        **decoder_fields(meta, LAYER_EPS, partial=True),
+        "architecture": "stablelm",
+        "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
+        "parallel_residual": not meta.has_tensor("blk.0.ffn_norm.weight"),
+    }
+
+
+def _nemotron(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta, LAYER_EPS, partial=True), "architecture": "nemotron", "activation": "relu2"}
+
+
+def _gpt_neox(meta: Metadata) -> Fields:
+    return {
+        **decoder_fields(meta, LAYER_EPS, partial=True),
+        "rotary_dim": meta.integer("rope.dimension_count"),
+        "architecture": "gpt_neox",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "parallel_residual": meta.flag("use_parallel_residual", True),
     }
 
 
@@ -268,6 +307,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "glm4moe": glm_moe,
     "dots1": dots,
     "minimax-m2": minimax,
+    "ernie4_5-moe": ernie_moe,
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,
@@ -275,7 +315,13 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "command-r": _cohere,
     "cohere2": _cohere2,
     "glm4": _glm,
+    "chatglm": _glm,
+    "hunyuan-dense": _hunyuan,
     "starcoder2": _starcoder2,
     "falcon": _falcon,
+    "phi2": _phi2,
+    "stablelm": _stablelm,
+    "nemotron": _nemotron,
+    "gptneox": _gpt_neox,
     "gpt2": _gpt2,
 }

@@ -16,16 +16,17 @@ from mooncake.family import Shapes
 from mooncake.gguf_file import GGUFFile
 from mooncake.model_config import MAX_LAYERS, ModelConfig
 
-Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped"]
+Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped", "rows"]
 """How the file's tensors differ from the published weight.
 
-"plus one"    1 was added (Gemma's norms)
+"plus one"    1 was added (Gemma's and Nemotron's norms)
 "turned"      each head's rows are in the order of interleaved rotary pairs: (0, D/2), (1, D/2 + 1), …
 "transposed"  the last two axes are swapped (GPT-2, gpt-oss's experts)
 "expert"      all experts are in one tensor [E, …]
 "in turn"     the weight has the columns of two tensors in turn, each [E, outputs, inputs] (gpt-oss's gate and up)
 "stacked"     the weight has the rows of one tensor above those of another, in each expert (Granite's gate and up)
-"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon)
+"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX)
+"rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
 """
 
 
@@ -34,6 +35,7 @@ class Source:
     tensors: tuple[str, ...]
     form: Form = "as is"
     expert: int = 0
+    first_row: int = 0
 
     def stored_shape(self, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
         """That of each tensor, for a weight of this ``shape``."""
@@ -45,13 +47,15 @@ class Source:
             return (shape[0], shape[-1] // 2, *shape[1:-1])
         if self.form == "stacked":
             return (shape[0], shape[1] // 2, *shape[2:])
+        if self.form == "rows":
+            return ((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, *shape[1:])
         return shape
 
     def keeps_codes(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this ``shape`` can stay codes: its rows are stored whole, in any order."""
         if len(shape) == 3:
             return self.form in ("in turn", "transposed")
-        return len(shape) == 2 and self.form in ("as is", "turned", "expert", "ungrouped")
+        return len(shape) == 2 and self.form in ("as is", "turned", "expert", "ungrouped", "rows")
 
 
 # Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
@@ -129,6 +133,21 @@ _LAYERS: dict[str, Mapping[str, str]] = {
         "post_self_attn_layernorm": "post_attention_norm",
         "post_mlp_layernorm": "post_ffw_norm",
     },
+    "ernie4_5_moe": _ROUTED,
+    "hunyuan_v1_dense": {
+        **_LLAMA,
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+    },
+    "phi": {**_ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
+    "gpt_neox": {
+        "input_layernorm": "attn_norm",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
     "starcoder2": {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "falcon": {
         "input_layernorm": "attn_norm",
@@ -149,10 +168,17 @@ _LAYERS: dict[str, Mapping[str, str]] = {
     },
 }
 _TOP = {
-    **dict.fromkeys(("model.embed_tokens", "transformer.wte", "transformer.word_embeddings"), "token_embd"),
+    "model.embed_tokens": "token_embd",
+    "transformer.wte": "token_embd",
+    "transformer.word_embeddings": "token_embd",
+    "gpt_neox.embed_in": "token_embd",
     "transformer.wpe": "position_embd",
-    **dict.fromkeys(("model.norm", "transformer.ln_f"), "output_norm"),
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "transformer.ln_f": "output_norm",
+    "gpt_neox.final_layer_norm": "output_norm",
     "lm_head": "output",
+    "embed_out": "output",
 }
 
 # Weights whose names have no ".weight", or that are made of several tensors.
@@ -171,25 +197,37 @@ _PARTS: dict[str, Mapping[str, Source]] = {
 }
 _CHOICE_BIAS = ".e_score_correction_bias"
 _TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
-_PLUS_ONE = ("gemma2", "gemma3_text")
+_PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 # Tables that can be computed.
 _SPARE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.\w+")
 
 
-def sources(config: ModelConfig, names: Iterable[str]) -> dict[str, Source]:
+def sources(config: ModelConfig, file: GGUFFile, names: Iterable[str]) -> dict[str, Source]:
     """Of each weight."""
-    return {name: _source(config.architecture, name) for name in names}
+    found = {name: _source(config.architecture, name) for name in names}
+    return {name: _of_fused(config, file, source) for name, source in found.items()}
+
+
+def _of_fused(config: ModelConfig, file: GGUFFile, source: Source) -> Source:
+    """Rows of ``attn_qkv``, if that is what the file has of queries, keys and values."""
+    match = _PROJECTION.fullmatch(source.tensors[0])
+    if match is None or source.form != "as is" or source.tensors[0] in file.tensors:
+        return source
+    fused = f"{match[1]}attn_qkv.{match[3]}"
+    heads_before = {"q": 0, "k": config.num_heads, "v": config.num_heads + config.num_kv_heads}[match[2]]
+    is_there = fused in file.tensors
+    return Source((fused,), "rows", first_row=heads_before * config.head_dim) if is_there else source
 
 
 def _source(architecture: str, name: str) -> Source:
     match = _NAME.fullmatch(name)
     if match is None:
         kind, _, suffix = name.rpartition(".")
-        form: Form = "plus one" if architecture in _PLUS_ONE and kind.endswith("norm") else "as is"
-        return Source((f"{_TOP[kind]}.{suffix}",), form)
+        return Source((f"{_TOP[kind]}.{suffix}",), _form(architecture, kind, suffix))
     at, rest = f"blk.{match['layer']}.", match["rest"]
     if part := _PARTS.get(architecture, {}).get(rest):
         return Source(tuple(at + tensor for tensor in part.tensors), part.form)
@@ -207,18 +245,18 @@ def _form(architecture: str, kind: str, suffix: str) -> Form:
         return "expert"
     if architecture in _TURNED and kind in ("self_attn.q_proj", "self_attn.k_proj"):
         return "turned"
-    if architecture in _PLUS_ONE and kind.endswith("norm"):
+    if architecture in _PLUS_ONE and kind.endswith("norm") and suffix == "weight":
         return "plus one"
-    if architecture == "gpt2" and suffix == "weight" and not kind.startswith("ln_"):
+    if architecture == "gpt2" and suffix == "weight" and kind.startswith(("attn.", "mlp.")):
         return "transposed"
-    return "ungrouped" if kind == "self_attention.query_key_value" else "as is"
+    return "ungrouped" if kind.endswith(".query_key_value") else "as is"
 
 
 def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
     """Raises ModelError for a weight that is missing or of another shape, and for a tensor that is not needed, because
     it means a different architecture."""
     used = set()
-    for name, source in sources(config, needed).items():
+    for name, source in sources(config, file, needed).items():
         expected = source.stored_shape(needed[name], config)
         for tensor in source.tensors:
             found = file.tensors.get(tensor)
@@ -249,7 +287,7 @@ def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
 def published_name(architecture: str, tensor: str) -> str:
     """A weight that this tensor would hold; unknown names stay as they are."""
     kind, _, suffix = tensor.rpartition(".")
-    tops = {stored: name for name, stored in _TOP.items() if name.startswith(("model.", "lm_head"))}
+    tops = {stored: name for name, stored in reversed(list(_TOP.items()))}
     if kind in tops:
         return f"{tops[kind]}.{suffix}"
     match = re.fullmatch(r"blk\.(\d+)\.(\w+)", kind)

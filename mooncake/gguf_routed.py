@@ -1,5 +1,5 @@
 """From the metadata of GGUF files to the fields of ``ModelConfig``: mixtures with a ``Routing`` (GLM-4.5, dots.llm1,
-MiniMax-M2). Torch-free."""
+MiniMax-M2, ERNIE 4.5). Torch-free."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake.gguf_fields import Fields, decoder_fields
 from mooncake.gguf_metadata import Metadata
 from mooncake.model_config import Routing
 
-_SIGMOID = 2  # ``gguf.ExpertGatingFuncType``
+_GATING = {"biased_softmax": 1, "sigmoid": 2}  # ``gguf.ExpertGatingFuncType``
 
 
 def glm_moe(meta: Metadata) -> Fields:
@@ -39,10 +39,18 @@ def minimax(meta: Metadata) -> Fields:
     return {**values, "architecture": "minimax_m2", "qk_norm": True}
 
 
-def _routed(meta: Metadata, normed: bool) -> Fields:
+def ernie_moe(meta: Metadata) -> Fields:
+    if meta.integer("interleave_moe_layer_step", 1) != 1:
+        raise ModelError(f"{meta.source} gives only some layers experts, which is not supported")
+    values = {**decoder_fields(meta), **_routed(meta, normed=True, scoring="biased_softmax")}
+    return {**values, "architecture": "ernie4_5_moe"}
+
+
+def _routed(meta: Metadata, normed: bool, scoring: str = "sigmoid") -> Fields:
     """``normed``: the chosen experts' weights sum to one, unless the file says otherwise."""
-    if (gating := meta.integer("expert_gating_func", _SIGMOID)) != _SIGMOID:
-        raise meta.wrong("expert_gating_func", f"must be {_SIGMOID} (sigmoid) for this architecture, got {gating}")
+    known = _GATING[scoring]
+    if (gating := meta.integer("expert_gating_func", known)) != known:
+        raise meta.wrong("expert_gating_func", f"must be {known} for this architecture, got {gating}")
     count, used = meta.integer("expert_count"), meta.integer("expert_used_count")
     groups, top = meta.integer("expert_group_count", 1), meta.integer("expert_group_used_count", 1)
     if not 1 <= top <= groups or count % groups or used > top * (count // groups):
@@ -51,7 +59,7 @@ def _routed(meta: Metadata, normed: bool) -> Fields:
     routing = Routing(
         num_dense_layers=meta.integer("leading_dense_block_count", 0),
         expert_size=size,
-        scoring="sigmoid",
+        scoring=scoring,
         factor=meta.positive("expert_weights_scale", 1.0),
         num_groups=groups,
         top_groups=top,

@@ -38,7 +38,7 @@ def gguf_weights(
 class _Reader:
     def __init__(self, file: GGUFFile, config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> None:
         self._file, self._config, self._shapes, self._dtype = file, config, shapes, dtype
-        self._sources = sources(config, shapes)
+        self._sources = sources(config, file, shapes)
 
     def values(self, name: str) -> torch.Tensor:
         source = self._sources[name]
@@ -51,7 +51,10 @@ class _Reader:
         if len(shape) != 2 or not source.keeps_codes(shape):
             return None
         info = self._file.tensors[source.tensors[0]]
-        groups = self._grouped(info, source.expert if source.form == "expert" else None, (shape[0], shape[1]))
+        expert = source.expert if source.form == "expert" else None
+        groups = self._grouped(info, expert, source.stored_shape(shape, self._config)[-2:])
+        if groups is not None and source.form == "rows":
+            return groups.part(slice(source.first_row, source.first_row + shape[0]), slice(None))
         order = self._order_of_rows(name, source)
         return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
 
@@ -72,8 +75,8 @@ class _Reader:
             found.append(whole if len(known) == 1 else whole.of_rows(rows.view(2, -1).T.flatten()))
         return found
 
-    def _grouped(self, info: TensorInfo, expert: int | None, shape: tuple[int, int]) -> GroupedCodes | None:
-        return grouped_codes(info.kind.name, self._raw(info, expert), shape, self._dtype)
+    def _grouped(self, info: TensorInfo, expert: int | None, shape: tuple[int, ...]) -> GroupedCodes | None:
+        return grouped_codes(info.kind.name, self._raw(info, expert), (shape[0], shape[1]), self._dtype)
 
     def _published(self, name: str, source: Source) -> Floats:
         shape, infos = self._shapes[name], [self._file.tensors[tensor] for tensor in source.tensors]
@@ -89,6 +92,8 @@ class _Reader:
             return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
         if source.form == "stacked":
             return np.concatenate([first, *others], axis=1)
+        if source.form == "rows":
+            return np.ascontiguousarray(first[source.first_row : source.first_row + shape[0]])
         order = self._order_of_rows(name, source)
         return (first if order is None else first[order]).reshape(shape)
 

@@ -62,7 +62,9 @@ def test_a_file_holds_the_weights_of_the_folder(converted: Converted) -> None:
     ours, published = (load_weights(each.checkpoint, "float32") for each in (converted, converted.published))
     assert ours.keys() == published.keys()
     for name in ours:
-        if converted.family.startswith("gemma") and name.endswith("norm.weight"):  # 1 was added, and taken away
+        if converted.family.startswith(("gemma", "nemotron")) and name.endswith(
+            "norm.weight"
+        ):  # 1 was added, and taken away
             torch.testing.assert_close(ours[name], published[name], rtol=0, atol=2**-23)
         else:
             assert torch.equal(ours[name], published[name]), name
@@ -181,3 +183,15 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     converted.add_guessing_layer()
     assert converted.checkpoint.config == expected
     assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("glm", Kind.F32), ("glm", Kind.Q8_0), ("phi", Kind.F16)])
+def test_queries_keys_and_values_may_be_one_tensor(family: str, kind: Kind, tmp_path: Path) -> None:
+    converted = Converted(family, tmp_path, kind)
+    expected = converted.checkpoint.config
+    converted.fuse()
+    checkpoint = converted.checkpoint
+    assert "blk.0.attn_qkv.weight" in GGUFFile(converted.path).tensors
+    assert checkpoint.config == expected
+    for keeps_groups in (True, False):
+        assert greedy(checkpoint, keeps_groups) == [converted.published.greedy(prompt) for prompt in PROMPTS]

@@ -51,6 +51,13 @@ ARCHITECTURES = {
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "dots1": MODEL_ARCH.DOTS1,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "glm": MODEL_ARCH.CHATGLM,
+    "phi": MODEL_ARCH.PHI2,
+    "stablelm": MODEL_ARCH.STABLELM,
+    "nemotron": MODEL_ARCH.NEMOTRON,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
     "gpt2": MODEL_ARCH.GPT2,
 }
 
@@ -65,7 +72,8 @@ CHANGES: dict[str, dict[str, Any]] = {
         for name in (
             *("phi3", "phi4-mini", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite", "granite-moe", "olmo2"),
             *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
-            *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2"),
+            *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
+            *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
         )
     },
@@ -128,6 +136,14 @@ class Converted:
         self._num_guessing = 1
         self._write(load_file(self.published.folder / "model.safetensors"))
 
+    def fuse(self) -> None:
+        """Write the file anew with queries, keys and values as one tensor, as of chatglm.cpp's heirs."""
+        weights = load_file(self.published.folder / "model.safetensors")
+        for name in [name for name in weights if ".q_proj." in name]:
+            parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        self._write(weights)
+
     def _write(self, weights: Tensors) -> None:
         architecture = ARCHITECTURES[self.family]
         writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
@@ -135,6 +151,8 @@ class Converted:
         self._write_metadata(writer)
         for name, tensor in self._converted(weights):
             mapped = name if name.startswith("rope_") else names.get_name(name, (".weight", ".bias"))
+            if ".qkv_proj." in name:
+                mapped = f"blk.{name.split('.')[2]}.attn_qkv.{name.split('.')[-1]}"
             assert mapped is not None, name
             kind = Kind.F32 if name.startswith("rope_") else self._kind(name, tuple(tensor.shape))
             values = np.ascontiguousarray(tensor.float().numpy())
@@ -170,7 +188,7 @@ class Converted:
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config
-        if self.family.startswith("gemma") and name.endswith("norm.weight"):
+        if self.family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             yield name, tensor + 1
         elif self.family in _TURNED and ".self_attn.q_proj" in name:
             yield name, turned(tensor, config.num_attention_heads)
@@ -199,12 +217,13 @@ class Converted:
             yield name, tensor
 
     def _ungrouped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Falcon's queries, then keys, then values."""
-        heads, kv_heads = self.config.num_attention_heads, self._falcon_kv_heads
+        """Falcon's and GPT-NeoX's queries, then keys, then values."""
+        heads = self.config.num_attention_heads
+        kv_heads = self._falcon_kv_heads if self.family == "falcon" else heads
         dim = self.config.hidden_size // heads
-        groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, -1)
+        groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
         parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
-        return torch.cat([part.reshape(-1, tensor.shape[-1]) for part in parts])
+        return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
 
     @property
     def _falcon_kv_heads(self) -> int:
@@ -234,12 +253,16 @@ class Converted:
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
             return
         writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count_kv(config.num_key_value_heads)
+        if family != "gpt_neox":
+            writer.add_head_count_kv(config.num_key_value_heads)
+        if family in ("stablelm", "gpt_neox"):
+            writer.add_parallel_residual(config.use_parallel_residual)
         if hasattr(config, "rms_norm_eps"):
             writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         else:
-            writer.add_layer_norm_eps(config.layer_norm_eps if "cohere" in family else config.norm_epsilon)
-        if family not in ("granite", "granitemoe", "phi3", "starcoder2"):
+            names = "layer_norm_eps", "norm_epsilon", "norm_eps"
+            writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+        if family not in ("granite", "granitemoe", "phi3", "starcoder2", "phi", "stablelm", "gpt_neox", "glm"):
             writer.add_key_length(config.head_dim)
             writer.add_value_length(config.head_dim)
         self._write_rope(writer)
@@ -251,9 +274,12 @@ class Converted:
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kinds = config.rope_parameters
         rope = kinds.get("full_attention", kinds)
+        alpha = rope.get("alpha")
         if self.family != "gemma2":
-            writer.add_rope_freq_base(rope["rope_theta"])
-        if self.family in ("phi3", "glm4", "glm4_moe", "minimax_m2", "mixtral", "granite", "granitemoe", "cohere2"):
+            writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
+        whole = ("mixtral", "granite", "granitemoe", "cohere2")
+        partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
+        if self.family in (*whole, *partial):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
         if "sliding_attention" in kinds:
             writer.add_rope_freq_base_swa(kinds["sliding_attention"]["rope_theta"])
@@ -276,12 +302,16 @@ class Converted:
 
     def _write_experts(self, writer: gguf.GGUFWriter) -> None:
         config = self.config
-        counts = [getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")]
-        count = next((each for each in counts if each), None)
+        names = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+        count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
         if not count:
             return
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_used_count(config.moe_k if self.family == "ernie4_5_moe" else config.num_experts_per_tok)
+        if self.family == "ernie4_5_moe":
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
         if self.family == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
         if self.family == "minimax_m2":
@@ -294,7 +324,7 @@ class Converted:
             writer.add_expert_weights_norm(config.norm_topk_prob)
             writer.add_expert_group_count(config.n_group)
             writer.add_expert_group_used_count(config.topk_group)
-        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1"):
+        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe"):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if self.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
