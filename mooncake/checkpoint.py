@@ -33,7 +33,7 @@ from mooncake.families import (
 from mooncake.family import unsupported
 from mooncake.gguf_config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_names import check_tensors, sources
+from mooncake.gguf_sources import check_tensors, sources
 from mooncake.gguf_tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
 from mooncake.layer_settings import refuse_sharing

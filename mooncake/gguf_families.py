@@ -11,8 +11,8 @@ from collections.abc import Callable
 from mooncake.errors import ModelError
 from mooncake.gguf_fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf_metadata import Metadata
+from mooncake.gguf_mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
 from mooncake.gguf_rope import rope_theta
-from mooncake.gguf_routed import dots, ernie_moe, glm_moe, minimax
 from mooncake.model_config import MAX_LAYERS
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -23,7 +23,7 @@ _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 def _llama(meta: Metadata) -> Fields:
     if meta.integer("expert_count", 0):
-        return {**decoder_fields(meta), **_experts(meta), "architecture": "mixtral", "norm_expert_weights": True}
+        return {**decoder_fields(meta), **expert_fields(meta), "architecture": "mixtral", "norm_expert_weights": True}
     return {
         **decoder_fields(meta),
         "architecture": meta.prefix,
@@ -100,56 +100,6 @@ def _gemma(meta: Metadata) -> Fields:
     return {**values, "attention_scale": scale, "activation": "gelu_tanh"}
 
 
-# Mixtures of experts
-
-
-def _experts(meta: Metadata) -> Fields:
-    """The width of an expert was not written by older converters."""
-    count, used = meta.integer("expert_count"), meta.integer("expert_used_count")
-    return {
-        "num_experts": count,
-        "experts_per_token": used,
-        "intermediate_size": meta.integer("expert_feed_forward_length", 0) or meta.integer("feed_forward_length"),
-    }
-
-
-def _qwen_moe(meta: Metadata) -> Fields:
-    is_qwen3 = meta.prefix == "qwen3moe"
-    values = {**decoder_fields(meta), **_experts(meta)}
-    if not meta.integer("expert_feed_forward_length", 0):
-        values["intermediate_size"] = meta.integer("feed_forward_length") // max(1, meta.integer("expert_used_count"))
-    shared = 0 if is_qwen3 else meta.integer("expert_shared_feed_forward_length", meta.integer("feed_forward_length"))
-    return {
-        **values,
-        "architecture": "qwen3_moe" if is_qwen3 else "qwen2_moe",
-        "norm_expert_weights": meta.flag("expert_weights_norm", is_qwen3),
-        "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
-        "qk_norm": is_qwen3,
-        "shared_expert_size": shared,
-    }
-
-
-def _gpt_oss(meta: Metadata) -> Fields:
-    values = {**decoder_fields(meta, truncate=False), **_experts(meta)}
-    if values["rope_scaling"] is None:
-        raise ModelError(f"{meta.source} does not say how positions are scaled ({meta.prefix}.rope.scaling.type)")
-    return {
-        **values,
-        "architecture": "gpt_oss",
-        "layer_windows": layer_windows(meta, 2),
-        "qkv_bias": True,
-        "norm_expert_weights": True,
-    }
-
-
-def _olmoe(meta: Metadata) -> Fields:
-    normed = meta.flag("expert_weights_norm", False)
-    return {
-        **{**decoder_fields(meta), **_experts(meta)},
-        **{"architecture": "olmoe", "qk_norm": True, "norm_expert_weights": normed},
-    }
-
-
 # Granite, OLMo-2 and -3, EXAONE 4
 
 
@@ -165,7 +115,7 @@ def _granite(meta: Metadata) -> Fields:
         return values
     if meta.integer("expert_shared_feed_forward_length", 0):
         raise ModelError(f"{meta.source} has experts that all tokens use, which is not supported for this family")
-    return {**values, **_experts(meta), "architecture": "granitemoe", "norm_expert_weights": True}
+    return {**values, **expert_fields(meta), "architecture": "granitemoe", "norm_expert_weights": True}
 
 
 def _olmo2(meta: Metadata) -> Fields:
@@ -300,10 +250,10 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "ernie4_5": _ernie,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "qwen2moe": _qwen_moe,
-    "qwen3moe": _qwen_moe,
-    "gpt-oss": _gpt_oss,
-    "olmoe": _olmoe,
+    "qwen2moe": qwen_moe,
+    "qwen3moe": qwen_moe,
+    "gpt-oss": gpt_oss,
+    "olmoe": olmoe,
     "glm4moe": glm_moe,
     "dots1": dots,
     "minimax-m2": minimax,
