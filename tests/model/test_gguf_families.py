@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from converted import CHANGES, Converted, Kind
-from tiny_families import VOCAB
+from tiny_families import NEW_TOKENS, VOCAB
 from tiny_mixtures import answers
 
+from mooncake import LLM
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
 from mooncake.engine.kv_cache import KVCache
 from mooncake.gguf_file import GGUFFile
@@ -22,6 +23,7 @@ from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
+from mooncake.types import SamplingParams
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
 
@@ -195,3 +197,39 @@ def test_queries_keys_and_values_may_be_one_tensor(family: str, kind: Kind, tmp_
     assert checkpoint.config == expected
     for keeps_groups in (True, False):
         assert greedy(checkpoint, keeps_groups) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content + '<end_of_turn>\n' }}"
+    "{% endfor %}{{ '<start_of_turn>model\n' }}"
+)
+
+
+def test_a_chat_with_a_file_is_one_with_its_model(tmp_path: Path) -> None:
+    """From words by way of its SentencePiece tokenizer and its template to words."""
+    control = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    parts = ["user", "model", "hello", "us", "er", "mo", "de", "del", "he", "llo", "ll", "\n", "▁"]
+    tokens = ["<unk>", *control, *parts, *map(chr, range(ord("A"), ord("A") + VOCAB - 5 - len(parts)))]
+    assert len(tokens) == VOCAB
+    kinds = [2, 3, 3, 3, 3, *[1] * (VOCAB - 5)]
+    tokenizer = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [-float(number) for number in range(VOCAB)],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.chat_template": TURNS,
+    }
+    converted = Converted("mixtral", tmp_path, tokenizer=tokenizer, bos_token_id=1, eos_token_id=2)
+    words = ["hello", "▁", "user", "W", "model", "x", "llo"]
+    names = ["<bos>", "<start_of_turn>", "user", "\n", *words, "<end_of_turn>", "\n", "<start_of_turn>", "model", "\n"]
+    prompt = [tokens.index(name) for name in names]
+    expected = converted.published.greedy(prompt)
+    assert len(set(expected)) >= 3, "a model that repeats itself proves nothing"
+    ends = converted.checkpoint.config.eos_ids
+    assert [tokens[i] for i in ends] == ["<eos>", "<end_of_turn>"]
+    with LLM(str(converted.path), kv_gb=0.02, block_tokens=8, threads=1, max_model_len=128) as llm:
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        [answer] = llm.chat([{"role": "user", "content": "hello userWmodelxllo"}], sampling)
+        assert (answer.prompt_tokens, answer.token_ids) == (len(prompt), expected)
+        assert answer.text == "".join(tokens[i] for i in expected if kinds[i] == 1).replace("▁", " ")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -87,8 +88,15 @@ class Converted:
     """``kind`` is that of the matrices, ``expert_kind`` of stacked experts; those that do not fit become float16."""
 
     def __init__(
-        self, family: str, folder: Path, kind: Kind = Kind.F32, expert_kind: Kind | None = None, **changes: Any
+        self,
+        family: str,
+        folder: Path,
+        kind: Kind = Kind.F32,
+        expert_kind: Kind | None = None,
+        tokenizer: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
     ) -> None:
+        """``tokenizer``: metadata by their whole keys; ``changes`` of config.json."""
         self.published = Published(family, folder / "published")
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
@@ -100,7 +108,7 @@ class Converted:
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
-        self._num_guessing = 0
+        self._num_guessing, self._tokenizer = 0, tokenizer
         self.path = folder / "model.gguf"
         self._write(weights)
 
@@ -149,6 +157,9 @@ class Converted:
         writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         self._write_metadata(writer)
+        for key, value in self._tokenizer.items():
+            add = {list: writer.add_array, bool: writer.add_bool, str: writer.add_string}[type(value)]
+            add(key, value)
         for name, tensor in self._converted(weights):
             mapped = name if name.startswith("rope_") else names.get_name(name, (".weight", ".bias"))
             if ".qkv_proj." in name:
