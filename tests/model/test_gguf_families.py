@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,11 @@ PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for leng
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights; compiled kernels stay where they are."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mooncake" / "kernels"
+    usual.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "mooncake").mkdir(parents=True)
+    (tmp_path / "cache" / "mooncake" / "kernels").symlink_to(usual)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
