@@ -1,7 +1,7 @@
 """A model on disk: its shape (``ModelConfig``), the identity of its weights (``digest``), and its tokenizer.
 Torch-free.
 
-Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files of the Llama family; for
+Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files; for
 anything else it says in one sentence what is wrong. It only reads headers; ``mooncake.model.weights`` reads the
 weights.
 """
@@ -31,8 +31,10 @@ from mooncake.families import (
     without_guessing_layers,
 )
 from mooncake.family import unsupported
-from mooncake.gguf_config import GROUPED_KINDS, hf_name, keeps_groups, read_gguf_config
+from mooncake.gguf_config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf_file import GGUFFile
+from mooncake.gguf_sources import check_tensors, sources
+from mooncake.gguf_tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
 from mooncake.layer_settings import refuse_sharing
 from mooncake.llama_family import FAMILIES, REARRANGED, llama_shapes, read_llama
@@ -42,7 +44,7 @@ from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
-from mooncake.tokenizer import Tokenizer, tokenizer_from_gguf, tokenizer_from_hf
+from mooncake.tokenizer import Tokenizer, tokenizer_from_hf
 from mooncake.types import KVLayout
 
 DEMO_MODEL = "smollm2"
@@ -77,8 +79,6 @@ class Checkpoint(ABC):
     @property
     def groups(self) -> tuple[int, int]:
         """Parameters that CPUs can keep as codes in groups, and the bytes these then take."""
-        if self.config.architecture in REARRANGED:
-            return 0, 0
         kept = [weight for weight in self.coded.values() if weight.keeps_groups]
         return sum(math.prod(weight.shape) for weight in kept), sum(weight.group_bytes for weight in kept)
 
@@ -146,7 +146,7 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     if where.is_dir():
         return HFCheckpoint(where, max_model_len)
     if where.is_file():
-        return GGUFCheckpoint(where)
+        return GGUFCheckpoint(where, max_model_len)
     if not where.exists():
         what = f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"'
         raise ModelError(what + (f"; `hf download {path}` prints such a folder" if _REPOSITORY.fullmatch(path) else ""))
@@ -167,21 +167,25 @@ def _demo_model() -> Path:
 class GGUFCheckpoint(Checkpoint):
     """One .gguf file with weights, tokenizer and chat template."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_model_len: int = 0) -> None:
         self.path = path
         self.file = GGUFFile(path)
         self.name = re.sub(r"[-.](I?Q\d\w*|F16|F32|BF16)$", "", path.stem, flags=re.IGNORECASE)
-        self.config = read_gguf_config(self.file)
-        found = {hf_name(name): tensor.shape for name, tensor in self.file.tensors.items()}
-        _check_shapes(self.config, found, str(path))
+        config = read_gguf_config(self.file)
+        check_tensors(config, self.file, weight_shapes(config))
+        self.config = config.for_context(max_model_len)
 
     @property
     def groups(self) -> tuple[int, int]:
-        tensors = [tensor for tensor in self.file.tensors.values() if tensor.kind.name in GROUPED_KINDS]
         if not keeps_groups(self.file):
             return 0, 0
-        sizes = [(math.prod(tensor.shape), GROUPED_KINDS[tensor.kind.name]) for tensor in tensors]
-        return sum(size for size, _ in sizes), sum(size * bits // 8 for size, bits in sizes)
+        shapes, count, bits = weight_shapes(self.config), 0, 0
+        for name, source in sources(self.config, self.file, shapes).items():
+            kind = self.file.tensors[source.tensors[0]].kind.name
+            if kind in GROUPED_KINDS and source.keeps_codes(shapes[name]):
+                count += (size := math.prod(shapes[name]))
+                bits += size * GROUPED_KINDS[kind]
+        return count, bits // 8
 
     def load_tokenizer(self) -> Tokenizer:
         return tokenizer_from_gguf(self.file, self.config.eos_ids)
@@ -314,16 +318,13 @@ def _token_ids(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for i in values if isinstance(i, int) and not isinstance(i, bool)))
 
 
-# Both
-
-
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight that the model needs."""
     return weight_shapes_of(config) if config.architecture in OTHER_FAMILIES else llama_shapes(config)
 
 
 # Tables that some publishers store although they can be computed, and heads of models with tied embeddings.
-_SPARE = re.compile(r".*\.rotary_emb\.\w+|.*\.(attn|attention)\.(masked_)?bias|rope_freqs\.weight")
+_SPARE = re.compile(r".*\.rotary_emb\.\w+|.*\.(attn|attention)\.(masked_)?bias")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.family import Shapes
-from mooncake.gguf_config import GGUF_FAMILIES
 from mooncake.layer_settings import LCKV, read_layers
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.rope_settings import read_rope
@@ -14,8 +13,7 @@ from mooncake.rope_settings import read_rope
 REARRANGED = ("phi3", "ernie4_5")
 """Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
 
-FAMILIES = (*GGUF_FAMILIES, "ministral", "smollm3", "seed_oss", *REARRANGED, LCKV)
-"""As folders; as GGUF files only ``GGUF_FAMILIES``."""
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "ministral", "smollm3", "seed_oss", *REARRANGED, LCKV)
 
 _REFUSED = {"seed_oss": ("attention_out_bias", "mlp_bias"), "ernie4_5": ("use_bias",)}
 _WIDE_HEADS = ("qwen3", "seed_oss", "ernie4_5")  # of 128 elements, if config.json does not say

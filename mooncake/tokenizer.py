@@ -1,4 +1,4 @@
-"""Text to token ids and back, from tokenizer.json, tiktoken.model or the metadata of a GGUF file. Torch-free.
+"""Text to token ids and back, from tokenizer.json or tiktoken.model (from GGUF files: gguf_tokenizer.py). Torch-free.
 
 User text is always encoded with control tokens disabled: a literal ``<|im_start|>`` in a prompt is a dozen characters
 and opens no turn. Control tokens only come from the chat template (``mooncake.chat_template``). Byte-level BPE (Llama
@@ -10,16 +10,15 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, pre_tokenizers
 
 from mooncake.chat_template import ROLES, ChatCall, ChatMessage, ChatTemplate
 from mooncake.errors import InvalidRequest, ModelError
-from mooncake.gguf_file import GGUFFile
 from mooncake.json_file import MAX_JSON_BYTES, read_json
 from mooncake.tiktoken_file import backend_from_tiktoken
 from mooncake.types import TokenIds
@@ -33,7 +32,6 @@ __all__ = [
     "ChatMessage",
     "DetokenizeStream",
     "Tokenizer",
-    "tokenizer_from_gguf",
     "tokenizer_from_hf",
 ]
 
@@ -51,14 +49,22 @@ class Tokenizer:
         bos_ids: Sequence[int],
         eos_ids: Sequence[int],
         template: ChatTemplate | None,
+        prefix: str = "",
+        stripping: Collection[str] = (),
     ) -> None:
         """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts.
+
+        ``prefix``, "" or a space, is put before every text that ``backend`` encodes, and before each run of a rendered
+        chat that has no white space of its own there. ``stripping`` names control tokens behind which a chat's white
+        space is dropped.
 
         Raises ModelError when plain text could still become a control token, or when the backend cannot be decoded
         token by token.
         """
         self._backend = backend
         self._continuing = _without_prefix_space(backend)
+        self._prefix = prefix
+        self._stripping = frozenset(stripping)
         self._control_ids = dict(control_ids)
         self._bos = np.array(bos_ids, dtype=np.uint32)
         self._template = template
@@ -83,7 +89,7 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
         false. Raises InvalidRequest."""
-        ids = self._text_ids(text, self._backend)
+        ids = self._text_ids(self._prefix + text if text else "", self._backend)
         return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
 
     def encode_more(self, text: str) -> TokenIds:
@@ -105,11 +111,15 @@ class Tokenizer:
         if self._template is None:
             raise InvalidRequest("this model has no chat template; send a plain prompt instead", "messages")
         runs: list[TokenIds] = []
-        for number, piece in enumerate(self._template.render(messages, variables, continue_final)):
+        before = None
+        for piece in self._template.render(messages, variables, continue_final):
             if piece.is_control:
                 runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
             else:
-                runs.append(self._text_ids(piece.text, self._continuing if number else self._backend))
+                text = piece.text.lstrip() if before in self._stripping else piece.text
+                prefix = self._prefix if text and not text[0].isspace() else ""
+                runs.append(self._text_ids(prefix + text, self._continuing if before else self._backend))
+            before = piece.text
         return np.concatenate(runs) if runs else np.empty(0, dtype=np.uint32)
 
     def decode(self, ids: TokenIds | Sequence[int], skip_special: bool = True) -> str:
@@ -185,7 +195,9 @@ def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
     settings = folder / "tokenizer_config.json"
     config = read_json(settings) if settings.exists() else {}
     backend = _hf_backend(folder, config)
-    control_ids = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    control_ids = {token.content: i for i, token in special.items()}
+    stripping = [token.content for token in special.values() if token.rstrip]
     bos_ids = _leading_ids(backend)
     backend.encode_special_tokens = True
     source = _hf_template(folder, config)
@@ -193,7 +205,7 @@ def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
         name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
     }
     template = None if source is None else ChatTemplate(source, list(control_ids), variables)
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, stripping=stripping)
 
 
 def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
@@ -239,95 +251,6 @@ def _named(config: Mapping[str, object], name: str) -> str | None:
     token = config.get(name)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
-
-
-# From GGUF metadata
-
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-
-# How text is cut into words before merging. The published patterns of each model; "isolated" keeps every match.
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_DIGIT_BY_DIGIT = ("smollm",)  # digits one by one, then GPT-2's words
-_GPT2 = ("gpt-2", "default")
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
-_PRE_TOKENIZERS = (*_GPT2, *_DIGIT_BY_DIGIT, *_LLAMA3, "qwen2")
-
-
-def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
-    """Build the byte-level BPE tokenizer that the metadata describes. Raises ModelError."""
-    kind = file.get("tokenizer.ggml.model")
-    if kind is None:
-        raise ModelError(f"there is no tokenizer in {file.path}")
-    if kind != "gpt2":
-        raise ModelError(f"the tokenizer of {file.path} is of the kind {kind!r}; only gpt2 (byte-level BPE) is known")
-    tokens = _strings(file, "tokenizer.ggml.tokens")
-    merges = _strings(file, "tokenizer.ggml.merges")
-    types = file.get("tokenizer.ggml.token_type")
-    if not isinstance(types, list) or len(types) != len(tokens):
-        raise ModelError(f"{file.path}: tokenizer.ggml.token_type does not fit tokenizer.ggml.tokens")
-    pre = file.get("tokenizer.ggml.pre") or "default"
-    backend = _byte_level_bpe(tokens, merges, str(pre), str(file.path))
-    backend.add_tokens([_added(tokens[i], False) for i, type_ in enumerate(types) if type_ == _USER_DEFINED])
-    control_ids = {tokens[i]: i for i, type_ in enumerate(types) if type_ == _CONTROL}
-    backend.add_special_tokens([_added(token, True) for token in control_ids])
-    backend.encode_special_tokens = True
-    named = {name: _named_id(file, key, len(tokens)) for name, key in _NAMED_TOKENS.items()}
-    source = file.get("tokenizer.chat_template")
-    variables = {name: tokens[token_id] for name, token_id in named.items() if token_id is not None}
-    template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
-    bos, adds_bos = named["bos_token"], file.get("tokenizer.ggml.add_bos_token")
-    if adds_bos is None:  # converters omit it where llama.cpp has a default
-        adds_bos = pre in _LLAMA3
-    bos_ids = [bos] if adds_bos is True and bos is not None else []
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template)
-
-
-_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-
-def _named_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
-    value = file.get(f"tokenizer.ggml.{key}_token_id")
-    return value if isinstance(value, int) and 0 <= value < vocab_size else None
-
-
-def _strings(file: GGUFFile, key: str) -> list[str]:
-    value = file.get(key)
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ModelError(f"{file.path} lacks {key}, a list of strings")
-    return [str(item) for item in value]
-
-
-def _added(token: str, special: bool) -> AddedToken:
-    return AddedToken(token, special=special, normalized=False)
-
-
-def _byte_level_bpe(tokens: list[str], merges: list[str], pre: str, source: str) -> tokenizers.Tokenizer:
-    if pre not in _PRE_TOKENIZERS:
-        known = ", ".join(_PRE_TOKENIZERS)
-        raise ModelError(f"{source} uses the pre-tokenizer {pre!r}, which is not supported; supported: {known}")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    try:
-        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in _LLAMA3))
-    except Exception as error:  # the library raises bare Exception
-        raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
-    if pre in _GPT2:
-        cuts: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    elif pre in _DIGIT_BY_DIGIT:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        cuts = [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        words = pre_tokenizers.Split(Regex(_QWEN2_WORDS if pre == "qwen2" else _LLAMA3_WORDS), "isolated")
-        cuts = [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    backend.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.decoder = decoders.ByteLevel()
-    return backend
 
 
 # Tokens to bytes

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model_config import ModelConfig
@@ -35,11 +36,24 @@ def as_llama(weights: Weights, config: ModelConfig) -> Weights:
     def make(name: str) -> torch.Tensor:
         stored, rows = places[name]
         values = weights[stored][rows]
-        if order is not None and name.split(".")[-2] in ("q_proj", "k_proj"):
-            values = heads_in_order(values, order)
-        return values
+        return values if order is None or not turns(name) else heads_in_order(values, order)
 
-    return WeightsOnDemand(places, make)
+    def codes(name: str) -> GroupedCodes | None:
+        stored, rows = places[name]
+        whole = weights.codes(stored) if isinstance(weights, WeightsOnDemand) else None
+        if not isinstance(whole, GroupedCodes):
+            return None
+        part = whole.part(rows, slice(None))
+        if part is None or order is None or not turns(name):
+            return part
+        return part.of_rows(heads_in_order(torch.arange(len(part.codes)), order))
+
+    return WeightsOnDemand(places, make, codes)
+
+
+def turns(name: str) -> bool:
+    """Whether the weight's rows are those of heads that rotate."""
+    return name.split(".")[-2] in ("q_proj", "k_proj")
 
 
 def head_order(config: ModelConfig) -> torch.Tensor | None:

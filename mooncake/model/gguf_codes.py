@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from mooncake.errors import ModelError
 from mooncake.gguf_config import GROUPED_KINDS
 from mooncake.kernels.grouped import GroupedCodes
 
@@ -20,6 +21,8 @@ Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
 Floats = npt.NDArray[np.float32]
 
 _NIBBLES = np.arange(16, dtype=np.float32)
+_FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # of E2M1 codes
+_NOT_A_POWER = 255  # the exponent that means NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,13 @@ def _q6_k(raw: Bytes) -> _Blocks:
     return _Blocks(codes.reshape(len(raw), -1), _halves(raw, 208) * raw[:, 192:208].view(np.int8))
 
 
+def _mxfp4(raw: Bytes) -> _Blocks:
+    """Powers of two times E2M1 codes (OCP MX 1.0)."""
+    if (raw[:, 0] == _NOT_A_POWER).any():
+        raise ModelError(f"a weight has an mxfp4 scale of {_NOT_A_POWER}, which stands for what is no number")
+    return _Blocks(_nibbles(raw[:, 1:]), np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 127), levels=_FLOAT4)
+
+
 _READERS: dict[str, tuple[Callable[[Bytes], _Blocks], int]] = {
     "Q4_0": (_q4_0, 18),
     "Q4_1": (_q4_1, 20),
@@ -126,5 +136,6 @@ _READERS: dict[str, tuple[Callable[[Bytes], _Blocks], int]] = {
     "Q4_K": (_q4_k, 144),
     "Q5_K": (_q5_k, 176),
     "Q6_K": (_q6_k, 210),
+    "MXFP4": (_mxfp4, 17),
 }
 assert _READERS.keys() == GROUPED_KINDS.keys()

@@ -13,25 +13,20 @@ import os
 import time
 from pathlib import Path
 
-import gguf
-import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, ModelConfig, weight_shapes
+from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, weight_shapes
 from mooncake.errors import ModelError
 from mooncake.families import published_name
-from mooncake.gguf_config import hf_name
 from mooncake.gguf_config import keeps_groups as of_kept_groups
-from mooncake.gguf_file import GGUFFile, TensorInfo
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.llama_family import REARRANGED
 from mooncake.model.as_llama import as_llama
 from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
-from mooncake.model.gguf_codes import grouped_codes
+from mooncake.model.gguf_weights import KEPT_WIDE, gguf_weights
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.precision import Coding
 from mooncake.quantised import zero_biases
@@ -40,12 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED_BYTES = 8 << 30  # for all models; the least recently used one is removed first
 _STALE_PART_S = 3600  # after this long a partial file is abandoned
-
-# Weights that decide between nearly equal scores stay float32 in models of any type.
-_KEPT_WIDE = ".e_score_correction_bias"
-
-# GGUF files of these families store q and k rows in the order of interleaved rotary pairs.
-_INTERLEAVED = ("llama", "mistral")
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
@@ -63,7 +52,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_g
 def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:
     if isinstance(checkpoint, GGUFCheckpoint):
         if keeps_groups and of_kept_groups(checkpoint.file):
-            return _dequantised(checkpoint.file, checkpoint.config, wanted)
+            return gguf_weights(checkpoint.file, checkpoint.config, weight_shapes(checkpoint.config), wanted)
         return _cached_gguf_weights(checkpoint, wanted)
     if isinstance(checkpoint, HFCheckpoint):
         return _safetensors_weights(checkpoint, wanted, codes, keeps_groups)
@@ -91,7 +80,7 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
     def make(name: str) -> torch.Tensor:
         if name in coded:
             return dequantised(coded[name], stored, dtype)
-        return stored[name].to(torch.float32 if name.endswith(_KEPT_WIDE) else dtype)
+        return stored[name].to(torch.float32 if name.endswith(KEPT_WIDE) else dtype)
 
     def own_codes(name: str) -> Codes | GroupedCodes | None:
         weight = coded.get(name)
@@ -118,55 +107,6 @@ def _mapped(path: Path) -> dict[str, torch.Tensor]:
 # GGUF
 
 
-def _dequantised(file: GGUFFile, config: ModelConfig, dtype: torch.dtype) -> Weights:
-    """Every weight that the model needs, and its codes. Unsupported kinds raise ModelError on access."""
-    needed = weight_shapes(config)
-    places = {name: info for info in file.tensors.values() if (name := hf_name(info.name)) in needed}
-
-    def make(name: str) -> torch.Tensor:
-        values = _dequantise(file, places[name])
-        order = _order_of_rows(name, config)
-        return torch.from_numpy(values if order is None else values[order]).to(dtype)
-
-    def codes(name: str) -> GroupedCodes | None:
-        info = places[name]
-        if len(info.shape) != 2:
-            return None
-        groups = grouped_codes(info.kind.name, _raw(file, info), (info.shape[0], info.shape[1]), dtype)
-        order = _order_of_rows(name, config)
-        return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
-
-    return WeightsOnDemand(places, make, codes)
-
-
-def _raw(file: GGUFFile, info: TensorInfo) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(file.tensor_bytes(info), dtype=np.uint8)
-
-
-def _dequantise(file: GGUFFile, info: TensorInfo) -> np.ndarray:
-    raw = _raw(file, info)
-    shape = gguf.quant_shape_to_byte_shape(info.shape, info.kind)
-    kind = {"F32": np.float32, "F16": np.float16, "F64": np.float64}.get(info.kind.name)
-    try:
-        values = raw.view(kind) if kind else gguf.quants.dequantize(raw.reshape(shape), info.kind)
-    except NotImplementedError:
-        raise ModelError(f"{file.path}: {info.name} is quantised as {info.kind.name}, which is not supported") from None
-    # Always a copy: the tensors must not depend on the file's mapping.
-    return np.array(values.reshape(info.shape), dtype=np.float32)
-
-
-def _order_of_rows(name: str, config: ModelConfig) -> np.ndarray | None:
-    """The file's order of a weight's rows, if it differs: q and k rows are stored as interleaved pairs (0, 1), (2, 3),
-    …, not as halves (0, D/2), (1, D/2 + 1), … within each head."""
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    if heads is None or config.architecture not in _INTERLEAVED:
-        return None
-    return np.arange(heads * config.head_dim).reshape(heads, config.head_dim // 2, 2).swapaxes(1, 2).flatten()
-
-
-# The cache
-
-
 def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weights:
     path = _cache_path(checkpoint, dtype)
     if path is not None and path.exists():
@@ -177,8 +117,9 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
                 return weights
         except (ModelError, OSError) as error:
             log.warning("the cached weights %s are of no use: %s", path, error)
-    from_file = _dequantised(checkpoint.file, checkpoint.config, dtype)
-    num_bytes = dtype.itemsize * sum(math.prod(shape) for shape in weight_shapes(checkpoint.config).values())
+    shapes = weight_shapes(checkpoint.config)
+    from_file = gguf_weights(checkpoint.file, checkpoint.config, shapes, dtype)
+    num_bytes = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
     if path is None or num_bytes > MAX_CACHED_BYTES:
         return from_file
     started = time.monotonic()

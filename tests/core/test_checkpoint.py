@@ -359,7 +359,9 @@ def test_linear_scaling_is_read_and_other_kinds_are_refused(tmp_path: Path) -> N
     write_gguf(tmp_path / "a.gguf", **{"rope.scaling.type": "linear", "rope.scaling.factor": 4.0})
     assert open_checkpoint(str(tmp_path / "a.gguf")).config.rope_scaling == {"rope_type": "linear", "factor": 4.0}
     write_gguf(tmp_path / "b.gguf", **{"rope.scaling.type": "longrope"})
-    assert "'longrope'" in problem(tmp_path / "b.gguf")
+    assert "'longrope' and lacks the factors" in problem(tmp_path / "b.gguf")
+    write_gguf(tmp_path / "c.gguf", **{"rope.scaling.type": "dynamic"})
+    assert "'dynamic'; supported: linear" in problem(tmp_path / "c.gguf")
 
 
 def test_yarn_is_the_same_in_a_gguf_file_and_in_a_folder(folder: Path, tmp_path: Path) -> None:
@@ -413,7 +415,11 @@ def test_llama3_scaling_is_recognised_in_its_table(tmp_path: Path) -> None:
 
 WRONG_GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "family": ({"architecture": "gemma"}, "supported families: llama, mistral, qwen2, qwen3"),
-    "experts": ({"expert_count": 8}, "mixture of experts"),
+    "experts without number": ({"expert_count": 8}, "lacks the metadata llama.expert_used_count"),
+    "experts without weights": (
+        {"expert_count": 8, "expert_used_count": 2},
+        "lacks the weight model.layers.0.block_sparse_moe.gate.weight (blk.0.ffn_gate_inp.weight)",
+    ),
     "key missing": ({"block_count": None}, "lacks the metadata llama.block_count"),
     "key a word": ({"embedding_length": "wide"}, "llama.embedding_length must be one integer"),
     "another shape": ({"feed_forward_length": 65}, "mlp.gate_proj.weight has the shape (64, 32)"),

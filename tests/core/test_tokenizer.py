@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_gguf import MERGES, TOKENS, write_gguf
 from tiny_model import write_tiny_model
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from mooncake.chat_template import ChatTemplate, Piece
@@ -475,8 +475,8 @@ def test_tokens_that_a_model_adds_for_everyone_are_not_control_tokens(tmp_path: 
 
 
 def test_an_unknown_manner_of_cutting_words_is_refused(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "a.gguf", pre="tekken")
-    with pytest.raises(ModelError, match="'tekken', which is not supported; supported: gpt-2"):
+    write_gguf(tmp_path / "a.gguf", pre="bloom")
+    with pytest.raises(ModelError, match=r"'bloom' \(tokenizer.ggml.pre\), which is not supported; supported: gpt-2"):
         open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer()
 
 
@@ -539,6 +539,21 @@ def test_sentencepiece_is_cut_and_decoded_as_its_own_library_does(tmp_path: Path
     assert [int(i) for i in rendered] == reference.encode("<s>[hello]</s>[world]</s>").ids
     stream = ours.stream()
     assert [stream.push(3 + byte) for byte in "é".encode()] == ["", "é"]
+
+
+def test_control_tokens_of_a_folder_take_white_space_behind_them_where_it_says_so(tmp_path: Path) -> None:
+    """As Phi-3's do ("rstrip"); white space that a user wrote behind other text stays."""
+    write_tiny_model(tmp_path)
+    backend = sentencepiece()
+    backend.add_special_tokens([AddedToken("<|user|>", rstrip=True), AddedToken("<|end|>", rstrip=False)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    source = "{% for m in messages %}{{ '<|user|>\n' + m.content + '<|end|>\n' }}{% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(source)
+    ours = open_checkpoint(str(tmp_path)).load_tokenizer()
+    for text in ("hello world", "hello\n ", "a  b"):
+        rendered = ours.encode_chat([ChatMessage("user", text), ChatMessage("user", "hello")])
+        expected = backend.encode(f"<|user|>\n{text}<|end|>\n<|user|>\nhello<|end|>\n").ids
+        assert [int(i) for i in rendered] == expected
 
 
 def test_tokenizers_that_cannot_be_used_say_why(tmp_path: Path) -> None:

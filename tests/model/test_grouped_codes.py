@@ -15,7 +15,7 @@ from quantised import Format, awq, fp8, gptq, packed
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.kv_cache import KVCache
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.key_scales import KeyScales
 from mooncake.model import CausalLM, ForwardBatch, NoHook
@@ -26,7 +26,7 @@ from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.precision import resolve_precision
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 """Where blocks of a kind have float16 numbers, if not at their beginning alone."""
 
 TAKEN: dict[str, Callable[[], Format]] = {
@@ -54,9 +54,17 @@ def test_blocks_of_gguf_are_read_as_what_they_stand_for(kind: str) -> None:
     raw = rng.integers(0, 256, (24, block_bytes), dtype=np.uint8)
     for place in HALVES.get(kind, (0,)):
         raw[:, place : place + 2] = rng.normal(0, 0.05, 24).astype(np.float16).view(np.uint8).reshape(24, 2)
+    if kind == "MXFP4":  # larger powers of two would overflow
+        raw[:, 0] = np.minimum(raw[:, 0], 252)
     expected = torch.from_numpy(gguf.quants.dequantize(raw, quantisation).reshape(8, 3 * block))
     codes = grouped_codes(kind, raw.flatten(), (8, 3 * block), torch.float32)
     assert codes is not None and torch.equal(codes.weights(), expected)
+
+
+def test_a_scale_that_is_no_number_is_refused() -> None:
+    raw = np.full(17, 255, np.uint8)
+    with pytest.raises(ModelError, match="mxfp4 scale of 255"):
+        grouped_codes("MXFP4", raw, (1, 32), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

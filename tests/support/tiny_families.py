@@ -414,6 +414,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "smollm3": lambda: SmolLM3ForCausalLM(
         SmolLM3Config(**GATED, no_rope_layers=[1, 0, 1], tie_word_embeddings=True, initializer_range=0.2)
     ),
+    "smollm3-in-turn": lambda: SmolLM3ForCausalLM(
+        SmolLM3Config(**GATED | {"num_hidden_layers": 5}, tie_word_embeddings=True, initializer_range=0.2)
+    ),
     "seed-oss": lambda: SeedOssForCausalLM(SeedOssConfig(**GATED, initializer_range=0.2)),
     "ministral": lambda: MinistralForCausalLM(
         MinistralConfig(

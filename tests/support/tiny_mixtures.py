@@ -73,14 +73,14 @@ class Published:
         return tokens[len(prompt) :]
 
 
-def answers(model: CausalModel, cache: Cache) -> list[list[int]]:
+def answers(model: CausalModel, cache: Cache, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Greedy tokens through the engine: prompts in chunks, then all in one batch."""
     engine = Engine(model, cache, EngineConfig(BLOCK_TOKENS, 32, 8, 256))
-    for index, prompt in enumerate(PROMPTS):
+    for index, prompt in enumerate(prompts):
         sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
         tokens = np.array(prompt, np.uint32)
         engine.add(Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=256))
-    found: list[list[int]] = [[] for _ in PROMPTS]
+    found: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
         for output in engine.step():
             found[int(output.request_id)].append(output.token.token_id)

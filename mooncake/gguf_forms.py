@@ -1,0 +1,49 @@
+"""What llama.cpp's converter does to weights, and where it puts them. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mooncake.model_config import ModelConfig
+
+Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped", "rows"]
+"""How the file's tensors differ from the published weight.
+
+"plus one"    1 was added (Gemma's and Nemotron's norms)
+"turned"      each head's rows are in the order of interleaved rotary pairs: (0, D/2), (1, D/2 + 1), …
+"transposed"  the last two axes are swapped (GPT-2, gpt-oss's experts)
+"expert"      all experts are in one tensor [E, …]
+"in turn"     the weight has the columns of two tensors in turn, each [E, outputs, inputs] (gpt-oss's gate and up)
+"stacked"     the weight has the rows of one tensor above those of another, in each expert (Granite's gate and up)
+"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX)
+"rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    tensors: tuple[str, ...]
+    form: Form = "as is"
+    expert: int = 0
+    first_row: int = 0
+
+    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
+        """That of each tensor, for a weight of this ``shape``."""
+        if self.form == "expert":
+            return (config.num_experts, *shape)
+        if self.form == "transposed":
+            return (*shape[:-2], shape[-1], shape[-2])
+        if self.form == "in turn":
+            return (shape[0], shape[-1] // 2, *shape[1:-1])
+        if self.form == "stacked":
+            return (shape[0], shape[1] // 2, *shape[2:])
+        if self.form == "rows":
+            return ((config.num_heads + 2 * config.num_kv_heads) * config.head_dim, *shape[1:])
+        return shape
+
+    def keeps_codes(self, shape: tuple[int, ...]) -> bool:
+        """Whether a weight of this ``shape`` can stay codes: its rows are stored whole, in any order."""
+        if len(shape) == 3:
+            return self.form in ("in turn", "transposed")
+        return len(shape) == 2 and self.form in ("as is", "turned", "expert", "ungrouped", "rows")

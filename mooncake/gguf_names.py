@@ -1,0 +1,148 @@
+"""Names of a GGUF file's tensors, by those that Hugging Face publishes: a table for each family. Torch-free.
+
+They are the names of ``gguf.tensor_mapping``, the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.gguf_forms import Source
+
+# Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
+
+_ATTENTION = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_GATED = {"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+LLAMA = {**_ATTENTION, **_GATED}
+_EXPERTS = {
+    **_ATTENTION,
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.*.gate_proj": "ffn_gate_exps",
+    "mlp.experts.*.up_proj": "ffn_up_exps",
+    "mlp.experts.*.down_proj": "ffn_down_exps",
+}
+_SPARSE = {
+    **_ATTENTION,
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.experts.*.w1": "ffn_gate_exps",
+    "block_sparse_moe.experts.*.w3": "ffn_up_exps",
+    "block_sparse_moe.experts.*.w2": "ffn_down_exps",
+}
+_POST_NORMED = {
+    **LLAMA,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA = {**_POST_NORMED, "pre_feedforward_layernorm": "ffn_norm"}
+_SHARED = {
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+}
+_ROUTED = {**_GATED, **_EXPERTS, **_SHARED}
+_GLM = {**LLAMA, "mlp.gate_up_proj": "ffn_up"}
+
+LAYERS: dict[str, Mapping[str, str]] = {
+    "phi3": {**LLAMA, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "olmo2": _POST_NORMED,
+    "olmo3": _POST_NORMED,
+    "exaone4": _POST_NORMED,
+    "seed_oss": {**LLAMA, "post_attention_layernorm": "post_attention_norm"},
+    "mixtral": _SPARSE,
+    "minimax_m2": _SPARSE,
+    "glm4_moe": {**_ROUTED, "post_attention_layernorm": "post_attention_norm"},
+    "dots1": _ROUTED,
+    "qwen3_moe": _EXPERTS,
+    "olmoe": _EXPERTS,
+    "qwen2_moe": {
+        **_EXPERTS,
+        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_expert.up_proj": "ffn_up_shexp",
+        "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    },
+    "gpt_oss": {
+        **_ATTENTION,
+        "post_attention_layernorm": "post_attention_norm",
+        "mlp.router": "ffn_gate_inp",
+    },
+    "granitemoe": {**_ATTENTION, "block_sparse_moe.router.layer": "ffn_gate_inp"},
+    "glm": _GLM,
+    "glm4": {
+        **_GLM,
+        "post_self_attn_layernorm": "post_attention_norm",
+        "post_mlp_layernorm": "post_ffw_norm",
+    },
+    "ernie4_5_moe": _ROUTED,
+    "hunyuan_v1_dense": {
+        **LLAMA,
+        "self_attn.query_layernorm": "attn_q_norm",
+        "self_attn.key_layernorm": "attn_k_norm",
+    },
+    "phi": {**_ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
+    "gpt_neox": {
+        "input_layernorm": "attn_norm",
+        "attention.query_key_value": "attn_qkv",
+        "attention.dense": "attn_output",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "starcoder2": {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
+    "falcon": {
+        "input_layernorm": "attn_norm",
+        "ln_attn": "attn_norm_2",
+        "ln_mlp": "attn_norm",
+        "self_attention.query_key_value": "attn_qkv",
+        "self_attention.dense": "attn_output",
+        "mlp.dense_h_to_4h": "ffn_up",
+        "mlp.dense_4h_to_h": "ffn_down",
+    },
+    "gpt2": {
+        "ln_1": "attn_norm",
+        "attn.c_attn": "attn_qkv",
+        "attn.c_proj": "attn_output",
+        "ln_2": "ffn_norm",
+        "mlp.c_fc": "ffn_up",
+        "mlp.c_proj": "ffn_down",
+    },
+}
+TOP = {
+    "model.embed_tokens": "token_embd",
+    "transformer.wte": "token_embd",
+    "transformer.word_embeddings": "token_embd",
+    "gpt_neox.embed_in": "token_embd",
+    "transformer.wpe": "position_embd",
+    "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "transformer.ln_f": "output_norm",
+    "gpt_neox.final_layer_norm": "output_norm",
+    "lm_head": "output",
+    "embed_out": "output",
+}
+
+# Weights whose names have no ".weight", or that are made of several tensors.
+PARTS: dict[str, Mapping[str, Source]] = {
+    "gpt_oss": {
+        "self_attn.sinks": Source(("attn_sinks.weight",)),
+        "mlp.experts.gate_up_proj": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "in turn"),
+        "mlp.experts.gate_up_proj_bias": Source(("ffn_gate_exps.bias", "ffn_up_exps.bias"), "in turn"),
+        "mlp.experts.down_proj": Source(("ffn_down_exps.weight",), "transposed"),
+        "mlp.experts.down_proj_bias": Source(("ffn_down_exps.bias",)),
+    },
+    "granitemoe": {
+        "block_sparse_moe.input_linear.weight": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "stacked"),
+        "block_sparse_moe.output_linear.weight": Source(("ffn_down_exps.weight",)),
+    },
+}

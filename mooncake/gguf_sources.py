@@ -1,0 +1,112 @@
+"""Which tensors of a GGUF file hold each weight of a model, and whether they are all there. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mooncake.errors import ModelError
+from mooncake.family import Shapes
+from mooncake.gguf_file import GGUFFile
+from mooncake.gguf_forms import Form, Source
+from mooncake.gguf_names import LAYERS, LLAMA, PARTS, TOP
+from mooncake.model_config import MAX_LAYERS, ModelConfig
+
+_CHOICE_BIAS = ".e_score_correction_bias"
+_TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
+_PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
+_NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+# Tables that can be computed.
+_SPARE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.\w+")
+
+
+def sources(config: ModelConfig, file: GGUFFile, names: Iterable[str]) -> dict[str, Source]:
+    """Of each weight."""
+    found = {name: _source(config.architecture, name) for name in names}
+    return {name: _of_fused(config, file, source) for name, source in found.items()}
+
+
+def _of_fused(config: ModelConfig, file: GGUFFile, source: Source) -> Source:
+    """Rows of ``attn_qkv``, if that is what the file has of queries, keys and values."""
+    match = _PROJECTION.fullmatch(source.tensors[0])
+    if match is None or source.form != "as is" or source.tensors[0] in file.tensors:
+        return source
+    fused = f"{match[1]}attn_qkv.{match[3]}"
+    heads_before = {"q": 0, "k": config.num_heads, "v": config.num_heads + config.num_kv_heads}[match[2]]
+    is_there = fused in file.tensors
+    return Source((fused,), "rows", first_row=heads_before * config.head_dim) if is_there else source
+
+
+def _source(architecture: str, name: str) -> Source:
+    match = _NAME.fullmatch(name)
+    if match is None:
+        kind, _, suffix = name.rpartition(".")
+        return Source((f"{TOP[kind]}.{suffix}",), _form(architecture, kind, suffix))
+    at, rest = f"blk.{match['layer']}.", match["rest"]
+    if part := PARTS.get(architecture, {}).get(rest):
+        return Source(tuple(at + tensor for tensor in part.tensors), part.form)
+    if rest.endswith(_CHOICE_BIAS):
+        return Source((f"{at}exp_probs_b.bias",))
+    kind, _, suffix = rest.rpartition(".")
+    expert = _EXPERT.search(kind)
+    kind = _EXPERT.sub("*", kind)
+    tensor = f"{at}{LAYERS.get(architecture, LLAMA)[kind]}.{suffix}"
+    return Source((tensor,), _form(architecture, kind, suffix), int(expert[0]) if expert else 0)
+
+
+def _form(architecture: str, kind: str, suffix: str) -> Form:
+    if "*" in kind:
+        return "expert"
+    if architecture in _TURNED and kind in ("self_attn.q_proj", "self_attn.k_proj"):
+        return "turned"
+    if architecture in _PLUS_ONE and kind.endswith("norm") and suffix == "weight":
+        return "plus one"
+    if architecture == "gpt2" and suffix == "weight" and kind.startswith(("attn.", "mlp.")):
+        return "transposed"
+    return "ungrouped" if kind.endswith(".query_key_value") else "as is"
+
+
+def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
+    """Raises ModelError for a weight that is missing or of another shape, and for a tensor that is not needed, because
+    it means a different architecture."""
+    used = set()
+    for name, source in sources(config, file, needed).items():
+        expected = source.stored_shape(needed[name], config)
+        for tensor in source.tensors:
+            found = file.tensors.get(tensor)
+            if found is None:
+                raise ModelError(f"{file.path} lacks the weight {name} ({tensor})")
+            if _without_ones(found.shape) != _without_ones(expected):
+                what = f"{name} has the shape {found.shape}, the configuration says {expected}"
+                raise ModelError(f"{file.path}: the weight {what}")
+            used.add(tensor)
+    guessing = tuple(f"blk.{config.num_layers + number}." for number in range(_guessing_layers(file)))
+    for tensor in sorted(file.tensors.keys() - used):
+        if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
+            name = published_name(config.architecture, tensor)
+            raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def _guessing_layers(file: GGUFFile) -> int:
+    """Layers behind the model's own that guess further tokens (DeepSeek-V3 2024, section 2.2)."""
+    count = file.get(f"{file.get('general.architecture')}.nextn_predict_layers")
+    return min(count, MAX_LAYERS) if isinstance(count, int) else 0
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A row is stored as a vector by some converters, as a matrix by others."""
+    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+
+
+def published_name(architecture: str, tensor: str) -> str:
+    """A weight that this tensor would hold; unknown names stay as they are."""
+    kind, _, suffix = tensor.rpartition(".")
+    tops = {stored: name for name, stored in reversed(list(TOP.items()))}
+    if kind in tops:
+        return f"{tops[kind]}.{suffix}"
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)", kind)
+    layer = {stored: name for name, stored in LAYERS.get(architecture, LLAMA).items()}
+    return f"model.layers.{match[1]}.{layer[match[2]]}.{suffix}" if match and match[2] in layer else tensor

@@ -1,0 +1,126 @@
+"""Tokenizers from the metadata of GGUF files: byte-level BPE ("gpt2") and SentencePiece with scores ("llama").
+Torch-free.
+
+Files name a tokenizer's way to cut words and leave out its normalizer; both are known by that name
+(``gguf_words``). SentencePiece vocabularies come without merges; those follow from the scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers
+
+from mooncake.chat_template import ChatTemplate
+from mooncake.errors import ModelError
+from mooncake.gguf_file import GGUFFile
+from mooncake.gguf_tokens import TokenType, Vocabulary, read_vocabulary, strings
+from mooncake.gguf_words import LLAMA3, TEKKEN, known_words, words_of
+from mooncake.tokenizer import Tokenizer
+
+_NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ADD_BOS, _ADD_SPACE = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"
+_SPACE = "▁"
+_RSTRIP_AFTER = ("phi3",)  # architectures whose control tokens take the white space behind them
+_KEEPS_SPACE = ("<s>", "<unk>", "<|endoftext|>")  # but these
+
+
+def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
+    """Build the tokenizer that the metadata describes. Raises ModelError."""
+    kind = file.get("tokenizer.ggml.model")
+    if kind is None:
+        raise ModelError(f"there is no tokenizer in {file.path}")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(
+            f"the tokenizer of {file.path} is of the kind {kind!r} (tokenizer.ggml.model); supported: gpt2 (byte-level "
+            "BPE), llama (SentencePiece)"
+        )
+    vocabulary, pre = read_vocabulary(file), str(file.get("tokenizer.ggml.pre") or "default")
+    is_sentencepiece = kind == "llama"
+    prefix = " " if is_sentencepiece and file.get(_ADD_SPACE) is not False else ""
+    if is_sentencepiece:
+        backend = _sentencepiece(file, vocabulary, bool(prefix))
+    else:
+        backend = _byte_level_bpe(vocabulary.tokens, strings(file, "tokenizer.ggml.merges"), pre, str(file.path))
+    control_ids = vocabulary.of_type(TokenType.CONTROL)
+    backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
+    backend.add_special_tokens([_added(token, True) for token in control_ids])
+    backend.encode_special_tokens = True
+    named = {name: _named_id(file, key, len(vocabulary.tokens)) for name, key in _NAMED_TOKENS.items()}
+    source = file.get("tokenizer.chat_template")
+    variables = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
+    template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
+    bos, adds_bos = named["bos_token"], file.get(_ADD_BOS)
+    if adds_bos is None:  # converters omit it where llama.cpp has a default
+        adds_bos = is_sentencepiece or pre in (*LLAMA3, *TEKKEN)
+    bos_ids = [bos] if adds_bos is True and bos is not None else []
+    strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
+    stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, prefix, stripping)
+
+
+def _named_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
+    value = file.get(f"tokenizer.ggml.{key}_token_id")
+    return value if isinstance(value, int) and 0 <= value < vocab_size else None
+
+
+def _added(token: str, special: bool) -> AddedToken:
+    return AddedToken(token, special=special, normalized=False)
+
+
+def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre: str, source: str) -> tokenizers.Tokenizer:
+    cut, normalizer = words_of(pre)
+    if cut is None:
+        raise ModelError(
+            f"{source} uses the pre-tokenizer {pre!r} (tokenizer.ggml.pre), which is not supported; "
+            f"supported: {', '.join(known_words())}"
+        )
+    vocab = {token: i for i, token in enumerate(tokens)}
+    try:
+        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in (*LLAMA3, *TEKKEN)))
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
+    backend.pre_tokenizer = cut
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+# SentencePiece (Kudo and Richardson 2018), of the kind BPE
+
+
+def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary, has_prefix: bool) -> tokenizers.Tokenizer:
+    """``has_prefix``: texts are encoded with a space before them, which decoding removes."""
+    scores = file.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise ModelError(f"{file.path}: tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
+    pieces = {token: float(scores[i]) for token, i in vocabulary.of_type(TokenType.NORMAL).items()}
+    unknown = next(iter(vocabulary.of_type(TokenType.UNKNOWN)), None)
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
+    try:
+        model = models.BPE(vocab, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        backend = tokenizers.Tokenizer(model)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelError(f"the tokens of the tokenizer in {file.path} are broken: {error}") from None
+    backend.normalizer = normalizers.Replace(" ", _SPACE)
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if has_prefix else steps)
+    return backend
+
+
+def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, in SentencePiece's order: the piece with the highest score first.
+
+    Of one piece's ways the one with the longer left part comes first, as in published tokenizer.json.
+    """
+    found = [
+        (-score, -at, piece[:at], piece[at:])
+        for piece, score in pieces.items()
+        for at in range(1, len(piece))
+        if piece[:at] in pieces and piece[at:] in pieces
+    ]
+    found.sort(key=lambda merge: merge[:2])
+    return [(left, right) for _, _, left, right in found]

@@ -1,0 +1,130 @@
+"""Weights out of a GGUF file, as Hugging Face publishes them: values, or codes where products take those directly.
+
+``mooncake.gguf_sources`` says which tensors hold a weight and what the converter did to it; that is undone here.
+"""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from mooncake.errors import ModelError
+from mooncake.family import Shapes
+from mooncake.gguf_file import GGUFFile, TensorInfo
+from mooncake.gguf_forms import Source
+from mooncake.gguf_sources import sources
+from mooncake.kernels.grouped import GroupedCodes
+from mooncake.model.gguf_codes import grouped_codes
+from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model_config import ModelConfig
+
+Floats = npt.NDArray[np.float32]
+
+KEPT_WIDE = ".e_score_correction_bias"
+"""Weights that decide between nearly equal scores stay float32 in models of any type."""
+
+_FLOATS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
+
+
+def gguf_weights(
+    file: GGUFFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
+) -> Weights:
+    """Each weight of ``shapes``, made when it is asked for. Unsupported kinds raise ModelError then."""
+    reader = _Reader(file, config, shapes, dtype)
+    return WeightsOnDemand(shapes, reader.values, reader.codes, reader.experts)
+
+
+class _Reader:
+    def __init__(self, file: GGUFFile, config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> None:
+        self._file, self._config, self._shapes, self._dtype = file, config, shapes, dtype
+        self._sources = sources(config, file, shapes)
+
+    def values(self, name: str) -> torch.Tensor:
+        source = self._sources[name]
+        dtype = torch.float32 if name.endswith(KEPT_WIDE) else self._dtype
+        return torch.from_numpy(self._published(name, source)).to(dtype)
+
+    def codes(self, name: str) -> GroupedCodes | None:
+        """Of a matrix whose rows are stored whole."""
+        source, shape = self._sources[name], self._shapes[name]
+        if len(shape) != 2 or not source.keeps_codes(shape):
+            return None
+        info = self._file.tensors[source.tensors[0]]
+        expert = source.expert if source.form == "expert" else None
+        groups = self._grouped(info, expert, source.stored_shape(shape, self._config)[-2:])
+        if groups is not None and source.form == "rows":
+            return groups.part(slice(source.first_row, source.first_row + shape[0]), slice(None))
+        order = self._order_of_rows(name, source)
+        return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
+
+    def experts(self, name: str) -> list[GroupedCodes] | None:
+        """The matrices ``[outputs, inputs]`` of all experts of a tensor whose weight has them transposed (gpt-oss)."""
+        source, shape = self._sources[name], self._shapes[name]
+        if len(shape) != 3 or not source.keeps_codes(shape):
+            return None
+        infos = [self._file.tensors[tensor] for tensor in source.tensors]
+        found: list[GroupedCodes] = []
+        for expert in range(shape[0]):
+            parts = [self._grouped(info, expert, (info.shape[1], info.shape[2])) for info in infos]
+            known = [part for part in parts if part is not None]
+            if len(known) < len(parts) or not all(known[0].joins(part) for part in known):
+                return None
+            whole = known[0] if len(known) == 1 else GroupedCodes.stacked(known)
+            rows = torch.arange(len(whole.codes))
+            found.append(whole if len(known) == 1 else whole.of_rows(rows.view(2, -1).T.flatten()))
+        return found
+
+    def _grouped(self, info: TensorInfo, expert: int | None, shape: tuple[int, ...]) -> GroupedCodes | None:
+        return grouped_codes(info.kind.name, self._raw(info, expert), (shape[0], shape[1]), self._dtype)
+
+    def _published(self, name: str, source: Source) -> Floats:
+        shape, infos = self._shapes[name], [self._file.tensors[tensor] for tensor in source.tensors]
+        if source.form == "expert":
+            return self._stored(infos[0], source.expert).reshape(shape)
+        first, *others = (self._stored(info) for info in infos)
+        if source.form == "plus one":
+            return first - np.float32(1)
+        if source.form == "transposed":
+            return np.ascontiguousarray(first.swapaxes(-1, -2))
+        if source.form == "in turn":
+            both = np.stack([first, *others], axis=2).reshape(len(first), -1, *first.shape[2:])
+            return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
+        if source.form == "stacked":
+            return np.concatenate([first, *others], axis=1)
+        if source.form == "rows":
+            return np.ascontiguousarray(first[source.first_row : source.first_row + shape[0]])
+        order = self._order_of_rows(name, source)
+        return (first if order is None else first[order]).reshape(shape)
+
+    def _order_of_rows(self, name: str, source: Source) -> npt.NDArray[np.int64] | None:
+        """The stored row of each published one; None: the same."""
+        config = self._config
+        dim = config.head_dim
+        if source.form == "turned":
+            heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
+            return np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).flatten()
+        if source.form == "ungrouped":
+            rows = np.arange((config.num_heads + 2 * config.num_kv_heads) * dim).reshape(-1, dim)
+            query, key, value = np.split(rows, [config.num_heads, config.num_heads + config.num_kv_heads])
+            groups = query.reshape(config.num_kv_heads, -1, dim)
+            return np.concatenate([groups, key[:, None], value[:, None]], axis=1).flatten()
+        return None
+
+    def _raw(self, info: TensorInfo, expert: int | None = None) -> npt.NDArray[np.uint8]:
+        octets = np.frombuffer(self._file.tensor_bytes(info), dtype=np.uint8)
+        return octets if expert is None else octets.reshape(info.shape[0], -1)[expert]
+
+    def _stored(self, info: TensorInfo, expert: int | None = None) -> Floats:
+        """The tensor's values, or those of one of its first axis."""
+        raw, shape = self._raw(info, expert), info.shape if expert is None else info.shape[1:]
+        kind = _FLOATS.get(info.kind.name)
+        try:
+            octets = gguf.quant_shape_to_byte_shape(shape, info.kind)
+            values = raw.view(kind) if kind else gguf.quants.dequantize(raw.reshape(octets), info.kind)
+        except NotImplementedError:
+            what = f"{info.name} is quantised as {info.kind.name}, which is not supported"
+            raise ModelError(f"{self._file.path}: {what}") from None
+        # Always a copy: the tensors must not depend on the file's mapping.
+        return np.array(values.reshape(shape), dtype=np.float32)

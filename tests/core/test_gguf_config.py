@@ -1,0 +1,242 @@
+"""What the metadata of a GGUF file say of a model of each architecture, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from mooncake.errors import ModelError
+from mooncake.gguf_config import read_gguf_config
+from mooncake.gguf_file import GGUFFile
+from mooncake.model_config import ModelConfig
+
+RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
+BASE: dict[str, Any] = {
+    "block_count": 8,
+    "context_length": 4096,
+    "embedding_length": 96,
+    "feed_forward_length": 160,
+    "attention.head_count": 6,
+    "attention.head_count_kv": 2,
+}
+EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_length": 48}
+YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 512}
+METADATA: dict[str, dict[str, Any]] = {
+    "llama": {RMS: 1e-5},
+    "phi3": {RMS: 1e-5, "attention.sliding_window": 2047, "rope.scaling.original_context_length": 4096},
+    "gemma2": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
+    "gemma3": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
+    "qwen2moe": {RMS: 1e-6, **EXPERTS, "expert_shared_feed_forward_length": 112},
+    "qwen3moe": {RMS: 1e-6, **EXPERTS},
+    "gpt-oss": {RMS: 1e-5, **EXPERTS, **YARN, "attention.sliding_window": 128},
+    "granite": {RMS: 1e-5, "logit_scale": 8.0},
+    "olmo2": {RMS: 1e-6},
+    "command-r": {LAYER: 1e-5, "logit_scale": 0.0625},
+    "cohere2": {LAYER: 1e-5, "logit_scale": 0.25, "attention.sliding_window": 512},
+    "glm4": {RMS: 1e-5, "rope.dimension_count": 8},
+    "starcoder2": {LAYER: 1e-5},
+    "falcon": {LAYER: 1e-5},
+    "gpt2": {LAYER: 1e-5},
+}
+
+
+def write(
+    path: Path, architecture: str, changes: Mapping[str, Any] = {}, tensors: Mapping[str, np.ndarray] = {}
+) -> GGUFFile:
+    """A file of metadata, a table of 97 tokens and these ``tensors``; None omits a key."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (BASE | METADATA[architecture] | dict(changes)).items():
+        name = key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}"
+        if isinstance(value, str):
+            writer.add_string(name, value)
+        elif isinstance(value, bool):
+            writer.add_bool(name, value)
+        elif isinstance(value, float):
+            writer.add_float32(name, value)
+        elif isinstance(value, list):
+            writer.add_array(name, value)
+        elif value is not None:
+            writer.add_uint32(name, value)
+    for name, values in ({"token_embd.weight": np.zeros((97, 96), np.float32)} | dict(tensors)).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return GGUFFile(path)
+
+
+def config(path: Path, architecture: str, **changes: Any) -> ModelConfig:
+    return read_gguf_config(write(path / "a.gguf", architecture, changes))
+
+
+FAMILIES = {
+    **{"llama": "llama", "phi3": "phi3", "gemma2": "gemma2", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe"},
+    **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4"},
+    **{"command-r": "cohere", "cohere2": "cohere2", "starcoder2": "starcoder2", "falcon": "falcon", "gpt2": "gpt2"},
+}
+
+
+@pytest.mark.parametrize(("architecture", "family"), FAMILIES.items())
+def test_every_architecture_has_its_family(tmp_path: Path, architecture: str, family: str) -> None:
+    found = config(tmp_path, architecture)
+    assert found.architecture == family
+    assert (found.num_layers, found.hidden_size, found.vocab_size, found.tie_embeddings) == (8, 96, 97, True)
+
+
+def test_architectures_with_experts_are_other_families(tmp_path: Path) -> None:
+    assert config(tmp_path, "llama", **EXPERTS).architecture == "mixtral"
+    assert config(tmp_path, "granite", **EXPERTS).architecture == "granitemoe"
+
+
+LATE = {
+    ("gemma2", 2): [512, 0, 512, 0, 512, 0, 512, 0],
+    ("gemma3", 6): [512, 512, 512, 512, 512, 0, 512, 512],
+    ("gpt-oss", 2): [128, 0, 128, 0, 128, 0, 128, 0],
+    ("cohere2", 4): [512, 512, 512, 0, 512, 512, 512, 0],
+}
+
+
+@pytest.mark.parametrize(("architecture", "every"), LATE)
+def test_windows_come_in_the_turn_of_the_architecture_or_of_the_file(
+    tmp_path: Path, architecture: str, every: int
+) -> None:
+    usual = LATE[architecture, every]
+    key = "attention.sliding_window_pattern"
+    assert list(config(tmp_path, architecture).layer_windows) == usual
+    assert list(config(tmp_path, architecture, **{key: every}).layer_windows) == usual
+    window = max(usual)
+    flags = [True, True, False, True, False, False, True, True]
+    assert config(tmp_path, architecture, **{key: flags}).layer_windows == tuple(window * flag for flag in flags)
+
+
+def test_command_r7b_rotates_where_it_has_windows(tmp_path: Path) -> None:
+    assert config(tmp_path, "cohere2").still_layers == (3, 7)
+
+
+def test_olmo3_is_an_olmo2_with_windows(tmp_path: Path) -> None:
+    assert config(tmp_path, "olmo2").architecture == "olmo2"
+    found = config(tmp_path, "olmo2", **YARN, **{"attention.sliding_window": 64})
+    assert (found.architecture, found.layer_windows[:4]) == ("olmo3", (64, 64, 64, 0))
+    assert found.local_rope_theta == 10_000.0
+    sharp = config(tmp_path, "olmo2", **YARN, **{"attention.sliding_window": 64, "rope.scaling.yarn_attn_factor": 1.5})
+    assert sharp.rope_scaling is not None and sharp.rope_scaling["attention_factor"] == 1.5
+
+
+def test_phi3_has_a_window_only_within_its_context(tmp_path: Path) -> None:
+    assert config(tmp_path, "phi3").sliding_window == 2047
+    assert config(tmp_path, "phi3", **{"attention.sliding_window": 262144}).sliding_window is None
+    assert config(tmp_path, "phi3", **{"attention.sliding_window": 0}).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "per_query"), [("gemma2", 26, 32), ("gemma2", 46, 16), ("gemma3", 62, 16)]
+)
+def test_gemma_scales_scores_by_the_size_of_the_model(
+    tmp_path: Path, architecture: str, layers: int, per_query: int
+) -> None:
+    """Files do not say it: in the 27b models a head counts as hidden size / heads, in the others as wide as it is."""
+    assert config(tmp_path, architecture, block_count=layers).attention_scale == pytest.approx(per_query**-0.5)
+    assert config(tmp_path, architecture, **{"attention.scale": 0.25}).attention_scale == 0.25
+
+
+def test_gemma2_has_its_caps_unless_the_file_has_others(tmp_path: Path) -> None:
+    assert (config(tmp_path, "gemma2").score_cap, config(tmp_path, "gemma2").logit_cap) == (50.0, 30.0)
+    found = config(tmp_path, "gemma2", attn_logit_softcapping=0.0, final_logit_softcapping=2.0)
+    assert (found.score_cap, found.logit_cap) == (0.0, 2.0)
+
+
+def test_gpt_oss_does_not_round_the_borders_of_yarn(tmp_path: Path) -> None:
+    scaling = config(tmp_path, "gpt-oss").rope_scaling
+    assert scaling is not None and scaling["truncate"] is False and scaling["factor"] == 8.0
+    assert config(tmp_path, "gpt-oss").max_model_len == 4096
+
+
+def test_experts_of_older_files_are_as_wide_as_the_others_together(tmp_path: Path) -> None:
+    older = {"expert_feed_forward_length": None, "expert_shared_feed_forward_length": None}
+    found = config(tmp_path, "qwen2moe", **older)
+    assert (found.intermediate_size, found.shared_expert_size) == (80, 160)
+    assert not found.norm_expert_weights and config(tmp_path, "qwen3moe").norm_expert_weights
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "key missing": ("gemma2", {"block_count": None}, "lacks the metadata gemma2.block_count"),
+    "no epsilon": ("falcon", {LAYER: None}, f"lacks the metadata falcon.{LAYER}"),
+    "another epsilon": ("cohere2", {LAYER: None, RMS: 1e-5}, f"lacks the metadata cohere2.{LAYER}"),
+    "no window": ("gemma3", {"attention.sliding_window": None}, "lacks the metadata gemma3.attention.sliding_window"),
+    "window a word": ("gpt-oss", {"attention.sliding_window": "a"}, "gpt-oss.attention.sliding_window must be one int"),
+    "empty window": ("gpt-oss", {"attention.sliding_window": 0}, "gpt-oss.attention.sliding_window must be positive"),
+    "no turn": (
+        "gemma3",
+        {"attention.sliding_window_pattern": 0},
+        "gemma3.attention.sliding_window_pattern must be positive, got 0",
+    ),
+    "few flags": (
+        "cohere2",
+        {"attention.sliding_window_pattern": [True, False]},
+        "cohere2.attention.sliding_window_pattern must say of each of the 8 layers",
+    ),
+    "layers without end": ("gemma2", {"block_count": 1 << 30}, "num_layers of the model must be between 1 and 1024"),
+    "caps": ("gemma2", {"attn_logit_softcapping": -1.0}, "the soft caps of gemma2 must be positive or 0"),
+    "theta": ("gemma3", {"rope.freq_base_swa": 0.0}, "gemma3.rope.freq_base_swa must be a positive number"),
+    "softmax": ("granite", {"attention.scale": float("nan")}, "granite.attention.scale must be a positive number"),
+    "divisor": ("command-r", {"logit_scale": 0.0}, "command-r.logit_scale must be a positive number"),
+    "scaled": ("gemma2", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, "which is not supported"),
+    "values": ("gemma2", {"attention.value_length": 64}, "has values of 64 elements and keys of 32"),
+    "part of a head": ("qwen3moe", {"rope.dimension_count": 8}, "rotates only a part of each head"),
+    "odd rotation": ("glm4", {"rope.dimension_count": 7}, "glm4.rope.dimension_count must be even and at most 16"),
+    "wide rotation": ("phi3", {"rope.dimension_count": 64}, "phi3.rope.dimension_count must be even and at most 16"),
+    "sections": ("glm4", {"rope.dimension_sections": [1, 2, 3, 0]}, "rotates by rope.dimension_sections"),
+    "other scaling": ("phi3", YARN, "differently from longrope"),
+    "unscaled": ("gpt-oss", {"rope.scaling.type": None}, "does not say how positions are scaled (gpt-oss.rope.scaling"),
+    "no factor": ("gpt-oss", {"rope.scaling.factor": None}, "lacks the metadata gpt-oss.rope.scaling.factor"),
+    "extrapolation": ("gpt-oss", {"rope.scaling.yarn_ext_factor": 0.5}, "asks for rope.scaling.yarn_ext_factor"),
+    "experts uncounted": ("qwen3moe", {"expert_count": None}, "lacks the metadata qwen3moe.expert_count"),
+    "too many used": ("qwen3moe", {"expert_used_count": 7}, "a token cannot use 7 of 6 experts"),
+    "norm a word": ("qwen3moe", {"expert_weights_norm": "yes"}, "qwen3moe.expert_weights_norm must be true or false"),
+    "shared": ("granite", EXPERTS | {"expert_shared_feed_forward_length": 8}, "experts that all tokens use"),
+    "one part": ("gpt-oss", {"split.count": 3}, "is one of 3 parts of a model; `llama-gguf-split --merge` joins them"),
+    "end": ("gemma2", {"tokenizer.ggml.eot_token_id": 97}, "the token id 97 is outside the vocabulary of 97"),
+}
+
+
+@pytest.mark.parametrize(("architecture", "changes", "sentence"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_told_in_a_sentence(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], sentence: str
+) -> None:
+    file = write(tmp_path / "a.gguf", architecture, changes)
+    with pytest.raises(ModelError) as error:
+        read_gguf_config(file)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        (
+            {"rope_factors_long.weight": np.ones(8, np.float32)},
+            "rope_factors_short.weight must hold 8 positive numbers",
+        ),
+        (
+            dict.fromkeys(("rope_factors_long.weight", "rope_factors_short.weight"), np.ones(7, np.float32)),
+            "rope_factors_short.weight must hold 8 positive numbers",
+        ),
+        (
+            {
+                "rope_factors_short.weight": np.ones(8, np.float32),
+                "rope_factors_long.weight": np.zeros(8, np.float32),
+            },
+            "rope_factors_long.weight must hold 8 positive numbers",
+        ),
+    ],
+)
+def test_factors_that_cannot_be_used_are_named(tmp_path: Path, tensors: dict[str, np.ndarray], sentence: str) -> None:
+    file = write(tmp_path / "a.gguf", "phi3", tensors=tensors)
+    with pytest.raises(ModelError) as error:
+        read_gguf_config(file)
+    assert sentence in str(error.value) and str(file.path) in str(error.value)

@@ -1,0 +1,241 @@
+"""GGUF files of every family, as llama.cpp's converter writes them: the same models as their folders, token for token
+those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from converted import CHANGES, Converted, Kind
+from tiny_families import NEW_TOKENS, VOCAB
+from tiny_mixtures import answers
+
+from mooncake import LLM
+from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
+from mooncake.engine.kv_cache import KVCache
+from mooncake.gguf_file import GGUFFile
+from mooncake.kernels.grouped import GroupedCodes
+from mooncake.model.layers import WeightsOnDemand
+from mooncake.model.load import load_model
+from mooncake.model.weights import load_weights
+from mooncake.model_config import ModelConfig
+from mooncake.types import SamplingParams
+
+PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For weights; compiled kernels stay where they are."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mooncake" / "kernels"
+    usual.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "mooncake").mkdir(parents=True)
+    (tmp_path / "cache" / "mooncake" / "kernels").symlink_to(usual)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(params=CHANGES, scope="module")
+def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Converted:
+    return Converted(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def greedy(checkpoint: Checkpoint, keeps_groups: bool = False) -> list[list[int]]:
+    model = load_model(checkpoint, "float32", keeps_groups=keeps_groups)
+    return answers(model, KVCache(checkpoint.kv_layout(16, "float32"), 80), PROMPTS)
+
+
+def plain(config: ModelConfig) -> dict[str, object]:
+    """Metadata are float32, and so is what is computed with them."""
+    return {name: narrowed(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def narrowed(value: object) -> object:
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, dict):
+        return {name: narrowed(inner) for name, inner in value.items()}
+    return tuple(map(narrowed, value)) if isinstance(value, (list, tuple)) else value
+
+
+def test_a_file_says_of_a_model_what_its_folder_says(converted: Converted) -> None:
+    assert plain(converted.checkpoint.config) == plain(converted.published.checkpoint.config)
+
+
+def test_a_file_holds_the_weights_of_the_folder(converted: Converted) -> None:
+    ours, published = (load_weights(each.checkpoint, "float32") for each in (converted, converted.published))
+    assert ours.keys() == published.keys()
+    for name in ours:
+        if converted.family.startswith(("gemma", "nemotron")) and name.endswith(
+            "norm.weight"
+        ):  # 1 was added, and taken away
+            torch.testing.assert_close(ours[name], published[name], rtol=0, atol=2**-23)
+        else:
+            assert torch.equal(ours[name], published[name]), name
+
+
+def test_its_tokens_are_those_of_transformers(converted: Converted) -> None:
+    found = greedy(converted.checkpoint)
+    assert found == [converted.published.greedy(prompt) for prompt in PROMPTS]
+    assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+
+
+# Quantised files: the reference has the values that the codes stand for
+
+QUANTISED = (
+    *("gemma3", "phi3", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
+    *("granite-moe", "glm4", "falcon-40b", "gpt2"),
+)
+
+
+@pytest.mark.parametrize("keeps_groups", [True, False], ids=["codes", "values"])
+@pytest.mark.parametrize("family", QUANTISED)
+def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_groups: bool, tmp_path: Path) -> None:
+    expert_kind = Kind.MXFP4 if family == "gpt-oss" else None
+    converted = Converted(family, tmp_path, Kind.Q8_0, expert_kind)
+    kinds = {tensor.kind.name for tensor in GGUFFile(converted.path).tensors.values()}
+    assert {"F32", "Q8_0", *(["MXFP4"] if expert_kind else [])} <= kinds
+    expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
+    assert greedy(converted.checkpoint, keeps_groups) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "gpt-oss", "cohere"])
+def test_files_of_half_precision_are_the_same_model_too(family: str, tmp_path: Path) -> None:
+    converted = Converted(family, tmp_path, Kind.F16)
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("phi3", "model.layers.1.self_attn.k_proj.weight"),
+        ("phi3", "model.layers.1.mlp.up_proj.weight"),
+        ("phi4-mini", "model.layers.1.self_attn.q_proj.weight"),
+        ("mixtral", "model.layers.1.self_attn.q_proj.weight"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.3.w1.weight"),
+        ("falcon-40b", "transformer.h.1.self_attention.query_key_value.weight"),
+    ],
+)
+def test_codes_stay_codes_where_rows_are_whole(family: str, name: str, tmp_path: Path) -> None:
+    weights = load_weights(Converted(family, tmp_path, Kind.Q8_0).checkpoint, "float32", keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand)
+    codes = weights.codes(name)
+    assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[name])
+
+
+def test_the_experts_of_gpt_oss_stay_codes(tmp_path: Path) -> None:
+    checkpoint = Converted("gpt-oss", tmp_path, Kind.Q8_0, Kind.MXFP4).checkpoint
+    weights = load_weights(checkpoint, "float32", keeps_groups=True)
+    assert isinstance(weights, WeightsOnDemand)
+    for name in ("gate_up_proj", "down_proj"):
+        experts = weights.experts(f"model.layers.1.mlp.experts.{name}")
+        assert experts is not None
+        values = weights[f"model.layers.1.mlp.experts.{name}"].mT
+        assert torch.equal(torch.stack([each.weights() for each in experts]), values)
+    num_codes, num_bytes = checkpoint.groups
+    assert num_codes == sum(
+        math.prod(shape) for name, shape in weight_shapes(checkpoint.config).items() if is_coded(name)
+    )
+    assert num_bytes < num_codes
+
+
+def is_coded(name: str) -> bool:
+    return name.endswith(("proj.weight", "embed_tokens.weight", "lm_head.weight", "gate_up_proj", "down_proj"))
+
+
+def test_weights_that_become_values_are_not_counted_as_codes(tmp_path: Path) -> None:
+    """Granite's experts are put together from two tensors, GPT-2's matrices are transposed."""
+    mixture = Converted("granite-moe", tmp_path / "a", Kind.Q8_0).checkpoint
+    sizes = {name: math.prod(shape) for name, shape in weight_shapes(mixture.config).items()}
+    assert mixture.groups[0] == sum(size for name, size in sizes.items() if is_coded(name))
+    assert Converted("gpt2", tmp_path / "b", Kind.Q8_0).checkpoint.groups[0] == VOCAB * 96  # the table of tokens
+
+
+# What a file leaves to its reader
+
+
+def test_gemma3_scales_positions_in_its_global_layers_only(tmp_path: Path) -> None:
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    converted = Converted("gemma3", tmp_path, rope_parameters=rope)
+    config = converted.checkpoint.config
+    assert config.rope_scaling == {"rope_type": "linear", "factor": 8.0}
+    assert (config.rope_theta, config.local_rope_theta, config.max_model_len) == (1e6, 1e4, 512)
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+def test_phi4_mini_has_its_long_factors_where_a_long_context_is_asked_for(tmp_path: Path) -> None:
+    converted = Converted("phi4-mini", tmp_path)
+    short, long = (open_checkpoint(str(converted.path), asked).config for asked in (0, 512))
+    assert (short.max_model_len, long.max_model_len) == (128, 512)
+    published = open_checkpoint(str(converted.published.folder), 512).config
+    assert plain(long) == plain(published)
+    assert short.rope_scaling != long.rope_scaling
+
+
+def test_biases_of_the_choice_of_experts_are_float32_in_any_type(tmp_path: Path) -> None:
+    weights = load_weights(Converted("glm-4.5", tmp_path).checkpoint, "bfloat16")
+    types = {name.rpartition(".")[2]: tensor.dtype for name, tensor in weights.items() if ".2.mlp.gate." in name}
+    assert types == {"weight": torch.bfloat16, "e_score_correction_bias": torch.float32}
+
+
+def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
+    converted = Converted("glm-4.5", tmp_path)
+    expected = converted.checkpoint.config
+    converted.add_guessing_layer()
+    assert converted.checkpoint.config == expected
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("glm", Kind.F32), ("glm", Kind.Q8_0), ("phi", Kind.F16)])
+def test_queries_keys_and_values_may_be_one_tensor(family: str, kind: Kind, tmp_path: Path) -> None:
+    converted = Converted(family, tmp_path, kind)
+    expected = converted.checkpoint.config
+    converted.fuse()
+    checkpoint = converted.checkpoint
+    assert "blk.0.attn_qkv.weight" in GGUFFile(converted.path).tensors
+    assert checkpoint.config == expected
+    for keeps_groups in (True, False):
+        assert greedy(checkpoint, keeps_groups) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m.role + '\n' + m.content + '<end_of_turn>\n' }}"
+    "{% endfor %}{{ '<start_of_turn>model\n' }}"
+)
+
+
+def test_a_chat_with_a_file_is_one_with_its_model(tmp_path: Path) -> None:
+    """From words by way of its SentencePiece tokenizer and its template to words."""
+    control = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+    parts = ["user", "model", "hello", "us", "er", "mo", "de", "del", "he", "llo", "ll", "\n", "▁"]
+    tokens = ["<unk>", *control, *parts, *map(chr, range(ord("A"), ord("A") + VOCAB - 5 - len(parts)))]
+    assert len(tokens) == VOCAB
+    kinds = [2, 3, 3, 3, 3, *[1] * (VOCAB - 5)]
+    tokenizer = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": [-float(number) for number in range(VOCAB)],
+        "tokenizer.ggml.add_space_prefix": False,
+        "tokenizer.chat_template": TURNS,
+    }
+    converted = Converted("mixtral", tmp_path, tokenizer=tokenizer, bos_token_id=1, eos_token_id=2)
+    words = ["hello", "▁", "user", "W", "model", "x", "llo"]
+    names = ["<bos>", "<start_of_turn>", "user", "\n", *words, "<end_of_turn>", "\n", "<start_of_turn>", "model", "\n"]
+    prompt = [tokens.index(name) for name in names]
+    expected = converted.published.greedy(prompt)
+    assert len(set(expected)) >= 3, "a model that repeats itself proves nothing"
+    ends = converted.checkpoint.config.eos_ids
+    assert [tokens[i] for i in ends] == ["<eos>", "<end_of_turn>"]
+    with LLM(str(converted.path), kv_gb=0.02, block_tokens=8, threads=1, max_model_len=128) as llm:
+        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+        [answer] = llm.chat([{"role": "user", "content": "hello userWmodelxllo"}], sampling)
+        assert (answer.prompt_tokens, answer.token_ids) == (len(prompt), expected)
+        assert answer.text == "".join(tokens[i] for i in expected if kinds[i] == 1).replace("▁", " ")

@@ -1,0 +1,366 @@
+"""Tiny random models of transformers as GGUF files, made of their folders in the manner of llama.cpp's converter.
+
+Names come from ``gguf.TensorNameMap``, and everything the converter changes is done here once more, so that nothing of
+the code under test decides what a file should hold. ``Converted.theirs`` is transformers' model with the weights as
+rounded by the file's kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
+from safetensors.torch import load_file, save_file
+from tiny_families import Published
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+
+Kind = gguf.GGMLQuantizationType
+Tensors = dict[str, torch.Tensor]
+
+ARCHITECTURES = {
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3_text": MODEL_ARCH.GEMMA3,
+    "phi3": MODEL_ARCH.PHI3,
+    "mixtral": MODEL_ARCH.LLAMA,
+    "qwen2_moe": MODEL_ARCH.QWEN2MOE,
+    "qwen3_moe": MODEL_ARCH.QWEN3MOE,
+    "gpt_oss": MODEL_ARCH.GPT_OSS,
+    "olmoe": MODEL_ARCH.OLMOE,
+    "granite": MODEL_ARCH.GRANITE,
+    "granitemoe": MODEL_ARCH.GRANITE_MOE,
+    "olmo2": MODEL_ARCH.OLMO2,
+    "olmo3": MODEL_ARCH.OLMO2,
+    "cohere": MODEL_ARCH.COMMAND_R,
+    "cohere2": MODEL_ARCH.COHERE2,
+    "glm4": MODEL_ARCH.GLM4,
+    "starcoder2": MODEL_ARCH.STARCODER2,
+    "falcon": MODEL_ARCH.FALCON,
+    "smollm3": MODEL_ARCH.SMOLLM3,
+    "seed_oss": MODEL_ARCH.SEED_OSS,
+    "ernie4_5": MODEL_ARCH.ERNIE4_5,
+    "exaone4": MODEL_ARCH.EXAONE4,
+    "glm4_moe": MODEL_ARCH.GLM4_MOE,
+    "dots1": MODEL_ARCH.DOTS1,
+    "minimax_m2": MODEL_ARCH.MINIMAXM2,
+    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
+    "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "glm": MODEL_ARCH.CHATGLM,
+    "phi": MODEL_ARCH.PHI2,
+    "stablelm": MODEL_ARCH.STABLELM,
+    "nemotron": MODEL_ARCH.NEMOTRON,
+    "gpt_neox": MODEL_ARCH.GPTNEOX,
+    "gpt2": MODEL_ARCH.GPT2,
+}
+
+# Of tiny_families, with what a GGUF file cannot say changed in their config.json.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "mixtral": {"sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    **{
+        name: {}
+        for name in (
+            *("phi3", "phi4-mini", "qwen2-moe", "qwen3-moe", "gpt-oss", "olmoe", "granite", "granite-moe", "olmo2"),
+            *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
+            *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
+            *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
+            *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
+        )
+    },
+    "gpt2-with-a-head": {"scale_attn_weights": True},
+}
+_SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
+_TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
+
+
+class Converted:
+    """``kind`` is that of the matrices, ``expert_kind`` of stacked experts; those that do not fit become float16."""
+
+    def __init__(
+        self,
+        family: str,
+        folder: Path,
+        kind: Kind = Kind.F32,
+        expert_kind: Kind | None = None,
+        tokenizer: Mapping[str, Any] = MappingProxyType({}),
+        **changes: Any,
+    ) -> None:
+        """``tokenizer``: metadata by their whole keys; ``changes`` of config.json."""
+        self.published = Published(family, folder / "published")
+        where = self.published.folder
+        settings = json.loads((where / "config.json").read_text())
+        (where / "config.json").write_text(json.dumps(settings | CHANGES[family] | changes))
+        self.config = AutoConfig.from_pretrained(where)
+        self.family = str(self.config.model_type)
+        self._kinds = kind, expert_kind or kind
+        weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
+        save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
+        self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+        self.published.theirs = self.theirs
+        self._num_guessing, self._tokenizer = 0, tokenizer
+        self.path = folder / "model.gguf"
+        self._write(weights)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return open_checkpoint(str(self.path))
+
+    # Numbers
+
+    def _kind(self, name: str, shape: tuple[int, ...]) -> Kind:
+        bare = name.rpartition(".")[0]
+        if len(shape) == 1 or bare.endswith(("norm", *_SMALL)) or name.endswith(("_bias", ".bias")):
+            return Kind.F32
+        wanted = self._kinds[".experts." in name or "_linear" in name]
+        return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
+
+    def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        stored = np.ascontiguousarray(self._as_stored(name, tensor.float()).numpy())
+        kind = self._kind(name, stored.shape)
+        values = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind).reshape(stored.shape)
+        return self._as_stored(name, torch.from_numpy(np.array(values, np.float32))).contiguous()
+
+    def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Some matrices are stored transposed; the same undoes it."""
+        is_gpt2 = self.family == "gpt2" and ".h." in name and tensor.ndim == 2
+        is_gpt_oss = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        return tensor.mT if is_gpt2 or is_gpt_oss else tensor
+
+    # Tensors
+
+    def add_guessing_layer(self) -> None:
+        """Write the file anew with a layer behind the last one, as of models that also guess further tokens."""
+        self._num_guessing = 1
+        self._write(load_file(self.published.folder / "model.safetensors"))
+
+    def fuse(self) -> None:
+        """Write the file anew with queries, keys and values as one tensor, as of chatglm.cpp's heirs."""
+        weights = load_file(self.published.folder / "model.safetensors")
+        for name in [name for name in weights if ".q_proj." in name]:
+            parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
+            weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+        self._write(weights)
+
+    def _write(self, weights: Tensors) -> None:
+        architecture = ARCHITECTURES[self.family]
+        writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
+        names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
+        self._write_metadata(writer)
+        for key, value in self._tokenizer.items():
+            add = {list: writer.add_array, bool: writer.add_bool, str: writer.add_string}[type(value)]
+            add(key, value)
+        for name, tensor in self._converted(weights):
+            mapped = name if name.startswith("rope_") else names.get_name(name, (".weight", ".bias"))
+            if ".qkv_proj." in name:
+                mapped = f"blk.{name.split('.')[2]}.attn_qkv.{name.split('.')[-1]}"
+            assert mapped is not None, name
+            kind = Kind.F32 if name.startswith("rope_") else self._kind(name, tuple(tensor.shape))
+            values = np.ascontiguousarray(tensor.float().numpy())
+            writer.add_tensor(mapped, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
+            writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        stacks: dict[str, dict[int, torch.Tensor]] = {}
+        for name, tensor in weights.items():
+            before, is_expert, behind = name.partition(".experts.")
+            number, _, rest = behind.partition(".")
+            if is_expert and number.isdigit():
+                stacks.setdefault(f"{before}.experts.{rest}", {})[int(number)] = tensor
+            else:
+                yield from self._changed(name, self._as_stored(name, tensor))
+        for name, experts in stacks.items():
+            yield (
+                (
+                    name.replace("block_sparse_moe", "feed_forward").replace("model.layers", "layers")
+                    if self.family == "mixtral"
+                    else name
+                ),
+                torch.stack([experts[number] for number in sorted(experts)]),
+            )
+        scaling = getattr(self.config, "rope_parameters", None) or {}
+        for kind in ("long", "short") if scaling.get("long_factor") else ():
+            yield f"rope_factors_{kind}.weight", torch.tensor(scaling[f"{kind}_factor"])
+
+    def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        config = self.config
+        if self.family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+            yield name, tensor + 1
+        elif self.family in _TURNED and ".self_attn.q_proj" in name:
+            yield name, turned(tensor, config.num_attention_heads)
+        elif self.family in _TURNED and ".self_attn.k_proj" in name:
+            yield name, turned(tensor, config.num_key_value_heads)
+        elif name.endswith("sinks"):
+            yield f"{name}.weight", tensor
+        elif name.endswith("e_score_correction_bias"):
+            yield name.replace("_bias", ".bias"), tensor
+        elif "experts.gate_up_proj" in name:
+            parts = tensor[:, ::2], tensor[:, 1::2]
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            for part, values in zip(("gate", "up"), parts, strict=True):
+                yield f"{name.partition('gate_up')[0]}{part}_proj.{suffix}", values
+        elif "experts.down_proj" in name:
+            suffix = "bias" if name.endswith("_bias") else "weight"
+            yield f"{name.partition('down')[0]}down_proj.{suffix}", tensor
+        elif name.endswith("block_sparse_moe.input_linear.weight"):
+            layer = int(name.split(".")[2])
+            gate, up = tensor.split(config.intermediate_size, dim=-2)
+            yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
+            yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
+        elif "query_key_value" in name:
+            yield name, self._ungrouped(tensor)
+        else:
+            yield name, tensor
+
+    def _ungrouped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Falcon's and GPT-NeoX's queries, then keys, then values."""
+        heads = self.config.num_attention_heads
+        kv_heads = self._falcon_kv_heads if self.family == "falcon" else heads
+        dim = self.config.hidden_size // heads
+        groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
+        parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
+        return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+    @property
+    def _falcon_kv_heads(self) -> int:
+        return int(self.config.num_kv_heads) if self.config.new_decoder_architecture else 1
+
+    # Metadata
+
+    def _write_metadata(self, writer: gguf.GGUFWriter) -> None:
+        config, family = self.config, self.family
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        writer.add_block_count(config.num_hidden_layers + self._num_guessing)
+        if self._num_guessing:
+            writer.add_nextn_predict_layers(self._num_guessing)
+        writer.add_embedding_length(hidden)
+        writer.add_head_count(heads)
+        writer.add_bos_token_id(config.bos_token_id)
+        writer.add_eos_token_id(config.eos_token_id)
+        if family == "falcon":
+            writer.add_context_length(2048)
+            writer.add_feed_forward_length(config.ffn_hidden_size)
+            writer.add_head_count_kv(self._falcon_kv_heads)
+            writer.add_layer_norm_eps(config.layer_norm_epsilon)
+            return
+        writer.add_context_length(config.max_position_embeddings)
+        if family == "gpt2":
+            writer.add_feed_forward_length(4 * hidden)
+            writer.add_layer_norm_eps(config.layer_norm_epsilon)
+            return
+        writer.add_feed_forward_length(config.intermediate_size)
+        if family != "gpt_neox":
+            writer.add_head_count_kv(config.num_key_value_heads)
+        if family in ("stablelm", "gpt_neox"):
+            writer.add_parallel_residual(config.use_parallel_residual)
+        if hasattr(config, "rms_norm_eps"):
+            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        else:
+            names = "layer_norm_eps", "norm_epsilon", "norm_eps"
+            writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
+        if family not in ("granite", "granitemoe", "phi3", "starcoder2", "phi", "stablelm", "gpt_neox", "glm"):
+            writer.add_key_length(config.head_dim)
+            writer.add_value_length(config.head_dim)
+        self._write_rope(writer)
+        self._write_experts(writer)
+        self._write_particulars(writer)
+
+    def _write_rope(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kinds = config.rope_parameters
+        rope = kinds.get("full_attention", kinds)
+        alpha = rope.get("alpha")
+        if self.family != "gemma2":
+            writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
+        whole = ("mixtral", "granite", "granitemoe", "cohere2")
+        partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
+        if self.family in (*whole, *partial):
+            writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
+        if "sliding_attention" in kinds:
+            writer.add_rope_freq_base_swa(kinds["sliding_attention"]["rope_theta"])
+        if rope.get("rope_type") == "yarn":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(rope["factor"])
+            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+            writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
+            writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+        if rope.get("rope_type") == "linear":
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+        if self.family == "phi3":
+            trained = config.original_max_position_embeddings
+            stretch = config.max_position_embeddings / trained
+            writer.add_rope_scaling_orig_ctx_len(trained)
+            if rope.get("long_factor"):
+                sharpness = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
+                writer.add_rope_scaling_attn_factors(sharpness)
+
+    def _write_experts(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        names = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
+        count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+        if not count:
+            return
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.moe_k if self.family == "ernie4_5_moe" else config.num_experts_per_tok)
+        if self.family == "ernie4_5_moe":
+            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+            writer.add_leading_dense_block_count(config.moe_layer_start_index)
+            writer.add_expert_shared_count(config.moe_num_shared_experts)
+        if self.family == "gpt_oss":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+        if self.family == "minimax_m2":
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if self.family in ("glm4_moe", "dots1"):
+            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            writer.add_expert_shared_count(config.n_shared_experts)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
+        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe"):
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if self.family == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+    def _write_particulars(self, writer: gguf.GGUFWriter) -> None:
+        config, family = self.config, self.family
+        if family in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "olmo3"):
+            writer.add_sliding_window(config.sliding_window or 0)
+        if family == "exaone4" and config.sliding_window:
+            writer.add_sliding_window(config.sliding_window)
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if family in ("gemma3_text", "cohere2", "olmo3"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+        if family == "gemma2":
+            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+            writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if family in ("cohere", "cohere2"):
+            writer.add_logit_scale(config.logit_scale)
+        if family in ("granite", "granitemoe"):
+            writer.add_attention_scale(config.attention_multiplier)
+            writer.add_embedding_scale(config.embedding_multiplier)
+            writer.add_residual_scale(config.residual_multiplier)
+            writer.add_logit_scale(config.logits_scaling)
+
+
+def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Each head's halves in turn: the order in which llama.cpp rotates neighbours."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
