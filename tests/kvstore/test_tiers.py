@@ -48,10 +48,12 @@ def name(i: int) -> bytes:
 
 
 @asynccontextmanager
-async def store(path: Path, num_blocks: int = 8, ssd_mb: float = 64, *settings: str) -> AsyncIterator[StoreNode]:
-    size = f"store.dram_gb={num_blocks * BLOCK / 1e9 + 1e-6}"
+async def store(
+    path: Path, num_blocks: int = 8, ssd_mb: float = 64, *settings: str, block: int = BLOCK
+) -> AsyncIterator[StoreNode]:
+    size = f"store.dram_gb={num_blocks * block / 1e9 + 1e-6}"
     tier = [f'store.ssd_path="{path}"', f"store.ssd_gb={ssd_mb / 1e3}"]
-    node = StoreNode(load_config(None, ["node.id=store", size, *tier, *settings]), BLOCK, join_cluster=False)
+    node = StoreNode(load_config(None, ["node.id=store", size, *tier, *settings]), block, join_cluster=False)
     await node.start()
     try:
         yield node
@@ -107,6 +109,22 @@ async def test_a_restart_finds_the_blocks_and_announces_them_with_their_tier(tmp
             events.cancel()
         assert await client.get(name(3)) is None
         assert [await client.get(name(i)) for i in kept] == [data(i) for i in kept]
+
+
+async def test_a_restart_with_smaller_slots_forgets_what_fits_none_of_them(tmp_path: Path) -> None:
+    small = data(100, BLOCK // 4)
+    async with store(tmp_path) as node, await join(node) as client:
+        assert await client.put(name(0), data(0), durable=True)
+        assert await client.put(name(1), small, durable=True)
+    async with store(tmp_path, 32, block=BLOCK // 4) as node, await join(node) as client:
+        assert await client.exists([name(0), name(1)]) == [False, True]
+        assert await client.put(name(0), small)  # which it would not need if that block could be read
+        assert await client.get(name(0)) == small
+        assert await client.remove([name(0)]) == 1
+        assert (await client.stats()).counters["ssd_too_large"] == 1
+    async with store(tmp_path) as node, await join(node) as client:
+        assert await client.get(name(0)) is None  # what was forgotten does not return with the old slots
+        assert await client.get(name(1)) == small
 
 
 async def test_a_block_that_moves_to_the_ssd_says_so(tmp_path: Path) -> None:
