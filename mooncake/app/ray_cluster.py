@@ -36,7 +36,7 @@ from mooncake.app.extras import require
 from mooncake.app.local import children_of
 from mooncake.app.preflight import available_cores, check_choices, check_ports, hold_ports, port_holder, resolve
 from mooncake.app.readiness import Readiness
-from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
+from mooncake.app.role_main import PARENT_ENV, Node, raise_file_limit, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import check_address, join_address, split_address
@@ -91,6 +91,7 @@ class RayNode:
             host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
             config = replace(config, node=replace(config.node, host=host, advertise=""))
         set_up_logging(config.node.id, log_level)
+        raise_file_limit()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="node", daemon=True).start()
         self._failure = ""

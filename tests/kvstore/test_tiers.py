@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,6 +39,7 @@ from mooncake.rpc import common_pb2, common_pb2_grpc
 from mooncake.types import BlockKey, Tier
 
 BLOCK = 256 << 10
+ROOT = Path(__file__).parents[2]
 
 
 def data(seed: int, size: int = BLOCK) -> bytes:
@@ -309,6 +312,40 @@ async def test_a_directory_that_cannot_be_used_is_one_clear_error(tmp_path: Path
     with pytest.raises(ConfigError, match="eviction"):
         async with store(tmp_path, 8, 64, "store.eviction=oldest"):
             pass
+
+
+@pytest.mark.parametrize(("soft", "hard", "is_served"), [(200, 5000, True), (200, 200, False)])
+def test_an_ssd_of_many_segments_is_refused_where_so_many_files_cannot_be_open(
+    tmp_path: Path, soft: int, hard: int, is_served: bool
+) -> None:
+    """As under systemd, where processes may open 1024 files unless they ask for more."""
+    settings = ["store.dram_gb=0.05", f'store.ssd_path="{tmp_path}"', "store.ssd_gb=16"]  # 238 segments
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    program = (
+        "import resource\nfrom kvstore.__main__ import build\nfrom mooncake.app.role_main import run_role\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\nrun_role('store', build)"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        *arguments,
+        "--set",
+        "store.join=false",
+        "--set",
+        "store.block_bytes=65536",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stderr is not None
+        while (line := process.stderr.readline()) and "serves on" not in line and "ulimit" not in line:
+            pass
+        assert ("serves on" in line) == is_served, line
+        if is_served:
+            process.terminate()
+            assert process.wait(10) == 0
+        else:
+            assert process.wait(10) == 2
+            assert "store.ssd_gb = 16 takes 366 open files, and this process may open 200 (ulimit -n)" in line
 
 
 async def test_a_clean_stop_saves_more_blocks_than_may_wait_for_the_disk_at_once(tmp_path: Path) -> None:
