@@ -288,7 +288,7 @@ async def test_a_store_that_is_away_at_first_is_used_once_it_is_there(keep):
     with pytest.raises(NodeUnavailable):
         await kvstore.Client.connect(addresses)  # without replicas somebody's blocks would be away
     async with asyncio.timeout(10):
-        while num_boards():  # what was mapped may just be being touched in the background
+        while num_boards():  # noqa: ASYNC110 (what was mapped may just be being touched in the background)
             await asyncio.sleep(0.01)
     async with await kvstore.Client.connect(addresses, replicas=2) as pool:
         assert await pool.put("k", data(1)) and await pool.get("k") == data(1) and num_boards() == 1
