@@ -9,7 +9,6 @@ rest out worthwhile. Pure: no clock, no files, no threads; what must be written 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
@@ -98,9 +97,9 @@ class SsdIndex:
 
     # Starting
 
-    def recover(self, scan: Scan, now: float, largest_block: int = sys.maxsize) -> list[int]:
-        """Take over what a scan found: the last record of each block that was not dropped. Blocks larger than
-        ``largest_block`` (bytes) are dropped: nobody could read them. Returns segments that hold nothing."""
+    def recover(self, scan: Scan, now: float) -> list[int]:
+        """Take over what a scan found: the last record of each block that was not dropped. Returns segments that
+        hold nothing."""
         for number in scan.segments:
             self._segments[number] = _Segment(used=self.segment_bytes)
         self._next_segment = max((self._next_segment - 1, *scan.segments, *scan.aside)) + 1
@@ -111,10 +110,6 @@ class SsdIndex:
             if record.block is not None and _drop_of(record.block.key, place) not in dropped:
                 self._insert(record.block, place, now)
             self._segments[record.segment].drops.update(d for d in record.drops if d.segment in self._segments)
-        for block in [block for block in self._blocks.values() if block.header.length > largest_block]:
-            self._remove(block, now)
-            self.counters["ssd_too_large"] += 1
-        self._left.clear()  # nobody was told that these were here
         return [number for number, segment in self._segments.items() if not segment.keys and not segment.drops]
 
     # Writing

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import resource
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -79,15 +78,14 @@ class SsdTier:
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
         index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
         check_file_limit(capacity_bytes, index.max_segments)
-        return await cls.over(SsdLog(directory, segment_bytes, direct), index, largest_block)
+        return await cls.over(SsdLog(directory, segment_bytes, direct), index)
 
     @classmethod
-    async def over(cls, files: SsdLog, index: SsdIndex, largest_block: int = sys.maxsize) -> SsdTier:
-        """Take over what earlier runs left in these files, except larger blocks. Raises ConfigError, after closing
-        them."""
+    async def over(cls, files: SsdLog, index: SsdIndex) -> SsdTier:
+        """Take over what earlier runs left in these files. Raises ConfigError, after closing them."""
         try:
             scan = await asyncio.to_thread(files.scan)
-            for number in index.recover(scan, time.monotonic(), largest_block):
+            for number in index.recover(scan, time.monotonic()):
                 await asyncio.to_thread(files.delete, number)
                 index.give_up(number)
         except BaseException as error:
@@ -95,10 +93,10 @@ class SsdTier:
             if isinstance(error, OSError):
                 raise ConfigError(f"store.ssd_path {files.directory}: {error}") from None
             raise
-        index.counters.update(ssd_torn=scan.torn, ssd_segments_aside=len(scan.aside))
+        index.counters.update(ssd_torn=scan.torn, ssd_rotten=scan.rotten, ssd_segments_aside=len(scan.aside))
         log.info("%s: %d blocks found, %d torn ones cut off", files.directory, len(index), scan.torn)
-        if num_large := index.counters["ssd_too_large"]:
-            log.warning("%s: %d blocks do not fit this store's slots, and are dropped", files.directory, num_large)
+        if scan.rotten:
+            log.warning("%s: %d headers are wrong; their records are lost, perhaps drops", files.directory, scan.rotten)
         if scan.aside:
             log.warning("%s: %d segments lie aside, and take room until removed", files.directory, len(scan.aside))
         return cls(files, index, scan.last_sequence + 1)
