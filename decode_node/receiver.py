@@ -86,8 +86,10 @@ class Receiver:
     # Calls
 
     def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
-        """The conductor announces this hand-off. Raises InvalidRequest for a duplicate id, OutOfBlocks when too many
-        are open."""
+        """The conductor announces this hand-off. Raises InvalidRequest for a duplicate id or an epoch of 0, OutOfBlocks
+        when too many are open."""
+        if handoff.epoch < 1:  # 0 is what blocks that nobody may write are granted to
+            raise InvalidRequest("epochs of hand-offs count from 1", "epoch")
         if handoff.handoff_id in self._handoffs:
             raise InvalidRequest(f"hand-off {handoff.handoff_id} exists already", "handoff_id")
         if len(self._handoffs) >= MAX_HANDOFFS:

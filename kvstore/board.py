@@ -290,8 +290,12 @@ class BoardReader:
         library = load_board()
         if library is None:
             return None
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         files: list[int] = []
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # out of file descriptors
+            log.debug("no board at %s: %s", path, error)
+            return None
         try:
             sock.settimeout(OPEN_TIMEOUT_S)
             sock.connect("\0" + path[1:])

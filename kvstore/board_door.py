@@ -7,9 +7,9 @@ connection open: its end tells either side that the other is gone. This module d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
+import math
 import secrets
 import socket
 from collections.abc import Callable
@@ -19,6 +19,8 @@ from kvstore.board import GREETING, WRITER_ID_BYTES, Board, is_same_user
 log = logging.getLogger(__name__)
 
 MAX_CLIENTS = 512
+ACCEPT_AGAIN_S = 0.5  # after running out of file descriptors: a client that is not let in asks over the wire
+TELL_EVERY_S = 10.0
 
 
 class BoardDoor:
@@ -36,6 +38,8 @@ class BoardDoor:
         self._opened, self._gone = opened, gone
         self._clients: dict[socket.socket, tuple[int, str]] = {}  # by connection: mailbox number, writer id
         self._listener: socket.socket | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._told_at = -math.inf
         self.path = ""
 
     def open(self) -> None:
@@ -49,9 +53,11 @@ class BoardDoor:
             listener.close()
             raise
         self._listener, self.path = listener, path
-        asyncio.get_running_loop().add_reader(listener, self._accept)
+        self._listen(listener)
 
     def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
@@ -59,19 +65,31 @@ class BoardDoor:
         for client in list(self._clients):
             self._leave(client)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(BlockingIOError, InterruptedError):
-            try:
-                client, _ = self._listener.accept()
-            except OSError as error:
-                log.warning("the board's door cannot accept a connection: %s", error)
-                return
-            client.setblocking(False)
-            if len(self._clients) >= MAX_CLIENTS or not is_same_user(client):
-                client.close()
-                return
-            self._welcome(client)
+    def _listen(self, listener: socket.socket) -> None:
+        asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            client, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):  # whoever came has gone
+            return
+        except OSError as error:
+            self._rest(listener, error)
+            return
+        client.setblocking(False)
+        if len(self._clients) >= MAX_CLIENTS or not is_same_user(client):
+            client.close()
+            return
+        self._welcome(client)
+
+    def _rest(self, listener: socket.socket, error: OSError) -> None:
+        """The connection stays acceptable: without a pause we would be called again at once, and for ever."""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        self._again = loop.call_later(ACCEPT_AGAIN_S, self._listen, listener)
+        if loop.time() - self._told_at >= TELL_EVERY_S:
+            log.warning("the board's door cannot accept a connection: %s", error)
+            self._told_at = loop.time()
 
     def _welcome(self, client: socket.socket) -> None:
         try:

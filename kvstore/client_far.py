@@ -38,6 +38,7 @@ MAX_CONNECTIONS = 4
 PROMPT_S = 0.002
 PROMPT_BYTES_PER_S = 2e9
 INLINE_BYTES = 4 << 20  # more is moved in a thread anyway
+OPEN_TIMEOUT_S = 2.0  # for a connection: nobody can stop its thread meanwhile, for which a program's exit waits, too
 AGAIN_AFTER_S = 1.0  # after a connection failed, or two puts in a row found no slot
 
 
@@ -184,8 +185,8 @@ class FarStore:
             return self._idle.pop()
         if segment is None or not self.is_open:
             return None
-        loop = asyncio.get_running_loop()
-        connecting = loop.run_in_executor(self._threads, self._transfer.connect_keyed, segment, deadline)
+        loop, soon = asyncio.get_running_loop(), min(deadline, time.monotonic() + OPEN_TIMEOUT_S)
+        connecting = loop.run_in_executor(self._threads, self._transfer.connect_keyed, segment, soon)
         try:
             return await asyncio.shield(connecting)
         except NotAllowed as error:
@@ -195,6 +196,12 @@ class FarStore:
         except (PathFailed, StaleEpoch) as error:
             self._forsake(error)
             return None
+        except DeadlineExceeded as error:
+            if soon < deadline:
+                self._forsake(error)
+                return None
+            self._turn.release()
+            raise
         except asyncio.CancelledError:
             connecting.add_done_callback(self._end_late)  # until then one thread is missing
             raise

@@ -41,6 +41,7 @@ from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey
 
 MAX_TIMEOUT_S = 86400.0
+MAX_NAME_CHARS = 128
 
 T = TypeVar("T")
 
@@ -87,8 +88,12 @@ class Client:
         layout, block size and adapter, so that bytes of another configuration can never be mistaken for these. ``salt``
         is part of every key too: nobody without it can ask what this tenant has stored. Puts count against the quota of
         ``tenant``. ``replicas`` is how many stores should hold each block. ``secret`` is the content of the stores'
-        ``transfer.secret_file``. Raises NodeUnavailable, and InvalidRequest when a store requires another secret.
+        ``transfer.secret_file``, ``name`` what stores call this client. Raises NodeUnavailable, and InvalidRequest
+        when a store requires another secret.
         """
+        _check_texts(namespace=namespace, salt=salt, tenant=tenant, secret=secret, name=name)
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidRequest(f"a client's name has 1 to {MAX_NAME_CHARS} printable characters", "name")
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
         short = ways(transports, max_mb_per_s)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
@@ -390,6 +395,15 @@ class Client:
                 break
         told.check()
         return lengths
+
+
+def _check_texts(**texts: str) -> None:
+    """Raises InvalidRequest."""
+    for name, text in texts.items():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name} must be text that UTF-8 can encode", name) from None
 
 
 def _checked_views(data: Sequence[Memory]) -> list[memoryview]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.ssd_io import IO_BYTES, SsdIO, VerifiedRead, address_of, best_io, read_pages
-from kvstore.ssd_record import MAX_HEADER_BYTES, PAGE, NotARecord, Record, padded, parse
+from kvstore.ssd_record import MAX_HEADER_BYTES, PAGE, NotARecord, Record, is_header, padded, parse
 from mooncake.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,16 @@ class Scan:
     aside: tuple[int, ...]
     last_sequence: int
     torn: int  # incomplete records that were cut off
+    rotten: int  # headers that are wrong although records behind them were durable
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one segment held, up to its end. Records from number ``gaps[0]`` on lie behind a wrong header."""
+
+    segment: int
+    rows: list[tuple[int, Record]]
+    gaps: list[int]  # numbers of records right behind one
 
 
 @dataclass(slots=True)
@@ -190,13 +200,16 @@ class SsdLog:
         for number in numbers:
             self._files[number] = _File(os.open(self._path(number), os.O_RDWR | os.O_CLOEXEC | self._flags))
         with ThreadPoolExecutor(_SCAN_THREADS) as threads:
-            found = [rows for rows in threads.map(self._scan_segment, numbers) if rows is not None]
-            durable = max((record.durable for rows in found for _, record in rows), default=0)
-            last = max((record.sequence for rows in found for _, record in rows), default=0)
-            whole = list(threads.map(lambda rows: self._cut_torn(rows, durable), found))
-        torn = sum(len(rows) - len(kept) for rows, kept in zip(found, whole, strict=True) if kept is not None)
-        rows = sorted((row for kept in whole for row in kept or ()), key=lambda row: row[1].sequence)
-        return Scan(tuple(rows), tuple(sorted(self._files)), self._numbers(_ASIDE), last, torn)
+            found = [each for each in threads.map(self._scan_segment, numbers) if each is not None]
+            records = [record for each in found for _, record in each.rows]
+            durable = max((record.durable for record in records), default=0)
+            last = max((record.sequence for record in records), default=0)
+            whole = list(threads.map(lambda each: self._cut_torn(each, durable), found))
+        kept = [(each, rows) for each, rows in zip(found, whole, strict=True) if rows is not None]
+        torn = sum(len(each.rows) - len(rows) for each, rows in kept)
+        rotten = sum(gap < len(rows) for each, rows in kept for gap in each.gaps)
+        ordered = sorted((row for _, rows in kept for row in rows), key=lambda row: row[1].sequence)
+        return Scan(tuple(ordered), tuple(sorted(self._files)), self._numbers(_ASIDE), last, torn, rotten)
 
     def close(self) -> None:
         with self._lock:
@@ -207,22 +220,43 @@ class SsdLog:
                 os.close(self._guard)
                 self._guard = -1
 
-    def _scan_segment(self, segment: int) -> list[tuple[int, Record]] | None:
-        """Up to the first thing that is not a record: what follows cannot be trusted. None when the segment cannot
-        be read; it is then set aside."""
-        rows: list[tuple[int, Record]] = []
-        offset = 0
+    def _scan_segment(self, segment: int) -> _Found | None:
+        """Every record up to the end. None when the segment cannot be read; it is then set aside."""
+        found = _Found(segment, [], [])
         try:
-            while offset + PAGE <= self._size(segment):
-                record = self._header_at(segment, offset)
-                rows.append((offset, record))
+            offset: int | None = 0
+            while offset is not None and offset + PAGE <= self._size(segment):
+                try:
+                    record = self._header_at(segment, offset)
+                except NotARecord:
+                    offset = self._next_header(segment, offset, found.rows[-1][1].sequence if found.rows else -1)
+                    if offset is not None:
+                        found.gaps.append(len(found.rows))
+                    continue
+                found.rows.append((offset, record))
                 offset += record.size
-        except NotARecord:
-            pass
         except OSError as error:
             self._leave_aside(segment, error)
             return None
-        return rows
+        return found
+
+    def _next_header(self, segment: int, offset: int, sequence: int) -> int | None:
+        """Where the next record with a later sequence number begins, behind something that is none. None at the end
+        of the log, where there is an empty page, or only what a crash left."""
+        page = bytearray(PAGE)
+        self.read(segment, offset, memoryview(page))
+        if not any(page):
+            return None
+        end = self._size(segment) // PAGE * PAGE
+        for start in range(offset + PAGE, end, IO_BYTES):
+            data = bytearray(min(IO_BYTES, end - start))
+            self.read(segment, start, memoryview(data))
+            for at in range(0, len(data), PAGE):
+                if is_header(data[at : at + PAGE]):
+                    with contextlib.suppress(NotARecord):
+                        if self._header_at(segment, start + at).sequence > sequence:
+                            return start + at
+        return None
 
     def _leave_aside(self, segment: int, error: OSError) -> None:
         """The disk may be able to read it another time, so it is not deleted. But it must not return by itself:
@@ -241,25 +275,33 @@ class SsdLog:
         try:
             return parse(bytes(page), segment)
         except NotARecord:
-            if page[:4] != b"MCKV":
+            if not is_header(page):
                 raise
         longer = bytearray(min(MAX_HEADER_BYTES, (self._size(segment) - offset) // PAGE * PAGE))
         self.read(segment, offset, memoryview(longer))
         return parse(bytes(longer), segment)
 
-    def _cut_torn(self, rows: list[tuple[int, Record]], durable: int) -> list[tuple[int, Record]] | None:
-        """The records before the first torn one. The torn one is erased on the disk too: the next run's durable
-        sequence will be beyond it, and would make it count as whole. None when the disk refuses that; the segment is
-        then set aside."""
-        for index, (offset, record) in enumerate(rows):
+    def _cut_torn(self, found: _Found, durable: int) -> list[tuple[int, Record]] | None:
+        """The records before the first torn one. The file ends there from now on: the next run's durable sequence
+        will be beyond it, and would make it count as whole. None when the disk refuses that; the segment is then set
+        aside. Behind a wrong header only blocks that were durable count: that header may have been torn."""
+        gap = min(found.gaps, default=len(found.rows))
+        for index, (offset, record) in enumerate(found.rows):
+            is_behind = record.block is not None and index >= gap
             try:
-                if record.sequence > durable and not self._is_whole(offset, record):
-                    self.write(record.segment, offset, [memoryview(bytes(PAGE))])
-                    return rows[:index]
+                if record.sequence > durable and (is_behind or not self._is_whole(offset, record)):
+                    self._truncate(record.segment, offset)
+                    return found.rows[:index]
             except OSError as error:
                 self._leave_aside(record.segment, error)
                 return None
-        return rows
+        return found.rows
+
+    def _truncate(self, segment: int, size: int) -> None:
+        """Durable on return. Raises OSError."""
+        fd = self._files[segment].fd
+        os.ftruncate(fd, size)
+        os.fsync(fd)
 
     def _is_whole(self, offset: int, record: Record) -> bool:
         if record.block is None:

@@ -95,6 +95,11 @@ def pack_drops(drops: Sequence[Drop], segment: int, sequence: int, durable: int)
     return _pack(_DROPS, (b"", b"", b""), 0, len(drops), body, (segment, sequence, durable))
 
 
+def is_header(page: bytes | bytearray) -> bool:
+    """Whether these may be the first bytes of a header, of any version."""
+    return page[:4] == _MAGIC[:4]
+
+
 def parse(data: bytes, segment: int) -> Record:
     """The record whose header begins ``data`` (MAX_HEADER_BYTES of it, or up to the end of the segment).
 

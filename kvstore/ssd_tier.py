@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together
 MAX_QUEUE = 4096  # blocks waiting to be saved
+OTHER_FILES = 128  # beside segments, at least: connections, shared memory
 CLOSE_TIMEOUT_S = 15.0  # without progress: the disk hangs
 _RATE_WEIGHT = 0.2
 _FIRST_READ_BYTES_PER_S = 1e9  # assumed until something has been read
@@ -75,6 +77,7 @@ class SsdTier:
             needed = MIN_SEGMENTS * segment_bytes / 1e9
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
         index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
+        check_file_limit(capacity_bytes, index.max_segments)
         return await cls.over(SsdLog(directory, segment_bytes, direct), index)
 
     @classmethod
@@ -90,8 +93,10 @@ class SsdTier:
             if isinstance(error, OSError):
                 raise ConfigError(f"store.ssd_path {files.directory}: {error}") from None
             raise
-        index.counters.update(ssd_torn=scan.torn, ssd_segments_aside=len(scan.aside))
+        index.counters.update(ssd_torn=scan.torn, ssd_rotten=scan.rotten, ssd_segments_aside=len(scan.aside))
         log.info("%s: %d blocks found, %d torn ones cut off", files.directory, len(index), scan.torn)
+        if scan.rotten:
+            log.warning("%s: %d headers are wrong; their records are lost, perhaps drops", files.directory, scan.rotten)
         if scan.aside:
             log.warning("%s: %d segments lie aside, and take room until removed", files.directory, len(scan.aside))
         return cls(files, index, scan.last_sequence + 1)
@@ -344,6 +349,15 @@ class SsdTier:
             del self._saving[pending.header.key]
         if not pending.done.done():
             pending.done.set_result(is_saved)
+
+
+def check_file_limit(capacity_bytes: int, num_segments: int) -> None:
+    """Raises ConfigError when this process may not open a file for each segment, beside those for everything else."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_segments + OTHER_FILES
+    if limit != resource.RLIM_INFINITY and needed > limit:
+        gigabytes = f"store.ssd_gb = {capacity_bytes / 1e9:g}"
+        raise ConfigError(f"{gigabytes} takes {needed} open files, and this process may open {limit} (ulimit -n)")
 
 
 def _answer_all(waiting: Iterable[asyncio.Future[None]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from kvstore.writing import Sealing, Wanted, Writing
 from mooncake.errors import InvalidRequest
 from mooncake.events import EventLog
 from mooncake.types import BlockEvent, BlockKey, Tier
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class Store:
         )
         self._promoting: Promoting | None = None
         if ssd is not None:
+            _forget_larger(ssd, self.block_bytes)
             self._promoting = Promoting(
                 ssd, self._index, self.ahead, self._saving, self._pages, self._publish, self.block_bytes, lease_s
             )
@@ -336,6 +340,14 @@ class Store:
         ssd = self._ssd
         lost = ssd.take_left() if ssd is not None else ()
         self._events.append(tier_events(self._index, lost, lambda key: ssd is not None and key in ssd))
+
+
+def _forget_larger(ssd: SsdTier, block_bytes: int) -> None:
+    """Blocks of an earlier run with larger slots: nobody could read them here, or put them again."""
+    if num_large := ssd.drop([header.key for header in ssd.headers() if header.length > block_bytes]):
+        ssd.take_left()  # nobody was told that they were there
+        ssd.counters["ssd_too_large"] += num_large
+        log.warning("%d blocks on the SSD do not fit slots of %d bytes, and are dropped", num_large, block_bytes)
 
 
 async def _nothing() -> bool:

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 async def to_its_end(running: asyncio.Future[T], stop: Callable[[], object] = lambda: None) -> T:
     """The result of ``running``. Does not return before it has ended, however often it is cancelled; on the first
-    cancellation ``stop`` is called, which may make it end sooner."""
+    cancellation ``stop`` is called, which may make it end sooner, and with an error that nobody wants."""
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -20,4 +20,6 @@ async def to_its_end(running: asyncio.Future[T], stop: Callable[[], object] = la
         while not running.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
+        if not running.cancelled():
+            running.exception()  # otherwise the event loop would log it
         raise

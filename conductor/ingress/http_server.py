@@ -12,6 +12,7 @@ import logging
 import math
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from conductor.ingress.handshake import Handshakes, TlsProtocol
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError
 
@@ -142,6 +144,23 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.close)
 
 
+def _connection(limits: ConnectionLimits, handshakes: Handshakes | None, **settings: Any) -> asyncio.Protocol:
+    """What speaks with one client. ``settings`` are uvicorn's."""
+    inner = _BoundedProtocol(limits, **settings)
+    if handshakes is None:
+        return inner
+    return TlsProtocol(inner, handshakes, lambda: len(handshakes) + len(inner.connections) < limits.num_open)
+
+
+def _tls_context(tls: ConductorSection) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tls.ssl_certfile, tls.ssl_keyfile or None)
+    context.verify_mode = ssl.VerifyMode(tls.ssl_cert_reqs)
+    if tls.ssl_ca_certs:
+        context.load_verify_locations(tls.ssl_ca_certs)
+    return context
+
+
 class _Server(uvicorn.Server):
     """uvicorn inside our event loop: signals belong to whoever runs the process."""
 
@@ -168,9 +187,10 @@ class HttpServer:
         tls = tls or ConductorSection()
         limits = limits or ConnectionLimits()
         logging.getLogger("uvicorn.error").addFilter(_one_of_a_kind)
+        self._handshakes = Handshakes(_tls_context(tls), limits.head_s) if tls.ssl_certfile else None
         config = uvicorn.Config(
             app,
-            http=functools.partial(_BoundedProtocol, limits),  # type: ignore[arg-type]
+            http=functools.partial(_connection, limits, self._handshakes),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -180,10 +200,6 @@ class HttpServer:
             proxy_headers=False,
             timeout_keep_alive=limits.idle_s,  # type: ignore[arg-type]
             timeout_graceful_shutdown=STOP_GRACE_S,
-            ssl_certfile=tls.ssl_certfile or None,
-            ssl_keyfile=tls.ssl_keyfile or None,
-            ssl_ca_certs=tls.ssl_ca_certs or None,
-            ssl_cert_reqs=tls.ssl_cert_reqs,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -210,5 +226,7 @@ class HttpServer:
     async def stop(self) -> None:
         if self._task is not None:
             self._server.should_exit = True
+            if self._handshakes is not None:
+                self._handshakes.close()
             await self._task
             self._task = None

@@ -34,9 +34,17 @@ from msgspec.structs import replace
 
 from mooncake.app.extras import require
 from mooncake.app.local import children_of
-from mooncake.app.preflight import available_cores, check_choices, check_ports, hold_ports, port_holder, resolve
+from mooncake.app.preflight import (
+    available_cores,
+    check_choices,
+    check_ports,
+    free_port,
+    hold_ports,
+    port_holder,
+    resolve,
+)
 from mooncake.app.readiness import Readiness
-from mooncake.app.role_main import PARENT_ENV, Node, set_up_logging
+from mooncake.app.role_main import PARENT_ENV, Node, raise_file_limit, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
 from mooncake.rpc.server import check_address, join_address, split_address
@@ -52,7 +60,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAMESPACE = "mooncake"
-GCS_PORT = 6390  # Ray's default is the port of Redis
+LOOPBACK = "127.0.0.1"
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
 OBJECT_STORE_BYTES = 80_000_000  # the minimum that Ray accepts; we do not use it
 START_S = 120.0  # limit on the start of Ray
@@ -65,6 +73,7 @@ ANSWER_S = 5.0
 LISTEN_S = 1  # timeout of one step of a start, which delays a cancellation; Ray takes whole seconds
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps 127.0.0.1 as it is, on any system
 PRIVATE_ENV = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV)  # how a private Ray is reached
+_TOKEN_SETTINGS = "RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH"
 
 NODE_BUILDERS = {
     "conductor": ("conductor.__main__", "build"),
@@ -91,6 +100,7 @@ class RayNode:
             host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
             config = replace(config, node=replace(config.node, host=host, advertise=""))
         set_up_logging(config.node.id, log_level)
+        raise_file_limit()
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="node", daemon=True).start()
         self._failure = ""
@@ -156,7 +166,7 @@ class RayCluster:
         config: Config,
         *,
         ray_address: str = "",
-        gcs_port: int = GCS_PORT,
+        gcs_port: int = 0,
         log_level: str = "WARNING",
         tell: Callable[[str], None] = log.info,
     ) -> None:
@@ -289,7 +299,7 @@ class RayCluster:
             reason = str(error).splitlines()[0]
             raise NodeUnavailable(
                 f"cannot join the Ray at {self._ray_address}: {reason}; a Ray that wants a token has to be given it "
-                "(RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH)"
+                f"({_TOKEN_SETTINGS})"
             ) from None
         self._is_joined = True
         if self._ray_address == "auto":
@@ -404,7 +414,8 @@ async def _pid_of(actor: ActorHandle[RayNode]) -> int:
 class PrivateRay:
     """A private Ray head. It does not touch any other Ray on this machine."""
 
-    def __init__(self, gcs_port: int) -> None:
+    def __init__(self, gcs_port: int = 0) -> None:
+        """0 means any free port."""
         self._port = gcs_port
         self._folder: Path | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -413,11 +424,12 @@ class PrivateRay:
         """Start it and return its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not
         start, and what ``go_on`` raises, which is called meanwhile."""
         go_on()
+        self._port = self._port or free_port(LOOPBACK)
         if _answers(self._port):
             by = port_holder(self._port)
             raise ConfigError(
                 f"port {self._port} is taken{f' by {by}' if by else ''}; if that is Ray, join it with "
-                f"RAY_ADDRESS=127.0.0.1:{self._port}"
+                f"RAY_ADDRESS={LOOPBACK}:{self._port}"
             )
         self._folder = Path(tempfile.mkdtemp(prefix="mr-"))  # short: Ray puts Unix sockets deep inside
         token = self._folder / "token"
@@ -429,7 +441,7 @@ class PrivateRay:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", _LEASH, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-                    *("--port", str(self._port), "--node-ip-address", "127.0.0.1", "--num-cpus", str(num_cpus)),
+                    *("--port", str(self._port), "--node-ip-address", LOOPBACK, "--num-cpus", str(num_cpus)),
                     *("--include-dashboard", "false", "--temp-dir", str(self._folder), "--disable-usage-stats"),
                     *("--object-store-memory", str(OBJECT_STORE_BYTES)),
                 ],
@@ -440,7 +452,7 @@ class PrivateRay:
                 env=os.environ | {PARENT_ENV: str(os.getpid())},
             )
         self._wait(go_on)
-        return f"127.0.0.1:{self._port}"
+        return f"{LOOPBACK}:{self._port}"
 
     def stop(self) -> None:
         """End it, by force if necessary, and remove its folder. Idempotent."""
@@ -482,8 +494,8 @@ def needs_of(config: Config, role: str) -> dict[str, float]:
 
 
 def check_answers(ray_address: str) -> None:
-    """Raise NodeUnavailable unless a Ray's head answers within ``JOIN_S`` where ``ray.init`` will look for it; and
-    InvalidRequest when that is no address.
+    """Raise NodeUnavailable unless a Ray's head answers within ``JOIN_S`` where ``ray.init`` will look for it, and
+    accepts our token; and InvalidRequest when that is no address.
 
     "auto" names no address: Ray looks for one on this machine, and says at once when there is none.
     """
@@ -501,6 +513,28 @@ def check_answers(ray_address: str) -> None:
         except grpc.RpcError:
             where = ray_address if address == ray_address else f"{ray_address}, which it reads as {address}"
             raise NodeUnavailable(f"no Ray answers at {where}") from None
+        _check_token(channel, ray_address)
+
+
+def _check_token(channel: grpc.Channel, ray_address: str) -> None:
+    """Make the first call of ``ray.init``, which repeats it for 20 seconds when the token is refused. Whatever else is
+    wrong, it will say itself. Raises NodeUnavailable."""
+    from ray import _raylet as raylet
+    from ray.exceptions import AuthenticationError
+
+    try:
+        token = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()  # type: ignore[attr-defined]
+    except AuthenticationError as error:  # there is none, or not where the environment says
+        raise NodeUnavailable(f"{str(error).partition('. ')[0]} ({_TOKEN_SETTINGS})") from None
+    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+        "/ray.rpc.NodeInfoGcsService/GetClusterId"
+    )  # an empty message is no bytes
+    try:
+        ask(b"", timeout=JOIN_S, metadata=tuple(token.items()))
+    except grpc.RpcError as error:
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            with_which = "refuses our token" if token else "wants a token"
+            raise NodeUnavailable(f"the Ray at {ray_address} {with_which} ({_TOKEN_SETTINGS})") from None
 
 
 def _set_ray_environment(variables: dict[str, str]) -> None:
@@ -543,6 +577,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
         return True
     return False

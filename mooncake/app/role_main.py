@@ -12,6 +12,7 @@ import ctypes
 import itertools
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 15.0  # a node that has not stopped so long after its drain is killed
 START_GRACE_S = 3.0  # the same for a node that was still starting, which has no requests to finish
+MAX_OPEN_FILES = 1 << 20  # where the system sets no limit
 PARENT_ENV = "MOONCAKE_PARENT_PID"  # set by a launcher whose death must end its nodes
 _PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
@@ -65,6 +67,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         die_with_parent()
         pin_to(config.node.cores)
         give_way(config.node.nice)
+        raise_file_limit()
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
     except (ConfigError, ModelError) as error:
         _leave(name, error, 2)
@@ -265,6 +268,16 @@ def give_way(nice: int) -> None:
     # session's own.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(nice))
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may. The usual limit of 1024 is for programs that use ``select``;
+    here each connection takes a file, and so does each segment of an SSD."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _leave(name: str, error: MooncakeError, code: int) -> None:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import pytest
 from live import SMALL, small_config
 
 from mooncake.app.preflight import free_port
-from mooncake.app.ray_cluster import PrivateRay, RayCluster, is_loopback, needs_of
+from mooncake.app.ray_cluster import PRIVATE_ENV, PrivateRay, RayCluster, check_answers, is_loopback, needs_of
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.types import SamplingParams
@@ -134,6 +135,35 @@ def test_the_script_ends_with_the_ray_that_it_lives_on() -> None:
         assert rest.splitlines()[-1].startswith("ray_cluster: no Ray answers at 127.0.0.1:")
         assert process.returncode == 1
     assert private_folders() == before
+
+
+@needs_ray
+@pytest.mark.ray
+@pytest.mark.slow
+def test_two_private_rays_share_a_machine_and_neither_lets_strangers_wait() -> None:
+    with contextlib.ExitStack() as stack:
+        rays = [PrivateRay() for _ in range(2)]
+        for ray in rays:
+            stack.callback(ray.stop)
+        address, other = (ray.start(num_cpus=1) for ray in rays)  # this process then has the second one's token
+        assert address != other
+        check_answers(other)
+        with pytest.raises(NodeUnavailable, match=f"the Ray at {address} refuses our token"):
+            check_answers(address)
+
+        stranger = {name: value for name, value in os.environ.items() if name not in PRIVATE_ENV[:2]}
+        command = [sys.executable, str(ROOT / "deploy" / "ray_cluster.py"), "--address", address]
+        for settings, sentence in (
+            ({}, f"the Ray at {address} wants a token (RAY_AUTH_MODE=token"),
+            ({"RAY_AUTH_MODE": "token", "HOME": "/nonexistent"}, "Ray couldn't find an authentication token"),
+        ):
+            began_s = time.monotonic()
+            done = subprocess.run(
+                command, env=stranger | settings, capture_output=True, text=True, timeout=60, check=False
+            )
+            assert time.monotonic() - began_s < 15  # Ray itself tries for 20 s
+            assert sentence in done.stderr and done.stderr.count("\n") == 1
+            assert done.returncode == 1
 
 
 @contextlib.contextmanager

@@ -362,3 +362,10 @@ async def test_an_old_epoch_is_refused_and_changes_nothing() -> None:
         await node.receiver.commit("h", 3, first_token(), whole)
         await until(lambda: inbox.answer == true_answer(PROMPT, 12))
         assert not any(isinstance(output, Cancelled) for output in inbox.told)
+
+
+async def test_an_epoch_that_means_nobody_is_refused_before_a_block_is_reserved() -> None:
+    async with a_node() as node:
+        with pytest.raises(InvalidRequest, match="count from 1"):
+            node.announce("h", epoch=0)
+        assert node.receiver.num_open == 0 and await node.in_use() == 0

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from certificates import make_certificate, openssl
 
+from conductor.ingress.http_server import ConnectionLimits, HttpServer
 from mooncake.client import Client
 from mooncake.config import ConductorSection, load_config
 from mooncake.errors import ConfigError, NodeUnavailable
@@ -207,3 +208,42 @@ def test_files_that_are_wrong_are_named_before_anything_starts(files, certificat
 def test_values_that_make_no_sense_together_are_refused(overrides, sentence):
     with pytest.raises(ConfigError, match=sentence):
         load_config(None, overrides)
+
+
+@pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
+def test_a_handshake_takes_a_place_and_a_limited_time(files, loop_name):
+    """A client without a key must not hold a connection, or any number of them, by saying nothing."""
+    new_loop = asyncio.new_event_loop if loop_name == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(silent_clients_make_room(files))
+
+
+async def silent_clients_make_room(files):
+    async def answer_ok(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": scope["scheme"].encode()[:2]})
+
+    section = ConductorSection(ssl_certfile=str(files / "server.pem"), ssl_keyfile=str(files / "server.key"))
+    server = HttpServer(answer_ok, section, ConnectionLimits(head_s=1.0, max_open=3))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        async with trusting(files) as client:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+            silent[0][1].write(b"GET / HTTP/1.1\r\n\r\n")  # no TLS: it has gone at once
+            assert not b"".join([chunk async for chunk in silent[0][0]]).startswith(b"HTTP")
+            silent.append(await asyncio.open_connection("127.0.0.1", port))
+            for _ in range(20):
+                with pytest.raises(httpx.TransportError):
+                    await client.get(f"https://127.0.0.1:{port}/")
+            async with asyncio.timeout(5):
+                await asyncio.gather(*(reader.read() for reader, _ in silent))
+            assert (await client.get(f"https://127.0.0.1:{port}/")).text == "ht"
+        for _, writer in silent:
+            writer.close()
+        waiting, writer = await asyncio.open_connection("127.0.0.1", port)
+    finally:
+        async with asyncio.timeout(5):
+            await server.stop()
+    async with asyncio.timeout(5):
+        assert await waiting.read() == b""
+    writer.close()

@@ -8,10 +8,12 @@ import ctypes
 import os
 import random
 import resource
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +260,36 @@ async def test_either_side_notices_the_end_of_the_other(desk):
     assert desk.reader.read(b"key", memoryview(bytearray(SLOT_BYTES))) is Outcome.GONE
     assert desk.reader.exists([b"key"]) is None
     assert BoardReader.open(desk.door.path) is None
+
+
+@contextlib.contextmanager
+def no_file_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_door_without_file_descriptors_says_so_once_and_goes_on_when_it_has_some(desk, caplog):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        client.settimeout(20)
+        with no_file_descriptors():
+            client.connect("\0" + desk.door.path[1:])
+            used_s = time.process_time()
+            await asyncio.sleep(1)
+            assert time.process_time() - used_s < 0.5  # the store has other things to do
+        greeting, files, _, _ = await asyncio.to_thread(socket.recv_fds, client, 100, 3)
+    for fd in files:
+        os.close(fd)
+    assert greeting.startswith(b"board") and len(files) == 3
+    assert caplog.text.count("cannot accept a connection: [Errno 24]") == 1
+
+
+async def test_a_reader_without_file_descriptors_finds_no_board(desk):
+    with no_file_descriptors():
+        assert BoardReader.open(desk.door.path) is None
 
 
 @pytest.fixture

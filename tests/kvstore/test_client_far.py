@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -38,6 +40,7 @@ from mooncake.types import BlockKey
 
 SLOT_BYTES = 1 << 20
 TCP = ("tcp",)
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -195,6 +198,36 @@ async def test_a_store_that_hangs_holds_up_nobody_else(keep):
         assert await pool.get("block") == data(1)
         assert into == bytes(SLOT_BYTES)  # nobody writes into it any more
         assert await pool.put("other", data(2)) and await pool.get("other") == data(2)
+
+
+LEAVING = """
+import asyncio, sys, kvstore
+
+async def main():
+    pool = await kvstore.Client.connect(sys.argv[1], transports=("tcp",))
+    assert await pool.get("block") is None
+    print("ready", flush=True)
+    sys.stdin.readline()
+    calls = [asyncio.create_task(pool.get("block", timeout_s=60)) for _ in range(6)]  # more than it has connections
+    await asyncio.sleep(0.2)
+
+asyncio.run(main())
+"""
+
+
+def test_a_program_ends_though_it_has_calls_at_a_store_that_hangs(keep):
+    actor = keep()
+    command = [sys.executable, "-c", LEAVING, actor.greeting["control"]]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as program:
+        assert program.stdin is not None and program.stdout is not None
+        assert program.stdout.readline() == b"ready\n"
+        actor.freeze()
+        program.stdin.write(b"\n")
+        program.stdin.flush()
+        try:
+            assert program.wait(20) == 0
+        finally:
+            program.kill()
 
 
 async def test_whoever_comes_behind_others_to_a_store_that_hangs_keeps_its_own_time(keep):

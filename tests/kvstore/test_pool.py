@@ -200,6 +200,18 @@ async def test_what_a_caller_gets_wrong_is_said_at_once(keep):
             await late()
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [{name: "\ud800"} for name in ("namespace", "salt", "tenant", "secret", "name")]
+    + [{"name": name} for name in ("", "\0mine", "n" * 200)],
+    ids=repr,
+)
+async def test_what_no_store_could_be_told_is_refused_before_anything_is_opened(wrong):
+    with pytest.raises(InvalidRequest) as refused:
+        await kvstore.Client.connect("127.0.0.1:9", **wrong)
+    assert refused.value.param == next(iter(wrong))
+
+
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)], ids=["near", "far"])
 async def test_a_batch_may_be_longer_than_a_message(keep, transports):
     async with await kvstore.Client.connect(keep(16).greeting["control"], transports=transports) as pool:
@@ -275,6 +287,9 @@ async def test_a_store_that_is_away_at_first_is_used_once_it_is_there(keep):
     stores[0].kill()
     with pytest.raises(NodeUnavailable):
         await kvstore.Client.connect(addresses)  # without replicas somebody's blocks would be away
+    async with asyncio.timeout(10):
+        while num_boards():  # noqa: ASYNC110 (what was mapped may just be being touched in the background)
+            await asyncio.sleep(0.01)
     async with await kvstore.Client.connect(addresses, replicas=2) as pool:
         assert await pool.put("k", data(1)) and await pool.get("k") == data(1) and num_boards() == 1
         stores[0] = keep(64, f"node.port={addresses[0].rpartition(':')[2]}")

@@ -228,6 +228,39 @@ async def test_a_torn_tail_is_cut_off_for_good(tmp_path: Path, cut: str) -> None
             assert await save(again, 10 + life) == [True]
 
 
+async def test_a_flipped_bit_in_a_header_costs_its_block_and_brings_none_back_that_was_dropped(tmp_path: Path) -> None:
+    async with tier(tmp_path) as opened:
+        for number in range(4):
+            assert await save(opened, number) == [True]
+        assert opened.drop([key(0)]) == 1
+        await opened.committed()
+        block = opened.index.get(key(1))
+        assert block is not None
+    with only_segment(tmp_path).open("r+b") as file:
+        os.pwrite(file.fileno(), b"\xff", block.place.offset + 40)
+    for life in range(3):
+        async with tier(tmp_path) as again:
+            assert [await found(again, n) for n in range(4)] == [False, False, True, True]
+            assert again.counters["ssd_rotten"] == 1 and again.counters["ssd_torn"] == 0
+            assert await save(again, 10 + life) == [True]
+
+
+async def test_what_lies_behind_a_torn_header_does_not_count_in_any_later_life(tmp_path: Path) -> None:
+    """Two runs are in flight at once: the second may have reached the disk without the first."""
+    async with tier(tmp_path) as opened:
+        for number in range(4):
+            assert await save(opened, number) == [True]
+        places = [opened.index.get(key(n)).place for n in range(4)]  # type: ignore[union-attr]
+    with only_segment(tmp_path).open("r+b") as file:  # nothing says yet that records 2 and 3 are durable
+        os.pwrite(file.fileno(), pack_block(header(3), 1, places[3].sequence, places[1].sequence), places[3].offset)
+        os.pwrite(file.fileno(), bytes(PAGE - 8), places[2].offset + 8)
+    for life in range(3):
+        async with tier(tmp_path) as again:
+            assert [await found(again, n) for n in range(4)] == [True, True, False, False]
+            assert again.counters["ssd_torn"] == (life == 0) and again.counters["ssd_rotten"] == 0
+            assert await save(again, 10 + life) == [True]
+
+
 class BadSpot(SsdLog):
     """Cannot read one page."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,6 +39,7 @@ from mooncake.rpc import common_pb2, common_pb2_grpc
 from mooncake.types import BlockKey, Tier
 
 BLOCK = 256 << 10
+ROOT = Path(__file__).parents[2]
 
 
 def data(seed: int, size: int = BLOCK) -> bytes:
@@ -48,10 +51,12 @@ def name(i: int) -> bytes:
 
 
 @asynccontextmanager
-async def store(path: Path, num_blocks: int = 8, ssd_mb: float = 64, *settings: str) -> AsyncIterator[StoreNode]:
-    size = f"store.dram_gb={num_blocks * BLOCK / 1e9 + 1e-6}"
+async def store(
+    path: Path, num_blocks: int = 8, ssd_mb: float = 64, *settings: str, block: int = BLOCK
+) -> AsyncIterator[StoreNode]:
+    size = f"store.dram_gb={num_blocks * block / 1e9 + 1e-6}"
     tier = [f'store.ssd_path="{path}"', f"store.ssd_gb={ssd_mb / 1e3}"]
-    node = StoreNode(load_config(None, ["node.id=store", size, *tier, *settings]), BLOCK, join_cluster=False)
+    node = StoreNode(load_config(None, ["node.id=store", size, *tier, *settings]), block, join_cluster=False)
     await node.start()
     try:
         yield node
@@ -107,6 +112,22 @@ async def test_a_restart_finds_the_blocks_and_announces_them_with_their_tier(tmp
             events.cancel()
         assert await client.get(name(3)) is None
         assert [await client.get(name(i)) for i in kept] == [data(i) for i in kept]
+
+
+async def test_a_restart_with_smaller_slots_forgets_what_fits_none_of_them(tmp_path: Path) -> None:
+    small = data(100, BLOCK // 4)
+    async with store(tmp_path) as node, await join(node) as client:
+        assert await client.put(name(0), data(0), durable=True)
+        assert await client.put(name(1), small, durable=True)
+    async with store(tmp_path, 32, block=BLOCK // 4) as node, await join(node) as client:
+        assert await client.exists([name(0), name(1)]) == [False, True]
+        assert await client.put(name(0), small)  # which it would not need if that block could be read
+        assert await client.get(name(0)) == small
+        assert await client.remove([name(0)]) == 1
+        assert (await client.stats()).counters["ssd_too_large"] == 1
+    async with store(tmp_path) as node, await join(node) as client:
+        assert await client.get(name(0)) is None  # what was forgotten does not return with the old slots
+        assert await client.get(name(1)) == small
 
 
 async def test_a_block_that_moves_to_the_ssd_says_so(tmp_path: Path) -> None:
@@ -291,6 +312,40 @@ async def test_a_directory_that_cannot_be_used_is_one_clear_error(tmp_path: Path
     with pytest.raises(ConfigError, match="eviction"):
         async with store(tmp_path, 8, 64, "store.eviction=oldest"):
             pass
+
+
+@pytest.mark.parametrize(("soft", "hard", "is_served"), [(200, 5000, True), (200, 200, False)])
+def test_an_ssd_of_many_segments_is_refused_where_so_many_files_cannot_be_open(
+    tmp_path: Path, soft: int, hard: int, is_served: bool
+) -> None:
+    """As under systemd, where processes may open 1024 files unless they ask for more."""
+    settings = ["store.dram_gb=0.05", f'store.ssd_path="{tmp_path}"', "store.ssd_gb=16"]  # 238 segments
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    program = (
+        "import resource\nfrom kvstore.__main__ import build\nfrom mooncake.app.role_main import run_role\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\nrun_role('store', build)"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        *arguments,
+        "--set",
+        "store.join=false",
+        "--set",
+        "store.block_bytes=65536",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, cwd=ROOT, text=True) as process:
+        assert process.stderr is not None
+        while (line := process.stderr.readline()) and "serves on" not in line and "ulimit" not in line:
+            pass
+        assert ("serves on" in line) == is_served, line
+        if is_served:
+            process.terminate()
+            assert process.wait(10) == 0
+        else:
+            assert process.wait(10) == 2
+            assert "store.ssd_gb = 16 takes 366 open files, and this process may open 200 (ulimit -n)" in line
 
 
 async def test_a_clean_stop_saves_more_blocks_than_may_wait_for_the_disk_at_once(tmp_path: Path) -> None:
