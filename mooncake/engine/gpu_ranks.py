@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -41,7 +42,7 @@ from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
 
-_STOP, _FORWARD, _START, _COPY = range(4)
+_FORWARD, _START, _COPY = range(3)
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -220,21 +221,13 @@ class TensorParallelGpuModel:
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        if not self._workers.are_alive:
-            return
         self._watch.is_over = True
-        if self._workers.have_all:
-            with contextlib.suppress(RuntimeError):
-                self._group.send(_STOP)
-            self._workers.wait()
-        self._workers.end()
+        self._workers.stop()
 
 
-def _serve(rank: _Rank, group: Group) -> None:
+def _serve(rank: _Rank, group: Group) -> NoReturn:
     while True:
         kind, arrays = group.receive()
-        if kind == _STOP:
-            return
         if kind == _COPY:
             rank.cache.copy_block(*arrays[0].tolist())
             continue
