@@ -150,6 +150,11 @@ class Workers:
             _await(self.processes)
         self.end()
 
+    def give_up(self) -> None:
+        """They hang: kill them, so that everyone who waits for one of them is told. Any thread may call it."""
+        for process in self.processes:
+            process.kill()
+
     def end(self) -> None:
         """End them now. Idempotent."""
         self._finalizer()
