@@ -118,13 +118,15 @@ def open_for_node(
     context: int = 0,
     memory: Mappable | None = None,
     can_blend: bool = False,
+    timeout_s: float = 0.0,
 ) -> Backend:
-    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
+    ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
     if processes.tensor > 1 and device != "cpu":
         with contextlib.ExitStack() as opened:
             num_bytes = size.num_blocks * size.layout.block_bytes
             shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
-            return over_gpus(checkpoint, precision, size, processes.tensor, device, shared)
+            return over_gpus(checkpoint, precision, size, processes.tensor, device, shared, timeout_s)
     if processes.tensor > 1 or processes.stages > 1:
         return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
     buffer = None if memory is None else memory.buffer
@@ -240,10 +242,11 @@ def over_gpus(
     num_ranks: int,
     device: str,
     memory: Mappable | None = None,
+    timeout_s: float = 0.0,
 ) -> Backend:
     """Tensor parallelism over ``num_ranks`` GPUs of this machine from ``device`` on, each with a process and its part
-    of the cache; the mirror is in ``memory``, where it is given. Raises ConfigError where there are fewer GPUs or too
-    small ones, ModelError when the model cannot be cut so."""
+    of the cache; the mirror is in ``memory``, where it is given. ``timeout_s`` as for ``open_for_node``. Raises
+    ConfigError where there are fewer GPUs or too small ones, ModelError when the model cannot be cut so."""
     if precision.coding or precision.codes:
         raise ModelError(
             'tensor parallelism over GPUs takes float32 or bfloat16 weights (model.weights="plain" dequantises stored '
@@ -265,7 +268,7 @@ def over_gpus(
         max_sequences=size.max_sequences,
         first_gpu=torch.device(device).index or 0,
     )
-    model = TensorParallelGpuModel(setup, memory)
+    model = TensorParallelGpuModel(setup, memory, timeout_s)
     return Backend(model, model, model.mirror, model.close, model.watch)
 
 

@@ -149,9 +149,10 @@ class TensorParallelGpuModel:
     """``engine.StartingModel`` and ``engine.Cache`` over one GPU per rank. Close it, or use it in a ``with``; otherwise
     the other ranks end when it is collected."""
 
-    def __init__(self, setup: Setup, memory: Mappable | None = None) -> None:
+    def __init__(self, setup: Setup, memory: Mappable | None = None, timeout_s: float = 0.0) -> None:
         """``memory``, if others are to see its blocks, is for the mirror of all ranks' caches. Its owner may close the
-        descriptor afterwards.
+        descriptor afterwards. A rank that takes longer than ``timeout_s`` for a copy (0: any time) ends, as if it had
+        died.
 
         Raises ModelError if the model cannot be split this way or another rank cannot load it, ConfigError if it
         does not fit into the first GPU and for a second one in this process, NodeUnavailable if another rank dies as it
@@ -178,7 +179,7 @@ class TensorParallelGpuModel:
             mirrored = None if memory is None else memory.buffer
             self._rank = _Rank(setup, self._group, checkpoint, self._end, mirrored)
             if self._rank.mirror is not None:
-                self.mirror = RanksMirror(self._rank.mirror, links, self._workers.give_up)
+                self.mirror = RanksMirror(self._rank.mirror, links, self._workers.give_up, timeout_s)
                 after_all.callback(self.mirror.close)
             self._workers.await_ready()
             with self.in_step():

@@ -32,7 +32,6 @@ from mooncake.errors import NodeUnavailable
 
 log = logging.getLogger(__name__)
 
-COPY_S = 600  # for a copy, which may follow a long step; after that a rank hangs
 TELL_S = 60  # for a rank to take a message
 
 _OUT, _IN = 0, 1
@@ -69,10 +68,14 @@ class RanksMirror:
     """The first rank's end: the ``Mirror`` of all ranks' caches. Its methods raise NodeUnavailable once a rank is
     gone."""
 
-    def __init__(self, own: HostMirror, links: Sequence[Connection], give_up: Callable[[], None]) -> None:
-        """``give_up`` is called on some thread if a rank has not copied for ``COPY_S``; it ends them."""
+    def __init__(
+        self, own: HostMirror, links: Sequence[Connection], give_up: Callable[[], None], timeout_s: float = 0.0
+    ) -> None:
+        """``give_up`` is called on some thread if a rank takes longer than that for a copy, which may follow a step (0:
+        it may take any time); it ends them."""
         self.memory = own.memory
         self._own, self._links, self._give_up = own, links, give_up
+        self._timeout_s = timeout_s or None
         self._asking = threading.Lock()  # all ranks hear of copies in the same order
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
@@ -108,8 +111,10 @@ class RanksMirror:
 
     def await_others(self, number: int) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: number not in self._missing or self._error, COPY_S):
-                self._fail(NodeUnavailable(f"a tensor parallel rank has not copied blocks for {COPY_S} s"))
+            if not self._changed.wait_for(lambda: number not in self._missing or self._error, self._timeout_s):
+                why = f"a tensor parallel rank has not copied blocks for {self._timeout_s:g} s: it hangs"
+                log.critical("%s (node.step_timeout_s)", why)
+                self._fail(NodeUnavailable(why))
                 self._give_up()
             if number in self._missing:
                 self._raise_error()

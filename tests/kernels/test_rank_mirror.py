@@ -64,9 +64,10 @@ def size_of(folder: str) -> CacheSize:
 
 
 @contextlib.contextmanager
-def two_ranks(folder: str) -> Iterator[Backend]:
-    precision = resolve_precision("float32", devices=("cuda",))
-    backend = open_for_node(open_checkpoint(folder), precision, size_of(folder), "cuda", Processes(tensor=2))
+def two_ranks(folder: str, timeout_s: float = 0.0) -> Iterator[Backend]:
+    precision, two = resolve_precision("float32", devices=("cuda",)), Processes(tensor=2)
+    checkpoint = open_checkpoint(folder)
+    backend = open_for_node(checkpoint, precision, size_of(folder), "cuda", two, timeout_s=timeout_s)
     with contextlib.closing(backend):
         yield backend
 
@@ -233,11 +234,8 @@ def test_whoever_waits_for_a_copy_of_a_rank_that_dies_is_told(one_family: str) -
             ranks.model.forward(prompt(), ranks.cache.tensor, Sending(ranks.mirror, [0, 1, 2]))
 
 
-def test_a_rank_that_does_not_copy_in_time_ends_and_the_node_is_told(
-    one_family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mooncake.engine.rank_mirror.COPY_S", 1)
-    with two_ranks(one_family) as ranks:
+def test_a_rank_that_does_not_copy_in_time_ends_and_the_node_is_told(one_family: str) -> None:
+    with two_ranks(one_family, timeout_s=1) as ranks:
         assert ranks.mirror is not None
         first = told_by(ranks)
         os.kill(rank_of(ranks), signal.SIGSTOP)
