@@ -32,6 +32,7 @@ import torch
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.contract import StartedStep
 from mooncake.engine.device_cache import DeviceCache, HostMirror, Share
+from mooncake.engine.gpu_passes import FirstPass, OtherPass, StepAbandoned
 from mooncake.engine.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
@@ -47,7 +48,6 @@ from mooncake.types import KVLayout
 log = logging.getLogger(__name__)
 
 _FORWARD, _BY_LAYERS, _START, _COPY = range(4)  # what ranks are told between steps
-_GO_ON, _ABANDON, _COPY_OUT = range(3)  # and before each layer, and at the end, of a step by layers
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -170,7 +170,7 @@ class TensorParallelGpuModel:
         self._workers = Workers("tensor parallel ranks", self._end.close)
         port = self._workers.open_store()
         try:
-            links = [self._start(setup, rank, port) for rank in range(1, setup.size)]
+            links = [self._start_rank(setup, rank, port) for rank in range(1, setup.size)]
             self._group = self._workers.join(setup.size, on_gpus=not INTERPRETED)
             self._end.callback(self._group.leave)
             self._watch = _Watch(self._group)
@@ -188,8 +188,8 @@ class TensorParallelGpuModel:
             self._workers.end()
             raise
 
-    def _start(self, setup: Setup, rank: int, port: int) -> Connection:
-        """Start another rank. Returns this one's end of the connection for copies."""
+    def _start_rank(self, setup: Setup, rank: int, port: int) -> Connection:
+        """Returns this one's end of the connection for copies."""
         link, its_end = connect()
         given = [msgspec.json.encode(setup).decode(), rank, port, its_end.fileno()]
         with its_end:
@@ -228,9 +228,9 @@ class TensorParallelGpuModel:
     def _forward_by_layers(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         with self.in_step(), contextlib.nullcontext() if self.mirror is None else self.mirror.in_step():
             self._send(_BY_LAYERS, batch, hook, None)
-            step = _FirstPass(self._group, hook, self.mirror)
+            step = FirstPass(self._group, hook, self.mirror)
             logits = torch.empty(0)
-            with contextlib.suppress(_StepAbandoned):
+            with contextlib.suppress(StepAbandoned):
                 logits = self._rank.model.forward(batch, cache, step)
                 step.end()
             self._settle()
@@ -239,8 +239,8 @@ class TensorParallelGpuModel:
         return logits
 
     def _settle(self) -> None:
-        """Once no rank computes or copies out any more: blocks may be given to anybody, whom only a mirror can let
-        touch them."""
+        """Return once no rank computes or copies out any more, where there is a mirror: through it others touch a block
+        as soon as the engine has given it to them."""
         if self.mirror is not None:
             self.mirror.settle()
             self._group.wait_for_all()
@@ -257,6 +257,8 @@ class TensorParallelGpuModel:
         with self.in_step():
             self._group.send(_COPY, np.array([source, target], np.int64))
             self._rank.cache.copy_block(source, target)
+            if self.mirror is not None:  # bytes that come in for the source's next owner would overtake a slow rank
+                self._group.wait_for_all()
 
     def _send(self, kind: int, batch: ForwardBatch, hook: LayerHook, newest: Sequence[int] | None) -> None:
         replays = self._rank.model.replays(batch, self.tensor, hook)
@@ -296,86 +298,18 @@ class TensorParallelGpuModel:
         self._workers.stop()
 
 
-class _StepAbandoned(Exception):
-    """By the first rank, because of its hook."""
-
-
-class _FirstPass:
-    """The first rank's hook in a step by layers. Copies that the engine's hook asks for are told to the others at the
-    next layer: they have then computed the one before, too."""
-
-    wants_layers = True
-
-    def __init__(self, group: Group, hook: LayerHook, mirror: RanksMirror | None) -> None:
-        self._group, self._hook, self._mirror = group, hook, mirror
-        self.error: Exception | None = None  # of the hook
-
-    def before_layer(self, layer: int) -> None:
-        self._call(self._hook.before_layer, layer)
-        self._tell()
-
-    def after_layer(self, layer: int) -> None:
-        self._call(self._hook.after_layer, layer)
-
-    def end(self) -> None:
-        """After the last layer."""
-        self._tell()
-
-    def _call(self, of_hook: Callable[[int], None], layer: int) -> None:
-        """An error is kept for the next place where the others can be told."""
-        if self.error is None:
-            try:
-                of_hook(layer)
-            except Exception as error:
-                self.error = error
-
-    def _tell(self) -> None:
-        """Raises _StepAbandoned after an error of the hook."""
-        to_order, copies = (0, []) if self._mirror is None else self._mirror.take()
-        for request in copies:
-            self._group.send(_COPY_OUT, request)
-        self._group.send(_GO_ON if self.error is None else _ABANDON, np.array([to_order], np.int64))
-        if self.error is not None:
-            raise _StepAbandoned
-
-
-class _OtherPass:
-    """Another rank's: it does as the first one says before each layer."""
-
-    wants_layers = True
-
-    def __init__(self, group: Group, copies: RankCopies | None) -> None:
-        self._group, self._copies = group, copies
-
-    def before_layer(self, layer: int) -> None:
-        self.hear()
-
-    def after_layer(self, layer: int) -> None:
-        pass
-
-    def hear(self) -> None:
-        """Also after the last layer. Raises _StepAbandoned."""
-        kind, [told] = self._group.receive()
-        while kind == _COPY_OUT:
-            assert self._copies is not None, "the first rank has a mirror"
-            self._copies.start(told.numpy())
-            kind, [told] = self._group.receive()
-        if kind == _ABANDON:
-            raise _StepAbandoned
-        if self._copies is not None:
-            self._copies.order(int(told))
-
-
 def _serve(rank: _Rank, group: Group, copies: RankCopies | None) -> NoReturn:
     while True:
         kind, arrays = group.receive()
         if kind == _COPY:
             rank.cache.copy_block(*arrays[0].tolist())
+            if copies is not None:
+                group.wait_for_all()
             continue
         replays, newest, *fields = arrays
         batch = batch_of(fields)
-        step = _OtherPass(group, copies) if kind == _BY_LAYERS else NoHook()
-        with contextlib.suppress(_StepAbandoned):
+        step = OtherPass(group, copies) if kind == _BY_LAYERS else NoHook()
+        with contextlib.suppress(StepAbandoned):
             rank.model.follow(
                 batch,
                 rank.cache.tensor,
@@ -384,7 +318,7 @@ def _serve(rank: _Rank, group: Group, copies: RankCopies | None) -> NoReturn:
                 replays=bool(replays),
                 draws=kind == _START,
             )
-            if isinstance(step, _OtherPass):
+            if isinstance(step, OtherPass):
                 step.hear()
         if copies is not None and (kind == _BY_LAYERS or (kind == _FORWARD and not len(batch.logit_rows))):
             copies.settle()

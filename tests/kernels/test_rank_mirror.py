@@ -7,10 +7,15 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -20,14 +25,17 @@ from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import Backend, CacheSize, Processes, on_cpu, open_for_node
+from mooncake.engine.device_cache import DeviceCache, HostMirror
+from mooncake.engine.gpu_passes import FirstPass, OtherPass
 from mooncake.engine.gpu_ranks import TensorParallelGpuModel
 from mooncake.engine.kv_cache import Arrival, Mirror
-from mooncake.engine.rank_mirror import RanksMirror
+from mooncake.engine.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.errors import KVLoadFailed, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.pages import pages_over
 from mooncake.precision import resolve_precision
+from mooncake.types import KVLayout
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU, number by number")
 
@@ -185,6 +193,94 @@ def test_whole_blocks_leave_layer_by_layer_and_come_back_to_every_rank(folder: s
         torch.testing.assert_close(rows_of(seen[5:6], 0, filled), rows_of(seen[2:3], 0, filled), rtol=0, atol=0)
 
 
+class Recorded:
+    """``Arrival`` of a copy on one rank."""
+
+    def __init__(self, calls: list[str], may_end: threading.Event) -> None:
+        self._calls, self._may_end = calls, may_end
+
+    def wait(self) -> None:
+        assert self._may_end.wait(60)
+
+    def order(self) -> None:
+        self._calls.append("computing goes on behind it")
+
+
+class RecordingMirror(HostMirror):
+    """One rank's, which says what is copied, and copies only when it may."""
+
+    def __init__(self) -> None:
+        layout = KVLayout(2, 1, BLOCK, 8, "float32")
+        super().__init__(DeviceCache(layout, NUM_BLOCKS, torch.device("cpu")))
+        self.calls: list[str] = []
+        self.may_start, self.may_end = threading.Event(), threading.Event()
+        self.may_start.set()
+        self.may_end.set()
+
+    def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        self.calls.append(f"{list(block_ids)} of layer {layer} go out")
+        return Recorded(self.calls, self.may_end)
+
+    def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
+        self.may_start.wait(60)
+        self.calls.append(f"{list(block_ids)} of layer {layer} come in")
+        return Recorded(self.calls, self.may_end)
+
+
+class InThisProcess:
+    """Two ranks of which only messages and copies are real, and the first one's are not looked at."""
+
+    def __init__(self) -> None:
+        self.messages: SimpleQueue[tuple[int, list[torch.Tensor]]] = SimpleQueue()
+        link, its_end = connect()
+        self.first, self.other = RecordingMirror(), RecordingMirror()
+        self.mirror = RanksMirror(self.first, [link], lambda: None)
+        self.copies = RankCopies(self.other, its_end.detach())
+
+    def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None:
+        self.messages.put((kind, [torch.from_numpy(array) for array in arrays]))
+
+    def receive(self) -> tuple[int, list[torch.Tensor]]:
+        return self.messages.get(timeout=60)
+
+
+def test_another_rank_copies_a_layer_out_when_it_has_computed_it_too() -> None:
+    ranks = InThisProcess()
+    other = OtherPass(ranks, ranks.copies)
+    with ranks.mirror.in_step():
+        hook = Sending(ranks.mirror, [3, 1])
+        first = FirstPass(ranks, hook, ranks.mirror)
+        first.before_layer(0)
+        first.after_layer(0)
+        other.before_layer(0)
+        time.sleep(0.2)  # in which a request that went another way would arrive
+        assert ranks.first.calls == ["[3, 1] of layer 0 go out"] and not ranks.other.calls
+        first.before_layer(1)
+        first.after_layer(1)
+        other.before_layer(1)
+        assert ranks.other.calls == ["[3, 1] of layer 0 go out"]
+        first.end()
+        other.hear()
+    for arrival in hook.arrivals:
+        arrival.wait()
+    assert ranks.other.calls == ranks.first.calls == [f"[3, 1] of layer {layer} go out" for layer in (0, 1)]
+
+
+def test_another_rank_goes_on_behind_a_copy_in_of_which_it_hears_later_than_of_the_layer() -> None:
+    ranks = InThisProcess()
+    other = OtherPass(ranks, ranks.copies)
+    ranks.other.may_start.clear()
+    ranks.other.may_end.clear()
+    with ranks.mirror.in_step(), ThreadPoolExecutor(1) as computing:
+        FirstPass(ranks, Loading(ranks.mirror, [2]), ranks.mirror).before_layer(1)
+        going_on = computing.submit(other.before_layer, 1)
+        assert not wait([going_on], 0.2).done, "it computes before the bytes have come"
+        ranks.other.may_start.set()
+        going_on.result(60)  # the host does not wait for the end
+    assert ranks.other.calls == ranks.first.calls == ["[2] of layer 1 come in", "computing goes on behind it"]
+    ranks.other.may_end.set()
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_step_that_the_hook_abandons_ends_on_all_ranks_and_the_next_one_works(one_family: str, where: str) -> None:
     with two_ranks(one_family) as ranks:
@@ -232,6 +328,15 @@ def test_whoever_waits_for_a_copy_of_a_rank_that_dies_is_told(one_family: str) -
             ranks.mirror.to_device([0]).wait()
         with pytest.raises(NodeUnavailable, match=r"ranks \[1\] have failed"):
             ranks.model.forward(prompt(), ranks.cache.tensor, Sending(ranks.mirror, [0, 1, 2]))
+
+
+def test_a_block_is_copied_on_all_ranks_before_its_next_owner_gets_it(one_family: str) -> None:
+    with two_ranks(one_family) as ranks, ThreadPoolExecutor(1) as engine:
+        os.kill(rank_of(ranks), signal.SIGSTOP)
+        copying = engine.submit(ranks.cache.copy_block, 0, 1)
+        assert not wait([copying], 0.5).done, "the first rank did not wait for the other"
+        os.kill(rank_of(ranks), signal.SIGCONT)
+        copying.result(30)
 
 
 def test_a_rank_that_does_not_copy_in_time_ends_and_the_node_is_told(one_family: str) -> None:
