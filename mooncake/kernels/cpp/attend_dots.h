@@ -283,6 +283,11 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, values + length);
     }
     for (int i = 0; i < AHEAD_ROWS; i++) keys[width + i] = values[i];
+    if (next && width + length <= AHEAD_ROWS) {  // all of this item is past when AHEAD_ROWS further is reached
+        const int count = std::min(length, next->end - next->begin);
+        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, keys + AHEAD_ROWS);
+        cache.rows(call.table(next->seq), next->kv_head, 1, next->begin, count, values + AHEAD_ROWS);
+    }
     for (int at = 0; at < length; at += SCORE_KEYS) {
         const T* const* tile = keys + at;
         if (is_tiled) {
@@ -316,7 +321,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         float* line = scores + row * width;
         vf total{};
         for (int t = 0; t < width; t += W) {
-            vf p = exp2v(load(line + t) - most[row]);
+            const vf below = load(line + t) - most[row], p = in_pairs ? exp2_roughly(below) : exp2v(below);
             if (in_pairs)
                 store((bf16*)line + t, p);  // overwrites scores already read
             else

@@ -59,8 +59,9 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
 }
 
 // scores[t][lane] for KEYS keys and VECS * W lanes, over pairs of bfloat16: queries are [D / 2][lane], keys are read in
-// place.
-template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores) {
+// place. Raises `top`, the largest score of each lane, if it is not null.
+template <int KEYS, int VECS>
+inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, vf* top = nullptr) {
     vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d += 2) {
         vi q[VECS];
@@ -69,7 +70,10 @@ template <int KEYS, int VECS> inline void score_pairs(const uint32_t* query, con
             for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
     }
     for (int t = 0; t < KEYS; t++)
-        for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
+        for (int v = 0; v < VECS; v++) {
+            store(scores + (t * VECS + v) * W, acc[t][v]);
+            if (top) top[v] = larger(top[v], acc[t][v]);
+        }
 }
 
 // As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].
@@ -97,6 +101,18 @@ inline void put_pairs(const bf16* first, const bf16* second, int D, uint32_t* ou
     }
 }
 
+// Transposes [D][STRIDE] into `count` rows of D.
+template <int STRIDE> inline void turn_back(const float* mixed, int count, int D, float* out) {
+    for (int first = 0; first < count; first += W)
+        for (int d = 0; d < D; d += W) {
+            vf block[W];
+#pragma GCC unroll 16
+            for (int i = 0; i < W; i++) block[i] = load(mixed + (d + i) * STRIDE + first);
+            transpose(block);
+            for (int i = 0; i < std::min(W, count - first); i++) store(out + (first + i) * D + d, block[i]);
+        }
+}
+
 // Up to LANES query rows, transposed, with their running softmax state.
 struct RowBlock {
     float *query, *mixed;     // [D][LANES]; as pairs, query is [D / 2][LANES]
@@ -110,6 +126,7 @@ struct FloatTile {
     const float *keys[TILE + 3], *values[TILE];
 
     void score(const RowBlock& rows, int t, int D, float* scores) const { score_keys<4, LANE_VECS>(rows.query, keys + t, D, scores); }
+    static vf power(vf x) { return exp2v(x); }
     void keep(float* weight, vf first, vf second, bool has_second) const {
         store(weight, first);
         if (has_second) store(weight + LANES, second);
@@ -127,6 +144,7 @@ struct PairTile {
     void score(const RowBlock& rows, int t, int D, float* scores) const {
         score_pairs<4, LANE_VECS>((const uint32_t*)rows.query, keys + t, D, scores);
     }
+    static vf power(vf x) { return exp2_roughly(x); }
     void keep(float* weight, vf first, vf second, bool) const { store((int32_t*)weight, pairs_of(first, second)); }
     template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
         for (int d = 0; d < D; d += 4) mix_dims_in_pairs<4, LANE_VECS>(weights, values, count, d, D, faded, rows.mixed);
@@ -158,8 +176,8 @@ void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, i
         vf total = load(rows.sums + v * W) * fade[v];
         for (int t = 0; t < count; t += 2) {
             const bool has_second = t + 1 < count;
-            const vf first = exp2v(load(column + t * LANES) - most);
-            const vf second = has_second ? exp2v(load(column + (t + 1) * LANES) - most) : vf{};
+            const vf first = Tile::power(load(column + t * LANES) - most);
+            const vf second = has_second ? Tile::power(load(column + (t + 1) * LANES) - most) : vf{};
             tile.keep(column + t * LANES, first, second, has_second);
             total += first;
             total += second;
@@ -238,10 +256,8 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
     }
 
     float* turned = queries;  // no longer needed
-    for (int row = 0; row < rows; row++) {
-        const float* column = mixed + int64_t(row / LANES) * LANES * D + row % LANES;
-        for (int d = 0; d < D; d++) turned[int64_t(row) * D + d] = column[d * LANES];
-    }
+    for (int first = 0; first < rows; first += LANES)
+        turn_back<LANES>(mixed + int64_t(first) * D, std::min(LANES, rows - first), D, turned + int64_t(first) * D);
     results.put(item, turned, most, sums);
 }
 

@@ -15,40 +15,78 @@ constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
-constexpr int MIX_TOKENS = 2 * TILE;  // as pairs, they take the room of TILE tokens in float32
-constexpr int LINE = 32;               // bfloat16 values in a cache line
 constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
+constexpr int STRIP_PAIRS = DOT_PART / 2;
+constexpr int MIX_STRIP = STRIP_PAIRS * W + W;  // so much padding that strips are not in the same sets of L1
 
-// Turns the scores of W tokens, [token][lane], into weights, and adds these to `totals`. In pairs, the weights of tokens
-// t and t + 1 replace the scores of t.
-template <int VECS, bool IN_PAIRS> inline void weigh(float* scores, const vf* top, vf (*totals)[VECS]) {
-    for (int v = 0; v < VECS; v++)
+// Turns the scores of a part, [token][lane], into weights: in place, or as pairs of tokens, [pair][lane], from the same
+// beginning. Returns their sum in one vector of lanes, added up in the order of attend_dots: by t % W first.
+template <int VECS, bool IN_PAIRS> inline vf weigh(float* scores, vf top) {
+    const auto weight = [&](const float* score) {
+        const vf below = load(score) - top;
+        return IN_PAIRS ? exp2_roughly(below) : exp2v(below);
+    };
+    vf totals[W] = {};
+    float* weights = scores;
+    for (int at = 0; at < DOT_PART; at += W)
 #pragma GCC unroll 16
-        for (int t = 0; t < W; t += 2) {
-            float *even = scores + (t * VECS + v) * W, *odd = even + VECS * W;
-            const vf first = exp2v(load(even) - top[v]), second = exp2v(load(odd) - top[v]);
-            totals[t][v] += first;
-            totals[t + 1][v] += second;
+        for (int t = 0; t < W; t += 2, scores += 2 * VECS * W) {
+            const vf first = weight(scores), second = weight(scores + VECS * W);
+            totals[t] += first;
+            totals[t + 1] += second;
             if constexpr (IN_PAIRS) {
-                store((int32_t*)even, pairs_of(first, second));
+                store((int32_t*)weights, pairs_of(first, second));
+                weights += VECS * W;
             } else {
-                store(even, first);
-                store(odd, second);
+                store(scores, first);
+                store(scores + VECS * W, second);
             }
+        }
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) totals[i] += totals[i + half];
+    return totals[0];
+}
+
+// V of a part as pairs of tokens, [D / W][MIX_STRIP]: a strip stays in L1 beside the weights of the part.
+inline void strips_of_pairs(const bf16* const* values, int D, uint32_t* strips) {
+    for (int t = 0; t < DOT_PART; t += 2, strips += W)
+        for (int d = 0; d < D; d += 2 * W) {
+            vi pairs[2];
+            pairs_of(values[t] + d, values[t + 1] + d, pairs);
+            for (int i = 0; i < 2; i++) store((int32_t*)strips + (d / W + i) * MIX_STRIP, pairs[i]);
         }
 }
 
-// For MIX_TOKENS tokens.
+// mixed[d][lane] = sum over the tokens of a part, for a strip of dimensions. Weights are [pair][lane].
+template <int VECS> inline void mix_strip(const float* weights, const uint32_t* strip, float* mixed) {
+    vf acc[SHARED_KEYS][VECS] = {};
+    for (int pair = 0; pair < STRIP_PAIRS; pair++, strip += W, weights += VECS * W) {
+        vi p[VECS];
+        for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + v * W);
+        for (int i = 0; i < SHARED_KEYS; i++)
+            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], strip[i], p[v]);
+    }
+    for (int i = 0; i < SHARED_KEYS; i++)
+        for (int v = 0; v < VECS; v++) store(mixed + (i * VECS + v) * W, acc[i][v]);
+}
+
+// Scores of a part, whose values are prefetched meanwhile. `stream`: keys, values, and what comes after them.
 template <int VECS>
-inline void mix_tokens_in_pairs(const bf16* const* values, int D, const float* weights, uint32_t* pairs, float* mixed) {
-    for (int t = 0; t < MIX_TOKENS; t += 2) put_pairs(values[t], values[t + 1], D, pairs + t / 2 * D);
-    const auto kept = [](vf before, int) { return before; };
-    const int lines = D / LINE;
-    for (int d = 0; d < D; d += SHARED_KEYS) {  // each prefetches one line of a quarter of the rows
-        const int at = d / SHARED_KEYS % lines * LINE;
-        const bf16* const* ahead = values + AHEAD_ROWS + d / SHARED_KEYS / lines * (MIX_TOKENS / 4);
-        bring_near(ahead, MIX_TOKENS / 4, at, LINE);
-        mix_dims_in_pairs<SHARED_KEYS, VECS>(weights, pairs, MIX_TOKENS, d, D, kept, mixed);
+inline void score_part_in_pairs(const uint32_t* query, const bf16* const* stream, int D, float* scores, vf* top) {
+    for (int t = 0; t < DOT_PART; t += SHARED_KEYS) {
+        bring_near(stream + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
+        bring_near(stream + DOT_PART + t, SHARED_KEYS, 0, D);
+        score_pairs<SHARED_KEYS, VECS>(query, stream + t, D, scores + t * VECS * W, top);
+    }
+}
+
+// `strips` has room for D / W of them. Prefetches the first of the rows that come after `values`.
+template <int VECS>
+inline void mix_part_in_pairs(const float* weights, const bf16* const* values, int D, uint32_t* strips, float* mixed) {
+    strips_of_pairs(values, D, strips);
+    for (int d = 0; d < D; d += SHARED_KEYS) {
+        bring_near(values + DOT_PART + d * AHEAD_ROWS / D, std::max(1, AHEAD_ROWS * SHARED_KEYS / D), 0, D);
+        mix_strip<VECS>(weights, strips + d / W * MIX_STRIP + d % W, mixed + d * VECS * W);
     }
 }
 
@@ -62,9 +100,9 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
     const bool is_tiled = fits_tiles<T>(D), in_pairs = works_in_pairs<T>(D);
-    scratch.start(lanes * (2 * D + DOT_PART + 2) + TILE * D + 128);
+    scratch.start(lanes * (2 * D + DOT_PART + 2) + (in_pairs ? D / W * MIX_STRIP : TILE * D) + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
-    float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(TILE * D);
+    float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(in_pairs ? D / W * MIX_STRIP : TILE * D);
     RowPlace places[lanes];
     places_of(call, plan, item, places);
     std::fill(places + rows, places + lanes, places[0]);
@@ -95,7 +133,7 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
         coded = stream + kv * DOT_PART + at;
-        if ((is_tiled || in_pairs) && kv == 0) return;  // multiplied in place
+        if (is_tiled && kv == 0) return;  // multiplied in place
         if constexpr (is_in_place)
             std::copy(coded, coded + TILE, tile);
         else
@@ -111,52 +149,49 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     };
     vf top[VECS];
     std::fill(top, top + VECS, splat(NEVER));
-    for (int at = 0; at < DOT_PART; at += TILE) {
+    const auto finish_scores = [&](int at, int count) {
+        if (call.cap_log2) bend(scores + at * lanes, count * lanes, call.cap_log2);
+        for (int t = at; t < at + count; t++)
+            for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
+    };
+    if constexpr (std::is_same<T, bf16>::value)
+        if (in_pairs) {
+            score_part_in_pairs<VECS>((const uint32_t*)query, stream, D, scores, top);
+            if (call.cap_log2) {
+                std::fill(top, top + VECS, splat(NEVER));
+                finish_scores(0, DOT_PART);
+            }
+        }
+    for (int at = 0; at < DOT_PART && !in_pairs; at += TILE) {
         open(0, at);
         if (is_tiled)
             score_keys_in_tiles(coded, (const uint32_t*)query, lanes, D, (bf16*)wide, scores + at * lanes, lanes * sizeof(float), W,
                                 coded + AHEAD_ROWS);
-        else
-            for (int t = 0; t < TILE; t += SHARED_KEYS) {
-                if (is_in_place || in_pairs) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
-                if constexpr (std::is_same<T, bf16>::value)
-                    if (in_pairs) {
-                        score_pairs<SHARED_KEYS, VECS>((const uint32_t*)query, coded + t, D, scores + (at + t) * lanes);
-                        continue;
-                    }
-                score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
-            }
+        for (int t = 0; t < TILE && !is_tiled; t += SHARED_KEYS) {
+            if (is_in_place) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
+            score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
+        }
         scale(at);
-        if (call.cap_log2) bend(scores + at * lanes, TILE * lanes, call.cap_log2);
-        for (int t = at; t < at + TILE; t++)
-            for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
+        finish_scores(at, TILE);
     }
 
-    vf totals[W][VECS] = {};  // by t % W, as in attend_dots
-    std::memset(mixed, 0, sizeof(float) * lanes * D);
+    for (int v = 0; v < VECS; v++) {
+        float* column = scores + v * W;
+        store(most + v * W, top[v]);
+        store(sums + v * W, in_pairs ? weigh<VECS, true>(column, top[v]) : weigh<VECS, false>(column, top[v]));
+    }
+
+    if constexpr (std::is_same<T, bf16>::value)
+        if (in_pairs) mix_part_in_pairs<VECS>(scores, stream + DOT_PART, D, (uint32_t*)wide, mixed);
+    if (!in_pairs) std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
-    const int step = in_pairs ? MIX_TOKENS : TILE;
-    for (int at = 0; at < DOT_PART; at += step) {
-        for (int t = at; t < at + step; t += W) {
-            if (is_in_place) bring_near(stream + DOT_PART + t + AHEAD_ROWS, W, 0, D);
-            (in_pairs ? weigh<VECS, true> : weigh<VECS, false>)(scores + t * lanes, top, totals);
-        }
-        if constexpr (std::is_same<T, bf16>::value)
-            if (in_pairs) {
-                mix_tokens_in_pairs<VECS>(stream + DOT_PART + at, D, scores + at * lanes, (uint32_t*)wide, mixed);
-                continue;
-            }
+    for (int at = 0; at < DOT_PART && !in_pairs; at += TILE) {
         open(1, at);
         scale(at);
-        for (int d = 0; d < D; d += SHARED_KEYS) mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);
-    }
-
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++)
-            for (int v = 0; v < VECS; v++) totals[i][v] += totals[i + half][v];
-    for (int v = 0; v < VECS; v++) {
-        store(most + v * W, top[v]);
-        store(sums + v * W, totals[0][v]);
+        for (int d = 0; d < D; d += SHARED_KEYS) {
+            if (is_in_place) bring_near(coded + AHEAD_ROWS + d * TILE / D, std::max(1, TILE * SHARED_KEYS / D), 0, D);
+            mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);
+        }
     }
 
     float* out = query;  // no longer needed

@@ -14,17 +14,6 @@ namespace mooncake {
 constexpr int TILE_KEYS = 128;     // tokens between updates of the largest score
 constexpr int TILE_LANES = PANEL;  // query rows in one row block
 
-// 2^x for x ≤ 0, to one part in 10^4: enough for what is rounded to bfloat16.
-inline vf exp2_roughly(vf x) {
-#if defined(__AVX512DQ__)
-    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
-    const vf p = ((f * 0.07944154f + 0.22741128f) * f + 0.69517630f) * f + 0.99992807f;
-    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
-#else
-    return exp2v(x);
-#endif
-}
-
 // W values as bfloat16 bits, each in its own lane.
 inline vu narrow_bits(const bf16* from) { return (vu)load(from) >> 16; }
 inline vu narrow_bits(const int8_t* from) { return (vu)load(from) >> 16; }
@@ -32,18 +21,6 @@ inline vu narrow_bits(vf v) {
     bf16 narrow[W];
     store(narrow, v);
     return __builtin_convertvector(load_as<vh>(narrow), vu);
-}
-
-// Transposes [D][TILE_LANES] into `count` rows of D.
-inline void turn_back(const float* mixed, int count, int D, float* out) {
-    for (int first = 0; first < count; first += W)
-        for (int d = 0; d < D; d += W) {
-            vf block[W];
-#pragma GCC unroll 16
-            for (int i = 0; i < W; i++) block[i] = load(mixed + (d + i) * TILE_LANES + first);
-            transpose(block);
-            for (int i = 0; i < std::min(W, count - first); i++) store(out + (first + i) * D + d, block[i]);
-        }
 }
 
 // Columns of V as strips: [D / 32][tokens / 32][32][32].
@@ -197,7 +174,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     }
 
     for (int first = 0; first < rows; first += TILE_LANES)
-        turn_back(mixed + int64_t(first) * D, std::min(TILE_LANES, rows - first), D, turned + int64_t(first) * D);
+        turn_back<TILE_LANES>(mixed + int64_t(first) * D, std::min(TILE_LANES, rows - first), D, turned + int64_t(first) * D);
     results.put(item, turned, most, sums);
 }
 

@@ -248,9 +248,9 @@ struct Results {
         }
         const Merge& merge = plan.merges[index];
         float* mine = partial + merge.offset + merge.stride * item.part;
-        std::memcpy(mine, mixed, sizeof(float) * rows * D);
-        std::memcpy(mine + rows * D, most, sizeof(float) * rows);
-        std::memcpy(mine + rows * (D + 1), sums, sizeof(float) * rows);
+        for (int64_t i = 0; i < int64_t(rows) * D; i += W) store(mine + i, load(mixed + i));
+        std::copy(most, most + rows, mine + rows * D);
+        std::copy(sums, sums + rows, mine + rows * (D + 1));
         if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) join(merge, seq, item.kv_head, first);
     }
 
@@ -258,14 +258,15 @@ struct Results {
         const int D = call.head_dim, rows = merge.rows;
         const float* parts = partial + merge.offset;
         static thread_local std::vector<float> weights;
-        weights.resize(merge.parts);
+        weights.assign((merge.parts + W - 1) / W * W, NEVER);
         for (int row = 0; row < rows; row++) {
             float most = NEVER, total = 0;
-            for (int p = 0; p < merge.parts; p++) most = std::max(most, parts[p * merge.stride + rows * D + row]);
             for (int p = 0; p < merge.parts; p++) {
-                weights[p] = exp2s(parts[p * merge.stride + rows * D + row] - most);
-                total += weights[p] * parts[p * merge.stride + rows * (D + 1) + row];
+                weights[p] = parts[p * merge.stride + rows * D + row];
+                most = std::max(most, weights[p]);
             }
+            for (int p = 0; p < merge.parts; p += W) store(&weights[p], exp2v(load(&weights[p]) - most));
+            for (int p = 0; p < merge.parts; p++) total += weights[p] * parts[p * merge.stride + rows * (D + 1) + row];
             float* out = call.output_row(seq, kv_head, first + row);
             const float inverse = 1.0f / call.with_sink(kv_head, first + row, most, total);
             for (int d = 0; d < D; d += W) {

@@ -194,6 +194,17 @@ inline vf exp2v(vf x) {
     return x < -125.0f ? vf{} : exp2_parts(whole, x - whole);
 }
 
+// 2^x for x ≤ 0, to one part in 10^4: enough for what is rounded to bfloat16.
+inline vf exp2_roughly(vf x) {
+#if defined(__AVX512DQ__)
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
+    const vf p = ((f * 0.07944154f + 0.22741128f) * f + 0.69517630f) * f + 0.99992807f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return exp2v(x);
+#endif
+}
+
 inline float exp2s(float x) { return exp2v(splat(x))[0]; }
 
 // e^x within the range of normal numbers, saturating outside.
