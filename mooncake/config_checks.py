@@ -210,10 +210,12 @@ def _check_processes(config: Config) -> None:
     of_prefill = excluded | {"prefill.blend_share": prefill.blend_share, "prefill.variant": prefill.variant}
     ways = [name for name in ("tensor_parallel", "pipeline_stages", "context_parallel") if getattr(prefill, name) > 1]
     for way in ways:
-        others = {f"prefill.{other}": other != way for other in ways}
-        _exclude(f"prefill.{way}", of_prefill | others | {"a GPU as prefill.device": prefill.device != "cpu"})
+        others: dict[str, object] = {f"prefill.{other}": other != way for other in ways}
+        if way != "tensor_parallel":
+            others["a GPU as prefill.device"] = prefill.device != "cpu"
+        _exclude(f"prefill.{way}", of_prefill | others)
     if config.decode.tensor_parallel > 1 and not config.cluster.coupled:
-        _exclude("decode.tensor_parallel", excluded | {"a GPU as decode.device": config.decode.device != "cpu"})
+        _exclude("decode.tensor_parallel", excluded)
 
 
 def _exclude(name: str, excluded: dict[str, object]) -> None:

@@ -127,7 +127,7 @@ class StoreSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prefill or decode node (sections [prefill] and [decode])."""
 
-    device: str = "cpu"  # for computing: "cpu", "cuda", or "cuda:1" and so on
+    device: str = "cpu"  # for computing: "cpu", "cuda", or "cuda:1" and so on; of several GPUs the first
     kv_gb: float = 1.0  # paged cache; on a GPU, and as much again in host memory, where other nodes write and read
     swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
     chunk_tokens: int = 256  # maximum prompt tokens per step, rounded to blocks; 0: whole prompts
@@ -136,7 +136,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
     draft_model: str = ""  # model that proposes them, with the same vocabulary, as model.path; "": from earlier text
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
-    tensor_parallel: int = 1  # processes with a part of every layer and `threads` threads each; CPUs
+    tensor_parallel: int = 1  # processes with a part of every layer, and `threads` threads or a GPU each
 
     @property
     def num_processes(self) -> int:
@@ -161,7 +161,7 @@ class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
     # Pipeline stages: processes with a run of the layers and `threads` threads each, through which a step goes in
     # pieces; 1024 or more chunk_tokens keep all of them busy
-    pipeline_stages: int = 1
+    pipeline_stages: int = 1  # CPUs
     context_parallel: int = 1  # processes over which prompt tokens are split, and which share the threads; CPUs
 
     @property

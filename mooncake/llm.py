@@ -123,11 +123,11 @@ class LLM:
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes,
-        each with a part of every layer, on CPUs with ``threads`` each or, with ``device`` "cuda", on a GPU each. On
-        CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
+        each with a part of every layer, on CPUs with ``threads`` each or on a GPU each, from ``device`` on. On CPUs
+        ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
         ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
-        two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none"
-        leaves out what the model's file of that name says of sampling.
+        two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
+        file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
         counts = {

@@ -1,7 +1,8 @@
 """The part of ``mooncake bench gpu`` that needs two GPUs: one model over both, against the same model on one.
 
 Steps of decodes are started ahead, as an engine does it, so the time of a step includes the host's messages between
-ranks where the cards wait for them. Beside the times: a prompt and a replayed step give the logits of one GPU.
+ranks where the cards wait for them. Beside the times: a prompt and a replayed step give the logits of one GPU, and so
+do blocks that have gone through host memory as in a node.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from mooncake.app.bench_gpu_device import Gpu, check, rate
 from mooncake.app.bench_gpu_model import BLOCK, MOST_ERROR, decode_batch, model_of_8b
 from mooncake.app.bench_report import Report
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
-from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, open_backend
+from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, open_for_node
 from mooncake.engine.contract import StartingModel
-from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.engine.kv_cache import Arrival, Mirror
+from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.precision import Precision
 
 LAYERS = 16  # of the 8B model's 32: written to disk and read three times
@@ -90,7 +92,7 @@ class _Found:
         size = CacheSize(
             checkpoint.kv_layout(BLOCK, dtype), sequences * blocks, blocks * BLOCK, max_sequences=sequences
         )
-        backend = open_backend(checkpoint, Precision(dtype, dtype, ""), size, "cuda", processes)
+        backend = open_for_node(checkpoint, Precision(dtype, dtype, ""), size, "cuda", processes)
         try:
             self._compute(backend)
             for name in SHAPES:
@@ -102,21 +104,27 @@ class _Found:
             gpu.free()
 
     def _compute(self, backend: Backend) -> None:
-        """A prompt and the token after it."""
+        """A prompt and the token after it; then the same over blocks that have been in host memory."""
         length, random = self._gpu.scale.size(PROMPT, 20), torch.Generator().manual_seed(0)
         tokens = torch.randint(0, self._config.vocab_size, (length + 1,), generator=random)
         prompt = ForwardBatch.of_prompt(tokens[:length], BLOCK, torch.tensor([length - 1]))
-        following = ForwardBatch(
-            tokens=tokens[length:],
-            positions=torch.tensor([length]),
-            query_starts=torch.tensor([0, 1], dtype=torch.int32),
-            context_lens=torch.tensor([length + 1], dtype=torch.int32),
-            block_tables=torch.arange(length // BLOCK + 1, dtype=torch.int32)[None],
-            slots=torch.tensor([length]),
-            logit_rows=torch.tensor([0]),
-        )
-        for what, batch in (("a prompt", prompt), ("a step", following)):
-            self.logits[what] = backend.model.forward(batch, backend.cache.tensor, NoHook()).clone()
+        here = list(range(length // BLOCK + 1))
+        there = [block + len(here) for block in here]
+        mirror, hook = backend.mirror, NoHook()
+        assert mirror is not None, "a node has one"
+        self._compute_one(backend, "a prompt", prompt, hook)
+        self._compute_one(backend, "a step", _token_after(tokens, here), hook)
+        leaving = _Leaving(mirror, here)
+        self._compute_one(backend, "a prompt whose layers leave", prompt, leaving)
+        for arrival in leaving.arrivals:
+            arrival.wait()
+        self.logits["layers in host memory"] = torch.from_numpy(mirror.memory[here]).view(self._gpu.dtype).clone()
+        mirror.memory[there] = mirror.memory[here]
+        mirror.to_device(there).wait()
+        self._compute_one(backend, "a step over blocks that came in", _token_after(tokens, there), hook)
+
+    def _compute_one(self, backend: Backend, what: str, batch: ForwardBatch, hook: LayerHook) -> None:
+        self.logits[what] = backend.model.forward(batch, backend.cache.tensor, hook).clone()
 
     def _time(self, report: Report, backend: Backend, name: str, num_gpus: int) -> None:
         scale = self._gpu.scale
@@ -130,6 +138,36 @@ class _Found:
         title = f"{self._config.num_layers} layers of 8B, decode"
         report.add(rate("ours", title, "tokens/s", batch, seconds, gpus=num_gpus, batch=batch, context=context))
         self.seconds[name] = min(seconds)
+
+
+class _Leaving:
+    """A prefill node's hook: each layer of these blocks leaves when it is computed."""
+
+    wants_layers = True
+
+    def __init__(self, mirror: Mirror, block_ids: list[int]) -> None:
+        self.arrivals: list[Arrival] = []
+        self._mirror, self._block_ids = mirror, block_ids
+
+    def before_layer(self, layer: int) -> None:
+        pass
+
+    def after_layer(self, layer: int) -> None:
+        self.arrivals.append(self._mirror.to_host(self._block_ids, layer))
+
+
+def _token_after(tokens: torch.Tensor, block_ids: list[int]) -> ForwardBatch:
+    """A step of the last of ``tokens``; the others' KV is in these blocks."""
+    position = len(tokens) - 1
+    return ForwardBatch(
+        tokens=tokens[position:],
+        positions=torch.tensor([position]),
+        query_starts=torch.tensor([0, 1], dtype=torch.int32),
+        context_lens=torch.tensor([position + 1], dtype=torch.int32),
+        block_tables=torch.tensor([block_ids], dtype=torch.int32),
+        slots=torch.tensor([block_ids[position // BLOCK] * BLOCK + position % BLOCK]),
+        logit_rows=torch.tensor([0]),
+    )
 
 
 def _step_s(model: StartingModel, cache: torch.Tensor, step: ForwardBatch, steps: int) -> float:

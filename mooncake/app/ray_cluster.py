@@ -487,10 +487,10 @@ class PrivateRay:
 
 
 def needs_of(config: Config, role: str) -> dict[str, float]:
-    """The resources that Ray reserves for an actor of this role. The actor sees only its own GPU, as the first one."""
+    """The resources that Ray reserves for an actor of this role. The actor sees only its own GPUs, from 0 on."""
     section = {"prefill": config.prefill, "decode": config.decode}.get(role)
     cpus = {"CPU": ACTOR_CPUS[role]}
-    return cpus if section is None or section.device == "cpu" else cpus | {"GPU": 1.0}
+    return cpus if section is None or section.device == "cpu" else cpus | {"GPU": float(section.tensor_parallel)}
 
 
 def check_answers(ray_address: str) -> None:

@@ -118,8 +118,15 @@ def open_for_node(
     context: int = 0,
     memory: Mappable | None = None,
     can_blend: bool = False,
+    timeout_s: float = 0.0,
 ) -> Backend:
-    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone."""
+    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
+    ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
+    if processes.tensor > 1 and device != "cpu":
+        with contextlib.ExitStack() as opened:
+            num_bytes = size.num_blocks * size.layout.block_bytes
+            shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
+            return over_gpus(checkpoint, precision, size, processes.tensor, device, shared, timeout_s)
     if processes.tensor > 1 or processes.stages > 1:
         return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
     buffer = None if memory is None else memory.buffer
@@ -228,14 +235,23 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
-def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num_ranks: int, device: str) -> Backend:
-    """Tensor parallelism over the first ``num_ranks`` GPUs of this machine, each with a process and its part of the
-    cache. Raises ConfigError where there are fewer or too small ones, or ``device`` names another one than the first;
-    ModelError when the model cannot be cut so."""
-    if torch.device(device).index:
-        raise ConfigError(f'tensor parallel ranks are on the GPUs 0, 1, …: device must be "cuda", got {device!r}')
+def over_gpus(
+    checkpoint: Checkpoint,
+    precision: Precision,
+    size: CacheSize,
+    num_ranks: int,
+    device: str,
+    memory: Mappable | None = None,
+    timeout_s: float = 0.0,
+) -> Backend:
+    """Tensor parallelism over ``num_ranks`` GPUs of this machine from ``device`` on, each with a process and its part
+    of the cache; the mirror is in ``memory``, where it is given. ``timeout_s`` as for ``open_for_node``. Raises
+    ConfigError where there are fewer GPUs or too small ones, ModelError when the model cannot be cut so."""
     if precision.coding or precision.codes:
-        raise ModelError("tensor parallelism over GPUs takes float32 or bfloat16 weights")
+        raise ModelError(
+            'tensor parallelism over GPUs takes float32 or bfloat16 weights (model.weights="plain" dequantises stored '
+            "codes)"
+        )
     if precision.key_scales:
         raise ModelError("tensor parallelism takes no model.key_scales")
     _check_gpus(checkpoint, device, num_ranks)
@@ -250,9 +266,10 @@ def over_gpus(checkpoint: Checkpoint, precision: Precision, size: CacheSize, num
         num_blocks=size.num_blocks,
         num_places=size.num_places,
         max_sequences=size.max_sequences,
+        first_gpu=torch.device(device).index or 0,
     )
-    model = TensorParallelGpuModel(setup)
-    return Backend(model, model, close=model.close)
+    model = TensorParallelGpuModel(setup, memory, timeout_s)
+    return Backend(model, model, model.mirror, model.close, model.watch)
 
 
 def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
@@ -267,11 +284,11 @@ def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
         raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
     if INTERPRETED:
         return
-    found = torch.cuda.device_count()
-    if (torch.device(device).index or 0) >= found:
+    found, first = torch.cuda.device_count(), torch.device(device).index or 0
+    if first >= found:
         raise ConfigError(f"device {device!r} is not here: torch finds {found} GPUs")
-    if count > found:
-        raise ConfigError(f"{count} tensor parallel ranks need a GPU each: torch finds {found}")
+    if first + count > found:
+        raise ConfigError(f"{count} tensor parallel ranks need a GPU each from {device!r} on: torch finds {found}")
     if count > 1 and not is_nccl_available():
         raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
 

@@ -1,14 +1,17 @@
 """A paged cache in GPU memory, and its mirror in host memory, which other nodes read and write.
 
 Block *i* of the mirror stands for block *i* of the cache, so there is a single allocator. Bytes are copied between the
-two only on request: computed blocks out, received blocks in. It does not know whose blocks they are.
+two only on request: computed blocks out, received blocks in. Several GPUs may share a mirror, each with some KV heads
+of every block. It does not know whose blocks they are.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from mooncake.engine.contract import CausalModel, HasVocabulary, StartedStep, StartingModel
@@ -46,27 +49,47 @@ class DeviceCache:
         return self.tensor[number] if number < self.num_blocks else self._places[number - self.num_blocks]
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of several caches has of every block."""
+
+    layout: KVLayout  # of the whole block
+    heads: slice  # its KV heads, by their numbers there
+    goes_out: bool = True  # False: another one has the same heads, and copies them out
+
+
 class HostMirror:
     """The ``Mirror`` of a ``DeviceCache``. Copies in one direction run in order, concurrently with the computation
     and with the other direction. Any thread may request them."""
 
-    def __init__(self, cache: DeviceCache, buffer: memoryview | None = None) -> None:
-        """Uses ``buffer`` or its own memory, pinned until ``close``. Raises ConfigError when it cannot be pinned."""
-        host = KVCache(cache.layout, cache.num_blocks, buffer)
+    def __init__(self, cache: DeviceCache, buffer: memoryview | None = None, share: Share | None = None) -> None:
+        """Uses ``buffer`` or its own memory, pinned until ``close``; ``share`` None: the cache has whole blocks. Raises
+        ConfigError when it cannot be pinned, or a head in it is no run of whole 8-byte words."""
+        layout = cache.layout if share is None else share.layout
+        host = KVCache(layout, cache.num_blocks, buffer)
         self.memory = host.memory
-        self._host, self._device = host.tensor, cache.tensor
+        # What is copied are runs: a layer of a block, or keys or values of some heads, which do not lie beside others.
+        self._runs_a_layer = 1 if layout == cache.layout else layout.num_kinds
+        self._runs_a_block = layout.num_layers * self._runs_a_layer
+        own = host.tensor if share is None else host.tensor[:, :, :, share.heads]
+        self._host, self._device = self._runs(own), self._runs(cache.tensor)
+        if self._device[0].nbytes % 8:
+            raise ConfigError("a GPU's part of a layer is no run of whole 8-byte words: make block.tokens even")
+        self._goes_out = share is None or share.goes_out
         self._is_pinned = cache.tensor.is_cuda
         if self._is_pinned:
             self._pin()
-        self._out, self._in = (_Lane(cache.tensor.device) for _ in range(2))
+        self._out, self._in = (_Lane(cache.tensor.device, self._runs_a_block) for _ in range(2))
 
     def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
         """Ordered after what the calling thread has started on the device."""
-        return self._out.copy(self._device, self._host, block_ids, layer, True)
+        if not self._goes_out:
+            return HERE
+        return self._copy(self._out, self._device, self._host, block_ids, layer, True)
 
     def to_device(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
         """Starts at once: between a block's reservation and this call, nothing on the device touches it."""
-        return self._in.copy(self._host, self._device, block_ids, layer, False)
+        return self._copy(self._in, self._host, self._device, block_ids, layer, False)
 
     def settle(self) -> None:
         """Return once what the calling thread has started on the device is done, and all copies out of it."""
@@ -80,6 +103,25 @@ class HostMirror:
         if self._is_pinned:
             self._is_pinned = False
             torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+
+    def _runs(self, pages: torch.Tensor) -> torch.Tensor:
+        """``pages`` ``[N, layers, K|V, Hkv, block_tokens, D]`` as ``[runs, ...]`` over the same memory."""
+        leading = 2 if self._runs_a_layer == 1 else 3
+        return pages.view(len(pages) * self._runs_a_block, *pages.shape[leading:])
+
+    def _copy(
+        self,
+        lane: _Lane,
+        source: torch.Tensor,
+        target: torch.Tensor,
+        block_ids: Sequence[int],
+        layer: int | None,
+        is_behind: bool,
+    ) -> Arrival:
+        if layer is None:
+            return lane.copy(source, target, block_ids, self._runs_a_block, is_behind)
+        first = layer * self._runs_a_layer
+        return lane.copy(source[first:], target[first:], block_ids, self._runs_a_layer, is_behind)
 
     def _pin(self) -> None:
         size = self.memory.nbytes
@@ -130,51 +172,51 @@ class SettledModel:
 class _Lane:
     """Copies in one direction, on their own stream; in Triton's interpreter each is done when it returns."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, runs_a_block: int) -> None:
         # With few programs, scheduled before the waiting ones of the computation.
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
-        self._block_ids: tuple[int, ...] = ()
-        self._pages = torch.empty(0, dtype=torch.int64, device=device)  # the same, on the device
+        self._runs_a_block = runs_a_block
+        self._asked: tuple[tuple[int, ...], int] = (), 0  # blocks, and how many runs of each
+        self._runs = torch.empty(0, dtype=torch.int64, device=device)  # the same, on the device
 
     def copy(
         self,
         source: torch.Tensor,
         target: torch.Tensor,
         block_ids: Sequence[int],
-        layer: int | None,
+        count: int,
         is_behind: bool,
     ) -> Arrival:
-        """Copy these blocks of ``source``, or one layer of them, to the same places of ``target``; with
+        """Copy the first ``count`` runs of these blocks of ``source`` to the same places of ``target``; with
         ``is_behind``, after everything the calling thread has started on the device."""
         if not block_ids:
             return HERE
-        if layer is not None:
-            source, target = source[:, layer], target[:, layer]
         with self._lock:
             if self._stream is None:
-                copy_pages(source, target, *self._page_lists(block_ids))
+                copy_pages(source, target, *self._places(block_ids, count))
                 return HERE
             computing = torch.cuda.current_stream(self._stream.device)
             with torch.cuda.stream(self._stream):
                 if is_behind:
                     self._stream.wait_stream(computing)
-                copy_pages(source, target, *self._page_lists(block_ids))
+                copy_pages(source, target, *self._places(block_ids, count))
                 return _Copied(self._stream)
 
     def settle(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _page_lists(self, block_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _places(self, block_ids: Sequence[int], count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cached, because consecutive layers ask for the same blocks."""
-        if tuple(block_ids) != self._block_ids:
-            self._block_ids = tuple(block_ids)
-            pages = torch.tensor(self._block_ids)
+        if (tuple(block_ids), count) != self._asked:
+            self._asked = tuple(block_ids), count
+            firsts = np.asarray(block_ids, np.int64)[:, None] * self._runs_a_block
+            runs = torch.from_numpy((firsts + np.arange(count)).ravel())
             if self._stream is not None:  # otherwise the host would wait for the device's earlier work
-                pages = pages.pin_memory()
-            self._pages = pages.to(self._pages.device, non_blocking=True)
-        return self._pages, self._pages
+                runs = runs.pin_memory()
+            self._runs = runs.to(self._runs.device, non_blocking=True)
+        return self._runs, self._runs
 
 
 class _Copied:

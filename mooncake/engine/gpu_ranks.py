@@ -1,13 +1,15 @@
-"""Tensor parallelism over the GPUs of one machine: a process per rank, which computes on the GPU of that number.
+"""Tensor parallelism over the GPUs of one machine: a process per rank, which computes on a GPU of its own.
 
 As in ``model.tensor_parallel``, the first rank is the engine's model and sends each step to the others, from processor
 to processor. What is computed travels between GPUs: sums, logits, and the tokens that the first rank draws, which the
 other GPUs need where a step is started before the host knows them. Every rank has a paged cache of its own KV heads,
-under the same block numbers.
+under the same block numbers; a node's ranks share a mirror of whole blocks in host memory (``rank_mirror``).
 
 Sums are part of the captured graphs, too. That works because all ranks capture the same ones in the same order, and
-the first rank says of each step whether it is a replay. In Triton's interpreter all of it runs on processors, step by
-step.
+the first rank says of each step whether it is a replay. A step whose hook wants layers is none: before each layer the
+first rank says whether it goes on, which loaded blocks to wait for, and what to copy out of the layer before.
+
+In Triton's interpreter all of it runs on processors, step by step.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -27,21 +31,23 @@ import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.contract import StartedStep
-from mooncake.engine.device_cache import DeviceCache
-from mooncake.errors import ConfigError, InternalError, NodeUnavailable
+from mooncake.engine.device_cache import DeviceCache, HostMirror, Share
+from mooncake.engine.gpu_passes import FirstPass, OtherPass, StepAbandoned
+from mooncake.engine.rank_mirror import RankCopies, RanksMirror, connect
+from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.model.gpu_model import BUCKETS, GpuModel
 from mooncake.model.load import load_part
-from mooncake.model.pages import TORCH_DTYPES
+from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, find_store, live_with_first, starting
-from mooncake.model.shards import shard_config
+from mooncake.model.shards import copies_heads_of, kv_heads_of, shard_config
 from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
 
-_STOP, _FORWARD, _START, _COPY = range(4)
+_FORWARD, _BY_LAYERS, _START, _COPY = range(4)  # what ranks are told between steps
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -55,20 +61,28 @@ class Setup(msgspec.Struct, frozen=True):
     num_blocks: int
     num_places: int
     max_sequences: int
+    first_gpu: int = 0  # the first rank's; the others are on those that follow
+    mirror: int = -1  # file descriptor of its memory, or -1: there is none
+
+    def gpu_of(self, rank: int) -> int:
+        return self.first_gpu + rank
 
 
 class _Rank:
     """One rank: its part of the model and of the cache, on its GPU. Once all ranks are there, ``warm_up``."""
 
-    def __init__(self, setup: Setup, group: Group, checkpoint: Checkpoint, end: ExitStack) -> None:
+    def __init__(
+        self, setup: Setup, group: Group, checkpoint: Checkpoint, end: ExitStack, mirrored: memoryview | None
+    ) -> None:
         """``end`` frees its graphs before the group is left, also if this fails half-way. Raises ConfigError if it does
-        not fit into the GPU."""
-        with _fitting_into(group.rank):
+        not fit into the GPU, or ``mirrored``, the mirror's memory here, cannot be pinned."""
+        gpu = setup.gpu_of(group.rank)
+        with _fitting_into(gpu):
             self.model = GpuModel(
                 lambda kernels: load_part(checkpoint, setup.dtype, group, setup.max_model_len, kernels),
                 max_blocks=-(-setup.max_model_len // setup.layout.block_tokens),
                 dtype=TORCH_DTYPES[setup.dtype],
-                device=None if INTERPRETED else f"cuda:{group.rank}",
+                device=None if INTERPRETED else f"cuda:{gpu}",
                 buckets=() if INTERPRETED else BUCKETS,
                 host_logits=group.rank == 0,
                 share=group.share,
@@ -76,12 +90,21 @@ class _Rank:
             end.callback(self.model.close)
             layout = replace(setup.layout, num_kv_heads=self.model.config.num_kv_heads)
             self.cache = DeviceCache(layout, setup.num_blocks, self.model.kernels.device, setup.num_places)
-            self._number, self._max_sequences = group.rank, setup.max_sequences
+            self._gpu, self._max_sequences = gpu, setup.max_sequences
+        self.mirror: HostMirror | None = None
+        if mirrored is not None:
+            share = _share_of(checkpoint, setup, group)
+            self.mirror = HostMirror(self.cache, mirrored, share)
 
     def warm_up(self) -> None:
         """Raises like the constructor."""
-        with _fitting_into(self._number):
+        with _fitting_into(self._gpu):
             self.model.warm_up(self.cache.tensor, self._max_sequences)
+
+
+def _share_of(checkpoint: Checkpoint, setup: Setup, group: Group) -> Share:
+    heads = kv_heads_of(checkpoint.config, group.rank, group.size)
+    return Share(setup.layout, heads, goes_out=not copies_heads_of(checkpoint.config, group.rank, group.size))
 
 
 @contextlib.contextmanager
@@ -126,34 +149,53 @@ class TensorParallelGpuModel:
     """``engine.StartingModel`` and ``engine.Cache`` over one GPU per rank. Close it, or use it in a ``with``; otherwise
     the other ranks end when it is collected."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Raises ModelError if the model cannot be split this way or another rank cannot load it, ConfigError if it
+    def __init__(self, setup: Setup, memory: Mappable | None = None, timeout_s: float = 0.0) -> None:
+        """``memory``, if others are to see its blocks, is for the mirror of all ranks' caches. Its owner may close the
+        descriptor afterwards. A rank that takes longer than ``timeout_s`` for a copy (0: any time) ends, as if it had
+        died.
+
+        Raises ModelError if the model cannot be split this way or another rank cannot load it, ConfigError if it
         does not fit into the first GPU and for a second one in this process, NodeUnavailable if another rank dies as it
         starts."""
         checkpoint = open_checkpoint(setup.model)
         self.config = checkpoint.config
         shard_config(self.config, setup.size)
         self.num_blocks, self.num_places = setup.num_blocks, setup.num_places
-        given = msgspec.json.encode(setup).decode()
+        if memory is not None:
+            setup = msgspec.structs.replace(setup, mirror=memory.fd)
+        self.mirror: RanksMirror | None = None
         self._failure: NodeUnavailable | InternalError | None = None
         self._end = ExitStack()  # once the other ranks have ended
+        after_all = self._end.enter_context(ExitStack())  # only then does nothing wait for them on the GPU
         self._workers = Workers("tensor parallel ranks", self._end.close)
         port = self._workers.open_store()
         try:
-            for rank in range(1, setup.size):
-                self._workers.start("mooncake.engine.gpu_ranks", [given, rank, port])
+            links = [self._start_rank(setup, rank, port) for rank in range(1, setup.size)]
             self._group = self._workers.join(setup.size, on_gpus=not INTERPRETED)
             self._end.callback(self._group.leave)
             self._watch = _Watch(self._group)
             for process in self._workers.processes:
                 self._watch.over(process)
-            self._rank = _Rank(setup, self._group, checkpoint, self._end)
+            mirrored = None if memory is None else memory.buffer
+            self._rank = _Rank(setup, self._group, checkpoint, self._end, mirrored)
+            if self._rank.mirror is not None:
+                self.mirror = RanksMirror(self._rank.mirror, links, self._workers.give_up, timeout_s)
+                after_all.callback(self.mirror.close)
             self._workers.await_ready()
             with self.in_step():
                 self._rank.warm_up()
         except BaseException:
             self._workers.end()
             raise
+
+    def _start_rank(self, setup: Setup, rank: int, port: int) -> Connection:
+        """Returns this one's end of the connection for copies."""
+        link, its_end = connect()
+        given = [msgspec.json.encode(setup).decode(), rank, port, its_end.fileno()]
+        with its_end:
+            fds = [fd for fd in (its_end.fileno(), setup.mirror) if fd >= 0]
+            self._workers.start("mooncake.engine.gpu_ranks", given, fds)
+        return link
 
     def __enter__(self) -> TensorParallelGpuModel:
         return self
@@ -171,11 +213,37 @@ class TensorParallelGpuModel:
         return self._rank.model.most_started
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """As ``GpuModel.forward``. Raises NodeUnavailable if a rank has died; after that, or after an interrupt or a
-        fault, the same or InternalError on every later step."""
+        """As ``GpuModel.forward``. With a mirror nothing is running on any rank when it returns, or raises what the
+        hook raised. Raises NodeUnavailable if a rank has died; after that, or after an interrupt or a fault, the same
+        or InternalError on every later step."""
+        if hook.wants_layers:
+            return self._forward_by_layers(batch, cache, hook)
         with self.in_step():
             self._send(_FORWARD, batch, hook, None)
-            return self._rank.model.forward(batch, cache, hook)
+            logits = self._rank.model.forward(batch, cache, hook)
+            if not len(batch.logit_rows):  # else the others have computed their part of them
+                self._settle()
+            return logits
+
+    def _forward_by_layers(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        with self.in_step(), contextlib.nullcontext() if self.mirror is None else self.mirror.in_step():
+            self._send(_BY_LAYERS, batch, hook, None)
+            step = FirstPass(self._group, hook, self.mirror)
+            logits = torch.empty(0)
+            with contextlib.suppress(StepAbandoned):
+                logits = self._rank.model.forward(batch, cache, step)
+                step.end()
+            self._settle()
+        if step.error is not None:
+            raise step.error
+        return logits
+
+    def _settle(self) -> None:
+        """Return once no rank computes or copies out any more, where there is a mirror: through it others touch a block
+        as soon as the engine has given it to them."""
+        if self.mirror is not None:
+            self.mirror.settle()
+            self._group.wait_for_all()
 
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
@@ -189,6 +257,8 @@ class TensorParallelGpuModel:
         with self.in_step():
             self._group.send(_COPY, np.array([source, target], np.int64))
             self._rank.cache.copy_block(source, target)
+            if self.mirror is not None:  # bytes that come in for the source's next owner would overtake a slow rank
+                self._group.wait_for_all()
 
     def _send(self, kind: int, batch: ForwardBatch, hook: LayerHook, newest: Sequence[int] | None) -> None:
         replays = self._rank.model.replays(batch, self.tensor, hook)
@@ -218,48 +288,62 @@ class TensorParallelGpuModel:
                 raise self._failure from None
             raise
 
+    def watch(self, tell: Callable[[MooncakeError], None]) -> None:
+        """Call ``tell`` on a thread of its own if a rank dies before ``close``."""
+        self._workers.watch(tell)
+
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        if not self._workers.are_alive:
-            return
         self._watch.is_over = True
-        if self._workers.have_all:
-            with contextlib.suppress(RuntimeError):
-                self._group.send(_STOP)
-            self._workers.wait()
-        self._workers.end()
+        self._workers.stop()
 
 
-def _serve(rank: _Rank, group: Group) -> None:
+def _serve(rank: _Rank, group: Group, copies: RankCopies | None) -> NoReturn:
     while True:
         kind, arrays = group.receive()
-        if kind == _STOP:
-            return
         if kind == _COPY:
             rank.cache.copy_block(*arrays[0].tolist())
+            if copies is not None:
+                group.wait_for_all()
             continue
-        replays, newest, *batch = arrays
-        rank.model.follow(
-            batch_of(batch), rank.cache.tensor, newest.tolist() or None, replays=bool(replays), draws=kind == _START
-        )
+        replays, newest, *fields = arrays
+        batch = batch_of(fields)
+        step = OtherPass(group, copies) if kind == _BY_LAYERS else NoHook()
+        with contextlib.suppress(StepAbandoned):
+            rank.model.follow(
+                batch,
+                rank.cache.tensor,
+                newest.tolist() or None,
+                step,
+                replays=bool(replays),
+                draws=kind == _START,
+            )
+            if isinstance(step, OtherPass):
+                step.hear()
+        if copies is not None and (kind == _BY_LAYERS or (kind == _FORWARD and not len(batch.logit_rows))):
+            copies.settle()
+            group.wait_for_all()
 
 
 def main(argv: Sequence[str]) -> None:
     """Run another rank until the first one stops it or dies."""
     live_with_first()
     setup = msgspec.json.decode(argv[0], type=Setup)
-    index, port = int(argv[1]), int(argv[2])
+    index, port, link = map(int, argv[1:])
     torch.set_num_threads(1)
     if not INTERPRETED:
-        torch.cuda.set_device(index)
+        torch.cuda.set_device(setup.gpu_of(index))
     with ExitStack() as end:
         try:
             with starting():
                 group = Group(index, setup.size, find_store(port), on_gpus=not INTERPRETED)
                 end.callback(group.leave)
-                rank = _Rank(setup, group, open_checkpoint(setup.model), end)
+                mirrored = None
+                if setup.mirror >= 0:
+                    mirrored = SharedMemory(setup.mirror, setup.num_blocks * setup.layout.block_bytes).buffer
+                rank = _Rank(setup, group, open_checkpoint(setup.model), end, mirrored)
             rank.warm_up()
-            _serve(rank, group)
+            _serve(rank, group, None if rank.mirror is None else RankCopies(rank.mirror, link))
         except RuntimeError as error:  # another rank is gone, or this one's GPU has no room
             log.warning("a tensor parallel rank ends: %s", error)
 

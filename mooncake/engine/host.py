@@ -363,6 +363,7 @@ class EngineHost:
             config.model.max_model_len,
             memory,
             self._blends,
+            config.node.step_timeout_s,
         )
 
     async def _watch_steps(self, hook: NodeHook, timeout_s: float) -> None:

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -44,7 +45,7 @@ from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
 
-_STOP, _STEP = 0, 1
+_STEP = 0  # the only kind of message
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -123,14 +124,7 @@ class ContextParallelModel:
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        if not self.workers.are_alive:
-            return
-        try:
-            self._rank.group.send(_STOP)
-            self.workers.wait()
-        except RuntimeError:  # they are gone
-            pass
-        self.workers.end()
+        self.workers.stop()
 
     def _together(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         rank = self._rank
@@ -264,12 +258,10 @@ def _logit_rows(plan: ContextPlan, batch: ForwardBatch, rank: int) -> tuple[Ints
     return is_here.nonzero()[0], places[is_here]
 
 
-def _serve(rank: _Rank) -> None:
+def _serve(rank: _Rank) -> NoReturn:
     while True:
         with breaking():
-            kind, arrays = rank.group.receive()
-        if kind == _STOP:
-            return
+            _, arrays = rank.group.receive()
         batch = batch_of(arrays)
         try:
             logits = rank.compute(rank.plan(batch), batch, NoHook(), None)

@@ -236,15 +236,23 @@ class GpuModel:
 
     @torch.inference_mode()
     def follow(
-        self, batch: ForwardBatch, cache: torch.Tensor, newest: Sequence[int] | None, *, replays: bool, draws: bool
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        newest: Sequence[int] | None,
+        hook: LayerHook,
+        *,
+        replays: bool,
+        draws: bool,
     ) -> None:
         """On another rank: compute its part of a step of the first rank, and learn the tokens drawn there, if there are
-        any. ``replays`` is what the first rank decided, because the same collectives must run on all ranks."""
+        any. ``replays`` is what the first rank decided, because the same collectives must run on all ranks; such a
+        step has no ``hook``."""
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
             if replays:
                 self._replay(batch, cache, newest)
             else:
-                self._run_eagerly(batch, cache, NoHook(), newest)
+                self._run_eagerly(batch, cache, hook, newest)
             if draws:
                 self._drawn = self._share(torch.empty(len(batch.logit_rows), dtype=torch.int64, device=self._device))
 

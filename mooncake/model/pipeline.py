@@ -177,12 +177,7 @@ class PipelineModel:
 
     def close(self) -> None:
         """End the stages. Idempotent."""
-        self._workers.are_to_end = True
-        if self._workers.are_alive:
-            with contextlib.suppress(OSError):
-                for control in self._controls:
-                    send(control, Kind.STOP, 0)
-            self._workers.wait()
+        self._workers.stop()
         self._end()
 
     def _failed(self, error: BaseException) -> NodeUnavailable:

@@ -64,12 +64,11 @@ class Kind(IntEnum):
     STEP = 1  # which layers to report (Told), sizes of its arrays; the arrays, cuts first, as data
     OPEN = 2  # a layer whose reused keys and values have been loaded
     ABANDON = 3
-    STOP = 4
-    PIECE = 5  # a piece that the previous stage has finished
-    LAYER = 6  # a layer whose keys and values are in the cache, and for how many of the step's tokens
-    LOGITS = 7  # number of rows; the rows as data
-    DONE = 8  # bytes sent to the next stage; start, end and waiting time of each piece, ns, as data
-    ABANDONED = 9
+    PIECE = 4  # a piece that the previous stage has finished
+    LAYER = 5  # a layer whose keys and values are in the cache, and for how many of the step's tokens
+    LOGITS = 6  # number of rows; the rows as data
+    DONE = 7  # bytes sent to the next stage; start, end and waiting time of each piece, ns, as data
+    ABANDONED = 8
 
 
 class Told(IntEnum):
@@ -129,8 +128,6 @@ class Stage:
     def _serve(self) -> None:
         while True:
             kind, numbers = receive(self._control)
-            if kind is Kind.STOP:
-                return
             if kind is Kind.STEP:  # other messages belong to a step that has ended here
                 self._serve_step(*numbers)
 
@@ -200,8 +197,6 @@ class Stage:
             raise Abandoned
         if kind is Kind.OPEN and numbers[0] == self._step:
             self._num_open = max(self._num_open, numbers[1] + 1)
-        if kind is Kind.STOP:
-            raise SystemExit
 
 
 class _Gate:

@@ -1,8 +1,9 @@
 """What models over several processes of one machine share: how their ranks start and end, and a step as a message.
 
 The first rank is the engine's model. It starts the others as separate processes (``python -m MODULE``), which end with
-it, whatever they are doing: each reads from a pipe that closes when the first rank ends. Through another one each says
-how its start went. ``Group`` is for ranks that communicate through torch.distributed (gloo). This module does not know
+it, whatever they are doing: each reads from a pipe that closes when the first rank ends. Through it they are also told
+to end, because a message of the group may wait for ever for a rank that hangs. Through another pipe each says how its
+start went. ``Group`` is for ranks that communicate through torch.distributed (gloo). This module does not know
 how a model is split.
 """
 
@@ -32,13 +33,14 @@ from mooncake.kernels.cpu import threads_for
 from mooncake.model.batch import ForwardBatch
 
 JOIN_S = 120  # for ranks that are alive to find each other
-END_S = 10  # for a rank that was told to end
+END_S = 10  # for ranks that were told to end, or were killed
 DEATH_S = 1  # between the end of a process's connections and its own
 POLL_S = 0.1  # between two looks at whether all ranks are alive
 IDLE = timedelta(days=30)  # ranks wait this long for a step; they end with their parent, not by this timeout
 
 _HEADER = 16  # int64: kind, number of arrays, then their sizes
 _HERE, _READY = b"\1", b"\0"  # what a rank says as it starts, and then, unless it says why it could not
+_STOP = b"\0"  # what it is told at the end
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
@@ -124,11 +126,6 @@ class Workers:
         """Whether they have not been ended."""
         return self._finalizer.alive
 
-    @property
-    def have_all(self) -> bool:
-        """Whether none has died. A message to one that has may wait for it for ever."""
-        return not self._dead()
-
     def failed(self, error: BaseException | None) -> NodeUnavailable:
         """The error to raise after communication failed with ``error``: it says which ranks are dead. Another node can
         take over the work."""
@@ -142,11 +139,21 @@ class Workers:
     def _dead(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes, 1) if process.poll() is not None]
 
-    def wait(self) -> None:
-        """Wait briefly for ranks that were told to end."""
+    def stop(self) -> None:
+        """Tell them to end, whatever they are doing, and end those that have not after ``END_S``. Idempotent."""
+        self.are_to_end = True
+        if self.are_alive:
+            for process in self.processes:
+                assert process.stdin is not None
+                with contextlib.suppress(OSError):  # it has died
+                    process.stdin.write(_STOP)
+            _await(self.processes)
+        self.end()
+
+    def give_up(self) -> None:
+        """They hang: kill them, so that everyone who waits for one of them is told. Any thread may call it."""
         for process in self.processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+            process.kill()
 
     def end(self) -> None:
         """End them now. Idempotent."""
@@ -156,7 +163,8 @@ class Workers:
 def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None]) -> None:
     for process in processes:
         process.kill()
-        process.wait()
+    _await(processes)  # no longer than that for one that a driver holds
+    for process in processes:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
         process.stdout.close()
@@ -164,14 +172,22 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None])
         then()
 
 
+def _await(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Until all have ended, for ``END_S`` at most."""
+    given_up_s = time.monotonic() + END_S
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(given_up_s - time.monotonic(), 0))
+
+
 def live_with_first() -> None:
-    """In another rank: end this process when the first rank's end of its standard input closes, whatever it is doing.
+    """In another rank: end this process when the first rank says so, or has ended and its end of the standard input
+    closes; at once, whatever this process is doing, so without the ends of libraries, which might wait for others.
     Signals that ask to end may reach the whole process group; they are left to the first rank."""
     pipe = sys.stdin.fileno()
 
     def wait() -> None:
-        os.read(pipe, 1)
-        os._exit(1)
+        os._exit(0 if os.read(pipe, 1) == _STOP else 1)
 
     threading.Thread(target=wait, name="first rank", daemon=True).start()
     for request in (signal.SIGINT, signal.SIGTERM):

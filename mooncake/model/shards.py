@@ -66,6 +66,11 @@ def kv_heads_of(config: ModelConfig, rank: int, size: int) -> slice:
     return slice(first, first + max(config.num_kv_heads // size, 1))
 
 
+def copies_heads_of(config: ModelConfig, rank: int, size: int) -> bool:
+    """Whether the rank before has the same KV heads."""
+    return rank > 0 and kv_heads_of(config, rank, size) == kv_heads_of(config, rank - 1, size)
+
+
 def vocabulary_shares(config: ModelConfig, size: int) -> list[range]:
     """The tokens whose rows of the embedding table and of the head are on each rank."""
     shares = [_share(config.vocab_size, rank, size) for rank in range(size)]

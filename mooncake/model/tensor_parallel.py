@@ -13,6 +13,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -43,7 +44,7 @@ from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
 
-_STOP, _STEP, _STEP_BY_LAYERS = 0, 1, 2
+_STEP, _STEP_BY_LAYERS = 0, 1
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -124,7 +125,6 @@ class TensorParallelModel:
             keeps_groups=precision.keeps_groups,
         )
         self._failure: MooncakeError | None = None
-        self._is_in_step = False
         self._workers = Workers("tensor parallel ranks", leave_group)
         port = self._workers.open_store()
         try:
@@ -162,7 +162,6 @@ class TensorParallelModel:
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
         """A step that breaks off leaves the others in the middle of it, where they cannot receive later messages."""
-        self._is_in_step = True
         try:
             yield
         except BaseException as error:
@@ -178,8 +177,6 @@ class TensorParallelModel:
             if is_lost:
                 raise failure from None
             raise
-        finally:
-            self._is_in_step = False
 
     @property
     def pids(self) -> list[int]:
@@ -192,12 +189,7 @@ class TensorParallelModel:
 
     def close(self) -> None:
         """End the other ranks. Idempotent."""
-        self._workers.are_to_end = True
-        if self._workers.are_alive and self._workers.have_all and not self._is_in_step:
-            with contextlib.suppress(RuntimeError):
-                self._group.send(_STOP)
-            self._workers.wait()
-        self._workers.end()
+        self._workers.stop()
 
 
 class _FirstPass:
@@ -286,11 +278,9 @@ class _OtherPass:
         pass
 
 
-def _serve(group: Group, shard: Shard) -> None:
+def _serve(group: Group, shard: Shard) -> NoReturn:
     while True:
         kind, arrays = group.receive()
-        if kind == _STOP:
-            return
         batch = batch_of(arrays)
         with contextlib.suppress(_StepAbandoned):
             shard.forward(batch, _OtherPass(group, wants_layers=kind == _STEP_BY_LAYERS))

@@ -246,8 +246,10 @@ def test_loopback_is_known_by_number_and_by_name() -> None:
     assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "node-1.example"))
 
 
-def test_only_a_node_that_computes_on_a_gpu_asks_for_one() -> None:
-    config = small_config("decode.device=cuda")
-    assert [role for role in ("conductor", "store", "prefill", "decode") if "GPU" in needs_of(config, role)] == [
-        "decode"
-    ]
+def test_a_node_asks_for_the_gpus_that_it_computes_on() -> None:
+    for config, gpus in (
+        (small_config("decode.device=cuda", "prefill.tensor_parallel=2"), {"decode": 1}),
+        (small_config("prefill.device=cuda", "prefill.tensor_parallel=4"), {"prefill": 4}),
+    ):
+        roles = ("conductor", "store", "prefill", "decode")
+        assert {role: need["GPU"] for role in roles if "GPU" in (need := needs_of(config, role))} == gpus

@@ -214,7 +214,8 @@ def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.T
         (["prefill.tensor_parallel=2", "prefill.pipeline_stages=2"], "together with prefill.pipeline_stages"),
         (["prefill.tensor_parallel=2", "prefill.context_parallel=2"], "together with prefill.context_parallel"),
         (["prefill.tensor_parallel=2", "prefill.blend_share=0.1"], "together with prefill.blend_share"),
-        (["decode.tensor_parallel=2", "decode.device=cuda"], "together with a GPU as decode.device"),
+        (["prefill.pipeline_stages=2", "prefill.device=cuda"], "together with a GPU as prefill.device"),
+        (["prefill.context_parallel=2", "prefill.device=cuda:1"], "together with a GPU as prefill.device"),
         (["decode.tensor_parallel=0"], "decode.tensor_parallel must be at least 1"),
     ],
 )
@@ -229,5 +230,6 @@ def test_the_two_roles_may_have_any_processes_each() -> None:
         ["decode.tensor_parallel=2", "prefill.context_parallel=2"],
         ["decode.tensor_parallel=2", "prefill.blend_share=0.1"],
         ["decode.tensor_parallel=4", "prefill.tensor_parallel=2"],
+        ["decode.tensor_parallel=4", "decode.device=cuda:2", "prefill.tensor_parallel=2", "prefill.device=cuda"],
     ):
         load_config(None, overrides)

@@ -1,4 +1,5 @@
-"""Prefill and decode nodes on a GPU: the same tokens as on a CPU, through hand-offs, the pool and the swap space.
+"""Prefill and decode nodes on GPUs: the same tokens as on a CPU, through hand-offs, the pool and the swap space, also
+where a node computes on two GPUs and loses one.
 
 Without a GPU the kernels run in Triton's interpreter, which is slow; everything else is the same: a node's cache is
 separate from the memory that other nodes write and read, and blocks are copied between the two.
@@ -6,8 +7,10 @@ separate from the memory that other nodes write and read, and blocks are copied 
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -19,8 +22,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from drive import ask, status, wait_idle
-from live import small_config
+from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
+from live import command_of, small_config, workers_of
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
@@ -70,8 +73,12 @@ async def channel(request: pytest.FixtureRequest, model: str, interpreted: None)
         yield channel
 
 
-def on_cpu(model: str, prompt: list[int], sampling: SamplingParams) -> list[list[int]]:
-    with LLM(model, kv_gb=0.005, block_tokens=BLOCK, threads=1) as llm:
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+
+
+def on_cpu(model: str, prompt: list[int], sampling: SamplingParams, kv_dtype: str = "auto") -> list[list[int]]:
+    with LLM(model, kv_gb=0.005, block_tokens=BLOCK, threads=1, kv_dtype=kv_dtype) as llm:
         [found] = llm.generate([prompt], sampling, use_tqdm=False)
     return [answer.token_ids for answer in found.outputs]
 
@@ -96,9 +103,8 @@ async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
 async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     channel: grpc.aio.Channel, model: str
 ) -> None:
-    greedy = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     first = await ask(channel, PROMPT, NEW)
-    assert [first.tokens] == on_cpu(model, PROMPT, greedy)
+    assert [first.tokens] == on_cpu(model, PROMPT, greedy(NEW))
 
     # The next turn begins with blocks that the decode node has filled, which the prefill node finds in the pool.
     await wait_idle(channel)
@@ -106,7 +112,7 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
     assert devices == {"prefill": "cuda", "decode": "cuda", "store": ""}
     turn = PROMPT + first.tokens + PROMPT[:3]
     second = await ask(channel, turn, 3)
-    assert [second.tokens] == on_cpu(model, turn, SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True))
+    assert [second.tokens] == on_cpu(model, turn, greedy(3))
     assert second.cached_tokens == (len(PROMPT) + NEW) // BLOCK * BLOCK
 
     # Two answers share the prompt's blocks behind the hand-off, and copy the last one when they write.
@@ -127,13 +133,97 @@ async def test_blocks_go_through_host_memory_and_the_tokens_are_those_of_a_cpu(
 async def test_latent_rows_go_through_host_memory_as_blocks_of_one_kind(tmp_path: Path, interpreted: None) -> None:
     write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     config = small_config(*settings(str(tmp_path), prefill="cuda", decode="cuda"))
-    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         first = await ask(channel, PROMPT, 4)
-        assert [first.tokens] == on_cpu(str(tmp_path), PROMPT, greedy)
+        assert [first.tokens] == on_cpu(str(tmp_path), PROMPT, greedy(4))
         await wait_idle(channel)
         again = await ask(channel, PROMPT, 4)
         assert again.tokens == first.tokens and again.cached_tokens == BLOCK
+
+
+ON_GPUS = {"prefill": "cuda", "decode": "cuda"}
+RANKS = "engine.gpu_ranks"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ranks", "devices", "others"),
+    [
+        ({"prefill": 2}, ON_GPUS, ()),
+        ({"decode": 2}, ON_GPUS, ()),
+        ({"prefill": 2}, {"prefill": "cuda:1"}, ("decode.tensor_parallel=2",)),  # two processes on CPUs
+        ({"prefill": 2, "decode": 2}, ON_GPUS, ("transfer.transports=['tcp']", "model.kv_dtype='int8'")),
+        ({"coupled": 2}, {"prefill": "cuda"}, ("cluster.coupled=1",)),
+    ],
+)
+async def test_nodes_over_two_gpus_hand_over_to_any_and_share_the_pool(
+    ranks: dict[str, int], devices: dict[str, str], others: tuple[str, ...], model: str, interpreted: None
+) -> None:
+    counts = [f"{role.replace('coupled', 'prefill')}.tensor_parallel={count}" for role, count in ranks.items()]
+    kv_dtype = "int8" if "model.kv_dtype='int8'" in others else "auto"
+    config = small_config(*settings(model, **devices), *counts, *others)
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        for role in ranks:
+            assert len(workers_of(cluster.pids[f"{role}-0"], RANKS)) == 1, "the node computes alone"
+        first = await ask(channel, PROMPT, NEW)
+        assert [first.tokens] == on_cpu(model, PROMPT, greedy(NEW), kv_dtype)
+
+        # The next turn begins with a block that the decode node has filled, which the prefill node finds in the pool.
+        await wait_idle(channel)
+        turn = PROMPT + first.tokens + PROMPT[:3]
+        second = await ask(channel, turn, 3)
+        assert [second.tokens] == on_cpu(model, turn, greedy(3), kv_dtype)
+        assert second.cached_tokens == (len(PROMPT) + NEW) // BLOCK * BLOCK
+        answers = await ask_all(channel, [PROMPT[::-1], PROMPT[3:]], 4, at_once=2)
+        assert [answer.tokens for answer in answers] == [
+            on_cpu(model, prompt, greedy(4), kv_dtype)[0] for prompt in (PROMPT[::-1], PROMPT[3:])
+        ]
+        await wait_idle(channel)
+        assert not leaks(await status(channel))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_node_ends_with_one_of_its_gpus_and_its_requests_go_on_elsewhere(
+    role: str, model: str, interpreted: None
+) -> None:
+    others = (f"{role}.tensor_parallel=2", f"cluster.{role}=2", "conductor.heartbeat_interval_s=0.05")
+    config = small_config(*settings(model, **ON_GPUS), *others)
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        asking = asyncio.create_task(ask_all(channel, [PROMPT, PROMPT[::-1]], NEW, at_once=2))
+        node = await computing_node(channel, role)
+        [rank] = workers_of(cluster.pids[node], RANKS)
+        os.kill(rank, signal.SIGKILL)
+        answers: list[Answer] = await asking
+        wanted = [on_cpu(model, prompt, greedy(NEW))[0] for prompt in (PROMPT, PROMPT[::-1])]
+        assert [answer.tokens for answer in answers] == wanted
+        error = await asyncio.wait_for(cluster.wait_fatal(), 60)
+        assert f"{node} ended with exit code 1" in error.message
+        assert "tensor parallel ranks [1] have failed" in error.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("role", "why"), [("prefill", "no step has ended for 5 s"), ("decode", "tensor parallel ranks [1] have failed")]
+)
+async def test_a_node_whose_gpu_hangs_in_a_step_or_a_copy_ends_and_leaves_no_process(
+    role: str, why: str, model: str, interpreted: None
+) -> None:
+    others = (f"{role}.tensor_parallel=2", "node.step_timeout_s=5")
+    config = small_config(*settings(model, **ON_GPUS), *others)
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        await ask(channel, PROMPT, 2)
+        [rank] = workers_of(cluster.pids[f"{role}-0"], RANKS)
+        os.kill(rank, signal.SIGSTOP)
+        asking = asyncio.create_task(ask(channel, PROMPT, NEW))
+        error = await asyncio.wait_for(cluster.wait_fatal(), 60)
+        assert why in error.message
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    assert RANKS not in command_of(rank)
 
 
 def test_a_device_that_is_not_there_is_named_in_one_sentence(model: str) -> None:

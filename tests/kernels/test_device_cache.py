@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.engine.device_cache import DeviceCache, HostMirror
+from mooncake.engine.device_cache import DeviceCache, HostMirror, Share
 from mooncake.engine.kv_cache import KVCache
+from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.types import KVLayout
@@ -50,6 +52,53 @@ def test_a_layer_or_all_of_some_blocks_go_out_and_in_and_the_others_stay(cache: 
     before[3, 1], before[5] = seen[3, 1], 0
     torch.testing.assert_close(cache.tensor.cpu(), before, rtol=0, atol=0)
     mirror.close()
+
+
+def test_two_caches_with_a_head_each_share_a_mirror_of_whole_blocks() -> None:
+    halves = [DeviceCache(replace(LAYOUT, num_kv_heads=1), 6, GpuKernels().device) for _ in range(2)]
+    buffer = memoryview(bytearray(6 * LAYOUT.block_bytes))
+    mirrors = [HostMirror(half, buffer, Share(LAYOUT, slice(head, head + 1))) for head, half in enumerate(halves)]
+    seen = KVCache(LAYOUT, 6, buffer).tensor
+    seen[:] = -torch.arange(seen.numel()).view(seen.shape)
+    expected = seen.clone()
+    for head, half in enumerate(halves):
+        half.tensor.copy_(torch.arange(half.tensor.numel()).view(half.tensor.shape) + 1000 * head)
+        expected[[4, 1], 2, :, head] = half.tensor[[4, 1], 2, :, 0].cpu()
+        expected[3, :, :, head] = half.tensor[3, :, :, 0].cpu()
+    for mirror in mirrors:
+        mirror.to_host([4, 1], layer=2).wait()
+        mirror.to_host([3]).wait()
+    torch.testing.assert_close(seen, expected, rtol=0, atol=0)
+
+    wanted = [half.tensor.cpu().clone() for half in halves]
+    seen[[5, 0]] = torch.rand(seen[[5, 0]].shape)
+    for head, (mirror, half) in enumerate(zip(mirrors, wanted, strict=True)):
+        mirror.to_device([5], layer=1).wait()
+        mirror.to_device([0]).wait()
+        half[5, 1, :, 0], half[0, :, :, 0] = seen[5, 1, :, head], seen[0, :, :, head]
+        mirror.close()
+    for half, found in zip(wanted, halves, strict=True):
+        torch.testing.assert_close(found.tensor.cpu(), half, rtol=0, atol=0)
+
+
+def test_who_has_the_same_heads_as_another_copies_in_and_not_out() -> None:
+    layout = replace(LAYOUT, num_kv_heads=1)
+    cache = DeviceCache(layout, 2, GpuKernels().device)
+    mirror = HostMirror(cache, share=Share(layout, slice(0, 1), goes_out=False))
+    mirror.memory[1] = np.arange(layout.block_bytes) % 7
+    cache.tensor[0] = 5
+    mirror.to_host([0]).wait()
+    mirror.to_device([1]).wait()
+    assert not mirror.memory[0].any(), "it has copied out"
+    torch.testing.assert_close(cache.tensor[1].cpu(), KVCache(layout, 2, mirror.memory.data.cast("B")).tensor[1])
+    mirror.close()
+
+
+def test_heads_that_are_no_runs_of_words_are_refused_in_a_sentence() -> None:
+    layout = replace(LAYOUT, block_tokens=3, dtype="int8")
+    cache = DeviceCache(replace(layout, num_kv_heads=1), 2, GpuKernels().device)
+    with pytest.raises(ConfigError, match=r"make block\.tokens even"):
+        HostMirror(cache, share=Share(layout, slice(0, 1)))
 
 
 def test_places_keep_blocks(cache: DeviceCache) -> None:

@@ -6,7 +6,9 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from select import select
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ from live import workers_of
 from ranks import ranks_of
 from tiny_model import write_tiny_model
 
-from mooncake import LLM
+from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError, ModelError, MooncakeError, NodeUnavailable
 from mooncake.model import context_parallel, tensor_parallel
@@ -97,3 +99,29 @@ def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) 
         ranks.model.forward(
             ForwardBatch.of_prompt(torch.arange(5), BLOCK_TOKENS, torch.tensor([4])), ranks.cache.tensor, NoHook()
         )
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("what", ["hangs", "hangs in a step", "has died"])
+def test_closing_waits_for_no_rank_that_hangs_or_has_died(
+    folder: Path, way: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake.model.ranks.END_S", 2)
+    llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, threads=1, **{way: 2})  # type: ignore[arg-type]
+    ranks = workers_of(os.getpid(), "model")
+    os.kill(ranks[-1], signal.SIGKILL if what == "has died" else signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        if what == "hangs in a step":
+            prompt, sampling = list(range(3, 203)), SamplingParams(max_tokens=2)
+            asking = threads.submit(llm.generate, [prompt], sampling, use_tqdm=False)
+            assert not wait([asking], 1).done, "it did without the rank that hangs"
+        ends = [os.pidfd_open(pid) for pid in ranks]
+        started_s = time.monotonic()
+        llm.close()
+        assert time.monotonic() - started_s < 5
+        assert select(ends, [], [], 0)[0] == ends, "one of them is still there"
+        if what == "hangs in a step":
+            assert isinstance(asking.exception(30), NodeUnavailable)
+    for end in ends:
+        os.close(end)
