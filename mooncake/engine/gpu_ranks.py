@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import NoReturn
 
@@ -41,7 +42,7 @@ from mooncake.model.device_sampler import Draws
 from mooncake.model.gpu_model import BUCKETS, GpuModel
 from mooncake.model.load import load_part
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
-from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, find_store, live_with_first, starting
+from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, find_store, kill_all, live_with_first, starting
 from mooncake.model.shards import copies_heads_of, kv_heads_of, shard_config
 from mooncake.types import KVLayout
 
@@ -179,7 +180,8 @@ class TensorParallelGpuModel:
             mirrored = None if memory is None else memory.buffer
             self._rank = _Rank(setup, self._group, checkpoint, self._end, mirrored)
             if self._rank.mirror is not None:
-                self.mirror = RanksMirror(self._rank.mirror, links, self._workers.give_up, timeout_s)
+                give_up = partial(kill_all, self._workers.processes)  # not a method: nothing may keep the workers
+                self.mirror = RanksMirror(self._rank.mirror, links, give_up, timeout_s)
                 after_all.callback(self.mirror.close)
             self._workers.await_ready()
             with self.in_step():

@@ -150,19 +150,19 @@ class Workers:
             _await(self.processes)
         self.end()
 
-    def give_up(self) -> None:
-        """They hang: kill them, so that everyone who waits for one of them is told. Any thread may call it."""
-        for process in self.processes:
-            process.kill()
-
     def end(self) -> None:
         """End them now. Idempotent."""
         self._finalizer()
 
 
-def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None]) -> None:
+def kill_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Of ranks that hang: everyone who waits for one of them is told. Any thread may call it."""
     for process in processes:
         process.kill()
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], then: Callable[[], None]) -> None:
+    kill_all(processes)
     _await(processes)  # no longer than that for one that a driver holds
     for process in processes:
         assert process.stdin is not None and process.stdout is not None

@@ -4,6 +4,7 @@ what comes in reaches every rank, and nobody waits for a rank that is gone."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -328,6 +329,16 @@ def test_whoever_waits_for_a_copy_of_a_rank_that_dies_is_told(one_family: str) -
             ranks.mirror.to_device([0]).wait()
         with pytest.raises(NodeUnavailable, match=r"ranks \[1\] have failed"):
             ranks.model.forward(prompt(), ranks.cache.tensor, Sending(ranks.mirror, [0, 1, 2]))
+
+
+def test_ranks_of_a_node_that_is_dropped_end(one_family: str) -> None:
+    precision, two = resolve_precision("float32", devices=("cuda",)), Processes(tensor=2)
+    ranks = open_for_node(open_checkpoint(one_family), precision, size_of(one_family), "cuda", two)
+    assert isinstance(ranks.model, TensorParallelGpuModel)
+    [process] = ranks.model._workers.processes
+    del ranks
+    gc.collect()
+    assert process.wait(30) == -signal.SIGKILL
 
 
 def test_a_block_is_copied_on_all_ranks_before_its_next_owner_gets_it(one_family: str) -> None:

@@ -145,7 +145,7 @@ class Converted:
         self._write(load_file(self.published.folder / "model.safetensors"))
 
     def fuse(self) -> None:
-        """Write the file anew with queries, keys and values as one tensor, as of chatglm.cpp's heirs."""
+        """Write the file anew with queries, keys and values as one tensor, as converters of the first GLM-4 did."""
         weights = load_file(self.published.folder / "model.safetensors")
         for name in [name for name in weights if ".q_proj." in name]:
             parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
