@@ -1,6 +1,6 @@
 """The part of ``mooncake bench gpu`` that needs two GPUs: one model over both, against the same model on one.
 
-Steps of decodes are started ahead, as an engine does it, so the time of a step includes the host's messages between
+Steps of decodes overlap, as in an engine, so the time of a step includes the host's messages between
 ranks where the cards wait for them. Beside the times: a prompt and a replayed step give the logits of one GPU, and so
 do blocks that have gone through host memory as in a node.
 """
@@ -22,7 +22,7 @@ from mooncake.app.bench_gpu_model import BLOCK, MOST_ERROR, decode_batch, model_
 from mooncake.app.bench_report import Report
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
 from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, open_for_node
-from mooncake.engine.contract import StartingModel
+from mooncake.engine.contract import AsyncModel
 from mooncake.engine.kv_cache import Arrival, Mirror
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.precision import Precision
@@ -132,7 +132,7 @@ class _Found:
         batch, context = scale.size(batch, min(batch, 2)), scale.size(context, 40)
         step = decode_batch(batch, context, -(-context // BLOCK), BLOCK, self._config.vocab_size)
         model = backend.model
-        assert isinstance(model, StartingModel)
+        assert isinstance(model, AsyncModel)
         steps = scale.size(STEPS, 2)
         seconds = [_step_s(model, backend.cache.tensor, step, steps) for _ in range(self._gpu.reps)]
         title = f"{self._config.num_layers} layers of 8B, decode"
@@ -170,8 +170,8 @@ def _token_after(tokens: torch.Tensor, block_ids: list[int]) -> ForwardBatch:
     )
 
 
-def _step_s(model: StartingModel, cache: torch.Tensor, step: ForwardBatch, steps: int) -> float:
-    """Of each of many, with one always started ahead."""
+def _step_s(model: AsyncModel, cache: torch.Tensor, step: ForwardBatch, steps: int) -> float:
+    """Of each of many, with the next one always started before the last has ended."""
     running = model.start(step, cache, None)
     started = time.perf_counter()
     for _ in range(steps):

@@ -60,12 +60,12 @@ class StartedStep(Protocol):
 
 
 @runtime_checkable
-class StartingModel(CausalModel, Protocol):
+class AsyncModel(CausalModel, Protocol):
     """A model that can also start a step and return its tokens later: meanwhile the host prepares the next step, and
     starts it too. Steps are computed in the order they are started, and before any later ``forward``."""
 
     @property
-    def most_started(self) -> int:
+    def max_async_sequences(self) -> int:
         """Maximum sequences of a started step; 0: it cannot start steps."""
         ...
 

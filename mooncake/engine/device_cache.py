@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mooncake.engine.contract import CausalModel, HasVocabulary, StartedStep, StartingModel
+from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, StartedStep
 from mooncake.engine.kv_cache import HERE, Arrival, KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import copy_pages
@@ -140,7 +140,7 @@ class SettledModel:
 
     def __init__(self, model: CausalModel, mirror: HostMirror) -> None:
         self._model = model
-        self._starting = model if isinstance(model, StartingModel) else None
+        self._async_model = model if isinstance(model, AsyncModel) else None
         self._mirror = mirror
 
     @property
@@ -154,16 +154,16 @@ class SettledModel:
             self._mirror.settle()
 
     @property
-    def most_started(self) -> int:
-        return self._starting.most_started if self._starting is not None else 0
+    def max_async_sequences(self) -> int:
+        return self._async_model.max_async_sequences if self._async_model is not None else 0
 
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
     ) -> StartedStep:
         """Nothing that such a step computes is copied out before it is done."""
-        assert self._starting is not None
+        assert self._async_model is not None
         try:
-            return self._starting.start(batch, cache, draws, newest)
+            return self._async_model.start(batch, cache, draws, newest)
         except BaseException:
             self._mirror.settle()
             raise

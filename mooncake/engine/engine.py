@@ -16,13 +16,13 @@ from itertools import repeat
 from mooncake.engine.block_pool import BlockPool
 from mooncake.engine.contract import (
     NO_HOOK,
+    AsyncModel,
     Cache,
     CausalModel,
     EngineConfig,
     EngineLoad,
     RecomputingModel,
     Reservation,
-    StartingModel,
     StepHook,
     StepOutput,
 )
@@ -106,7 +106,7 @@ class Engine:
             drafter = draft_model or PromptLookup(config.speculative_tokens)
             self._scheduler.propose = self._costs.timed(drafter.propose)
         self._overlap: OverlappedSteps | None = None  # if the model can start steps
-        if isinstance(model, StartingModel) and model.most_started:
+        if isinstance(model, AsyncModel) and model.max_async_sequences:
             self._overlap = OverlappedSteps(
                 model, cache, self._scheduler, self._batches, self._costs, self._take_overlapped, self._requests.finish
             )

@@ -147,7 +147,7 @@ class _Checked:
 
 
 class TensorParallelGpuModel:
-    """``engine.StartingModel`` and ``engine.Cache`` over one GPU per rank. Close it, or use it in a ``with``; otherwise
+    """``engine.AsyncModel`` and ``engine.Cache`` over one GPU per rank. Close it, or use it in a ``with``; otherwise
     the other ranks end when it is collected."""
 
     def __init__(self, setup: Setup, memory: Mappable | None = None, timeout_s: float = 0.0) -> None:
@@ -211,8 +211,8 @@ class TensorParallelGpuModel:
         return self._rank.cache.tensor
 
     @property
-    def most_started(self) -> int:
-        return self._rank.model.most_started
+    def max_async_sequences(self) -> int:
+        return self._rank.model.max_async_sequences
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``GpuModel.forward``. With a mirror nothing is running on any rank when it returns, or raises what the

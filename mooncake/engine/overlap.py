@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mooncake.engine.contract import Cache, StartedStep, StartingModel, StepHook
+from mooncake.engine.contract import AsyncModel, Cache, StartedStep, StepHook
 from mooncake.engine.sampling_inputs import SamplingInputs
 from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence, SequenceState
@@ -47,7 +47,7 @@ class OverlappedSteps:
 
     def __init__(
         self,
-        model: StartingModel,
+        model: AsyncModel,
         cache: Cache,
         scheduler: Scheduler,
         batches: BatchBuilder,
@@ -76,7 +76,7 @@ class OverlappedSteps:
     def can_run(self, plan: StepPlan, hook: StepHook) -> bool:
         """Whether the plan can be overlapped. The hook must have begun it."""
         return (
-            len(plan.entries) <= self._model.most_started
+            len(plan.entries) <= self._model.max_async_sequences
             and not hook.wants_layers
             and all(entry.num_tokens == 1 and _is_sampled_on_device(entry.sequence) for entry in plan.entries)
         )
@@ -131,7 +131,7 @@ class OverlappedSteps:
         if current.hook.wants_layers or self._costs.drafts_pay:
             return None
         entries, newest = self._next_entries(current)
-        if not entries or len(entries) > self._model.most_started or not self._scheduler.make_room(entries):
+        if not entries or len(entries) > self._model.max_async_sequences or not self._scheduler.make_room(entries):
             return None
         self.num_steps += 1
         return self._start(entries, newest, current.hook)

@@ -144,7 +144,7 @@ class _Started:
 
 
 class GpuModel:
-    """``engine.StartingModel`` on one GPU. One thread may call it at a time.
+    """``engine.AsyncModel`` on one GPU. One thread may call it at a time.
 
     Block tables passed in must not be modified: those of the previous step are not copied again.
     """
@@ -189,7 +189,7 @@ class GpuModel:
         return self._model.config
 
     @property
-    def most_started(self) -> int:
+    def max_async_sequences(self) -> int:
         return self._buckets[-1] if self._buckets else sys.maxsize
 
     @torch.inference_mode()
@@ -228,7 +228,7 @@ class GpuModel:
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Sequence[int] | None = None
     ) -> _Started:
-        """As ``engine.StartingModel.start``."""
+        """As ``engine.AsyncModel.start``."""
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
             logits = self._logits(batch, cache, NoHook(), newest)
             self._drawn = self._share(choose(logits, *self._draws_on_device(draws)))

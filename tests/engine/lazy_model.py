@@ -69,11 +69,11 @@ class LazyStep:
 
 
 class LazyModel(HashModel):
-    """``most_started`` sequences in a started step; ``is_late`` decides for each step, in turn."""
+    """``max_async_sequences`` sequences in a started step; ``is_late`` decides for each step, in turn."""
 
-    def __init__(self, most_started: int = 1000, is_late: Rows[bool] = (True,)) -> None:
+    def __init__(self, max_async_sequences: int = 1000, is_late: Rows[bool] = (True,)) -> None:
         super().__init__()
-        self.most_started = most_started
+        self.max_async_sequences = max_async_sequences
         self.is_late = deque(is_late)
         self.pending: deque[LazyStep] = deque()
         self.last: LazyStep | None = None
@@ -86,7 +86,7 @@ class LazyModel(HashModel):
     def start(
         self, batch: ForwardBatch, cache: torch.Tensor, draws: Draws | None, newest: Rows[int] | None = None
     ) -> LazyStep:
-        assert len(batch.tokens) == batch.num_sequences == len(batch.logit_rows) <= self.most_started
+        assert len(batch.tokens) == batch.num_sequences == len(batch.logit_rows) <= self.max_async_sequences
         self.num_started += 1
         self.num_overlapped += newest is not None
         step = LazyStep(self, batch, cache, draws, newest)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake.engine.contract import StartingModel
+from mooncake.engine.contract import AsyncModel
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
@@ -74,7 +74,7 @@ class Watch:
 
 
 def test_models_that_can_start_steps_are_told_from_others() -> None:
-    assert isinstance(LazyModel(), StartingModel) and not isinstance(HashModel(), StartingModel)
+    assert isinstance(LazyModel(), AsyncModel) and not isinstance(HashModel(), AsyncModel)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=3)])
@@ -301,9 +301,9 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_:
     seed = np.random.SeedSequence().entropy
     print(f"seed {seed}")
     random = np.random.default_rng(seed)
-    most_started = int(random.choice([3, 1000]))
+    max_async_sequences = int(random.choice([3, 1000]))
     engine, model = lazy_engine(
-        LazyModel(most_started, late_or_not(random)),
+        LazyModel(max_async_sequences, late_or_not(random)),
         num_blocks=int(random.choice([24, 30, 60])),
         chunk_tokens=int(random.choice([0, 4, 12])),
         max_sequences=int(random.choice([4, 8])),
@@ -360,7 +360,7 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_:
         mine = got.get(name, [])
         assert mine == (tokens[: len(mine)] if name.split("#")[0] in gone else tokens), name
     assert_empty(engine, model)
-    assert model.num_overlapped > 0 or most_started < 1000
+    assert model.num_overlapped > 0 or max_async_sequences < 1000
 
 
 def hand_over_with(

@@ -135,7 +135,9 @@ def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | 
             tokens.setdefault(output.request_id, []).append(output.token.token_id)
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0
-    assert (engine._overlap is not None and engine._overlap.num_steps > 0) == (getattr(model, "most_started", 0) > 0)
+    assert (engine._overlap is not None and engine._overlap.num_steps > 0) == (
+        getattr(model, "max_async_sequences", 0) > 0
+    )
     return tokens
 
 
@@ -169,7 +171,7 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     before = cache.clone()
     model.warm_up(cache, 3)
     assert torch.equal(cache, before)
-    assert sorted(model._graphs) == [1, 2, 4] and model.most_started == 8
+    assert sorted(model._graphs) == [1, 2, 4] and model.max_async_sequences == 8
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
