@@ -106,7 +106,7 @@ class Core:
         replaced = self.registry.register(info, self.clock())
         self.role_requests.registered(info)
         if replaced is not None:
-            self._remove(replaced, "was started anew")
+            self._remove(replaced, "was started anew" if replaced.role is info.role else f"becomes a {info.role} node")
         if self._role_switcher is not None:
             self._role_switcher.registered(info, self.clock())
         if is_new:

@@ -49,16 +49,19 @@ def show_status(address: str, as_json: bool) -> None:
 
 
 def _node_table(status: pb.StatusResponse) -> Table:
-    table = plain_table("node", "state", "address", "device", "running", "waiting", "used", "cached", "free")
+    has_gpus = any(node.info.device not in ("", "cpu") for node in status.nodes)  # a table of 80 columns without
+    device = ["device"] if has_gpus else []
+    table = plain_table("node", "role", "state", "address", *device, "running", "waiting", "used", "cached", "free")
     for node in status.nodes:
         load = node.load
         style = STATE_STYLES.get(node.state, "red")
         counts = (load.running, load.waiting, load.blocks_in_use, load.blocks_cached, load.blocks_free)
         table.add_row(
             escape(node.info.node_id),
+            escape(node.info.role),
             f"[{style}]{escape(node.state)}[/]{_sickness(node)}",
             escape(node.info.control_address),
-            escape(node.info.device),
+            *([escape(node.info.device)] if has_gpus else []),
             *(f"{count:,}" for count in counts),
         )
     return table

@@ -259,6 +259,7 @@ def test_status_shows_every_node(cluster: LocalCluster) -> None:
     assert {node["info"]["node_id"] for node in status["nodes"]} == {"store-0", "prefill-0", "decode-0"}
     table = run("status", "--address", cluster.grpc_address).stdout
     assert all(word in table for word in ("ready", "prefill-0", "decode-0", "store-0", "live"))
+    assert re.search(r"^prefill-0 +prefill +live", table, re.MULTILINE), "a node may change its role, not its name"
 
 
 def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) -> None:

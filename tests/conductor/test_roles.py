@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from conductor.core import Core
 from conductor.placer import ModelFacts
 from conductor.registry import NodeInfo
@@ -13,7 +15,9 @@ from mooncake.types import Role
 FACTS = ModelFacts("kv", Shape(block_tokens=64, block_bytes=1024, num_layers=2), eos_ids=(1,))
 
 
-async def test_a_request_for_another_role_ends_with_the_process_that_was_asked() -> None:
+async def test_a_request_for_another_role_ends_with_the_process_that_was_asked(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     now = [0.0]
     core = Core(load_config(), FACTS, MemoryDirectory(), clock=lambda: now[0])
 
@@ -27,6 +31,7 @@ async def test_a_request_for_another_role_ends_with_the_process_that_was_asked()
     assert core.role_requests.of("p1") is Role.DECODE
     join("p1", Role.PREFILL, 3)  # its process died and was restarted
     assert core.role_requests.of("p1") is None and core.role_requests.num_switches == 0
+    assert caplog.messages[-1] == "prefill node p1 was started anew"
 
     core.role_requests.request("p1", Role.DECODE)
     now[0] = 100.0
@@ -38,4 +43,5 @@ async def test_a_request_for_another_role_ends_with_the_process_that_was_asked()
     core.role_requests.request("p1", Role.DECODE)
     join("p1", Role.DECODE, 6)
     assert core.role_requests.of("p1") is None and core.role_requests.num_switches == 1
+    assert caplog.messages[-1] == "prefill node p1 becomes a decode node"
     await core.stop()
