@@ -106,7 +106,7 @@ class LLM:
         draft_model: str = "",
         adapters: Mapping[str, str] | None = None,
         device: str = "cpu",
-        tensor_parallel: int = 1,
+        tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         generation_config: str = "auto",
@@ -122,16 +122,16 @@ class LLM:
         blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are folders of
         LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
-        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel`` cuts the model over so many processes,
-        each with a part of every layer, on CPUs with ``threads`` each or on a GPU each, from ``device`` on. On CPUs
-        ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
+        ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel_size`` cuts the model over so many
+        processes, each with a part of every layer, on CPUs with ``threads`` each or on a GPU each, from ``device`` on.
+        On CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
         ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
         file of that name says of sampling.
         """
         check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
         counts = {
-            "tensor_parallel": tensor_parallel,
+            "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
@@ -139,7 +139,7 @@ class LLM:
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
-        processes = Processes(tensor_parallel, pipeline_parallel_size, context_parallel_size, threads)
+        processes = Processes(tensor_parallel_size, pipeline_parallel_size, context_parallel_size, threads)
         checkpoint = open_checkpoint(model, max_model_len)
         self._defaults = checkpoint.sampling_defaults(generation_config)
         limits = EngineConfig(
@@ -154,7 +154,7 @@ class LLM:
         if threads:
             torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
         own = checkpoint.coding
-        stored: Coding = own if tensor_parallel == 1 or own == "int8" else ""  # W8A8 is for one process
+        stored: Coding = own if tensor_parallel_size == 1 or own == "int8" else ""  # W8A8 is for one process
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         config, size = _fit(checkpoint, precision, limits, device, processes.count, kv_gb, swap_gb)
         self.max_model_len = size.max_model_len
@@ -437,7 +437,7 @@ def _check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) ->
         raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
     if several and has_adapters:
         raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
-    if several and several[0] != "tensor_parallel" and device != "cpu":
+    if several and several[0] != "tensor_parallel_size" and device != "cpu":
         raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])
 
 

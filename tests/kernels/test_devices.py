@@ -64,7 +64,7 @@ def test_rows_wider_than_a_gpu_takes_are_refused_in_a_sentence(tmp_path: Path) -
 
 def test_an_engine_over_two_processes_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:
     folder, by_name = models
-    with LLM(str(folder), kv_gb=0.005, block_tokens=16, tensor_parallel=2) as llm:
+    with LLM(str(folder), kv_gb=0.005, block_tokens=16, tensor_parallel_size=2) as llm:
         answers = llm.generate(PROMPTS, GREEDY)
     assert [answer.token_ids for answer in answers] == [greedy(by_name[""], prompt, 3) for prompt in PROMPTS]
     for way in ("pipeline_parallel_size", "context_parallel_size"):

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def two_ranks(folder: str, **options: Any) -> LLM:
-    return LLM(folder, device="cuda", tensor_parallel=2, **({"kv_gb": 0.005, "block_tokens": 16} | options))
+    return LLM(folder, device="cuda", tensor_parallel_size=2, **({"kv_gb": 0.005, "block_tokens": 16} | options))
 
 
 def on_cpu(folder: str, prompts: list[list[int]], sampling: list[SamplingParams], **options: Any) -> list[list[int]]:
@@ -234,12 +234,12 @@ def test_ranks_of_an_engine_that_is_dropped_end(folder: str) -> None:
 
 def test_what_cannot_be_is_refused_in_a_sentence(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="tensor parallelism over GPUs takes float32 or bfloat16 weights"):
-        LLM(folder, device="cuda", tensor_parallel=2, weights="w8a8")
+        LLM(folder, device="cuda", tensor_parallel_size=2, weights="w8a8")
     with pytest.raises(ModelError, match=r"4 heads .* cannot be cut into 3 equal parts"):
-        LLM(folder, device="cuda", tensor_parallel=3)
-    with pytest.raises(InvalidRequest, match="tensor_parallel does not go with adapters"):
-        LLM(folder, device="cuda", tensor_parallel=2, adapters={"a": folder})
+        LLM(folder, device="cuda", tensor_parallel_size=3)
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size does not go with adapters"):
+        LLM(folder, device="cuda", tensor_parallel_size=2, adapters={"a": folder})
     monkeypatch.setattr("mooncake.kernels.triton_launch.INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="2 tensor parallel ranks need a GPU each from 'cuda:2' on: torch finds 3"):
-        LLM(folder, device="cuda:2", tensor_parallel=2)
+        LLM(folder, device="cuda:2", tensor_parallel_size=2)

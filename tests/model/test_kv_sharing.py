@@ -235,7 +235,7 @@ def test_ranks_of_a_model_share_as_the_whole_does(tmp_path: Path) -> None:
     prompts = [[int(token) for token in PROMPT]]
     with LLM(str(tmp_path), kv_gb=0.001, block_tokens=BLOCK_TOKENS) as llm:
         wanted = list(answers(llm, prompts))
-    with LLM(str(tmp_path), kv_gb=0.001, block_tokens=BLOCK_TOKENS, tensor_parallel=2) as llm:
+    with LLM(str(tmp_path), kv_gb=0.001, block_tokens=BLOCK_TOKENS, tensor_parallel_size=2) as llm:
         assert list(answers(llm, prompts)) == wanted
 
 

@@ -397,7 +397,7 @@ def test_an_llm_in_stages_answers_as_one_does(folder: Path) -> None:
 
 
 def test_what_does_not_go_together_is_refused(folder: Path, tmp_path: Path) -> None:
-    for wrong in ({"tensor_parallel": 2}, {"device": "cuda"}):
+    for wrong in ({"tensor_parallel_size": 2}, {"device": "cuda"}):
         with pytest.raises(InvalidRequest, match="pipeline_parallel_size"):
             LLM(str(folder), pipeline_parallel_size=2, **wrong)  # type: ignore[arg-type]
     with pytest.raises(ModelError, match="5 layers are not enough for 6 stages"):

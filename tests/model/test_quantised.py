@@ -173,7 +173,7 @@ def test_the_experts_of_gpt_oss_are_mxfp4(gpt_oss: tuple[Path, Any]) -> None:
     made = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0, eos_token_id=-1)
     assert tokens == tuple(made[0, len(prompt) :].tolist())
     assert len(set(tokens)) >= 4, "a model that repeats itself proves nothing"
-    assert answer(folder, tensor_parallel=2) == (prompt, tokens), "each rank has the values of its own experts"
+    assert answer(folder, tensor_parallel_size=2) == (prompt, tokens), "each rank has the values of its own experts"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -473,7 +473,7 @@ def test_other_families_and_several_processes_take_the_values(tmp_path: Path) ->
     assert tokens == published.greedy(prompt)
     published = Published(tmp_path / "llama", int8())
     assert published.checkpoint.coding == "w8a8"
-    prompt, tokens = answer(published.folder, tensor_parallel=2)
+    prompt, tokens = answer(published.folder, tensor_parallel_size=2)
     assert tokens == published.greedy(prompt)
 
 

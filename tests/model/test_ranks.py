@@ -50,7 +50,7 @@ def test_a_rank_that_dies_as_it_starts_is_told_at_once(folder: Path, way: str) -
 
     killing = threading.Thread(target=kill_the_first)
     killing.start()
-    counts = {"tensor_parallel" if way == "tensor_parallel" else "context_parallel_size": 2}
+    counts = {"tensor_parallel_size" if way == "tensor_parallel" else "context_parallel_size": 2}
     with pytest.raises(NodeUnavailable, match=r"parallel ranks \[1\] have failed"):
         LLM(str(folder), kv_gb=0.01, block_tokens=16, **counts)  # type: ignore[arg-type]
     killing.join()
@@ -95,14 +95,14 @@ def test_who_watches_ranks_is_told_of_one_that_dies_and_not_of_a_close(folder: P
 def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) -> None:
     with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
         with pytest.raises(ConfigError, match="has a model over several ranks already"):
-            LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
+            LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel_size=2)
         ranks.model.forward(
             ForwardBatch.of_prompt(torch.arange(5), BLOCK_TOKENS, torch.tensor([4])), ranks.cache.tensor, NoHook()
         )
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize("way", ["tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("what", ["hangs", "hangs in a step", "has died"])
 def test_closing_waits_for_no_rank_that_hangs_or_has_died(
     folder: Path, way: str, what: str, monkeypatch: pytest.MonkeyPatch

@@ -29,7 +29,7 @@ def one_thread_a_rank() -> None:
 
 def tokens_of(folder: Path, num_ranks: int, weights: str) -> tuple[int, ...]:
     sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-    with LLM(str(folder), kv_gb=0.01, block_tokens=16, weights=weights, tensor_parallel=num_ranks) as llm:
+    with LLM(str(folder), kv_gb=0.01, block_tokens=16, weights=weights, tensor_parallel_size=num_ranks) as llm:
         return tuple(llm.generate([PROMPT], sampling, use_tqdm=False)[0].token_ids)
 
 
@@ -81,4 +81,4 @@ def test_int8_codes_cut_by_columns_have_the_scales_of_whole_rows(tmp_path: Path)
 def test_w8a8_is_for_one_process(tmp_path: Path) -> None:
     Published(tmp_path, int8())
     with pytest.raises(ModelError, match="no W8A8: each rank would quantise its part of the activations alone"):
-        LLM(str(tmp_path), weights="w8a8", tensor_parallel=2)
+        LLM(str(tmp_path), weights="w8a8", tensor_parallel_size=2)

@@ -153,7 +153,7 @@ def test_ranks_have_the_factors_of_the_context_that_was_asked_for(long: tuple[Pa
     options = {"kv_gb": 3 * block_bytes / 1e9, "block_tokens": 16, "max_model_len": 512}
     found = []
     for size in (1, 2):
-        with LLM(str(folder), tensor_parallel=size, **options) as llm:
+        with LLM(str(folder), tensor_parallel_size=size, **options) as llm:
             assert llm.max_model_len == 48 < TRAINED
             found.append(llm.generate([prompt], GREEDY, use_tqdm=False)[0].token_ids)
     assert found[0] == found[1]

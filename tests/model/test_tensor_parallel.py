@@ -106,7 +106,7 @@ def test_ranks_share_pages_of_int8(folder: Path) -> None:
     prompts = [np.random.default_rng(seed).integers(3, 300, 40).tolist() for seed in range(3)]
     found = []
     for size in (1, 2):
-        with LLM(str(folder), kv_gb=0.01, block_tokens=16, kv_dtype="int8", tensor_parallel=size) as llm:
+        with LLM(str(folder), kv_gb=0.01, block_tokens=16, kv_dtype="int8", tensor_parallel_size=size) as llm:
             given = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
             found.append([answer.token_ids for answer in given])
     assert found[0] == found[1]
@@ -139,7 +139,7 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
 
 def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C leaves the other rank in the middle of a step."""
-    with LLM(str(folder), kv_gb=0.001, block_tokens=4, tensor_parallel=2) as llm:
+    with LLM(str(folder), kv_gb=0.001, block_tokens=4, tensor_parallel_size=2) as llm:
         model = llm._backend.model
         assert isinstance(model, TensorParallelModel)
         [worker] = model._workers.processes
@@ -163,7 +163,7 @@ from mooncake import LLM, SamplingParams
 torch.set_num_threads(1)
 made = []
 def make():
-    made.append(LLM({str(folder)!r}, kv_gb=0.01, block_tokens=16, tensor_parallel=2))
+    made.append(LLM({str(folder)!r}, kv_gb=0.01, block_tokens=16, tensor_parallel_size=2))
 thread = threading.Thread(target=make)
 thread.start()
 thread.join()
@@ -194,7 +194,7 @@ def is_running(pid: int) -> bool:
 
 def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
-        llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel=2)
+        llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel_size=2)
         assert isinstance(llm._backend.model, TensorParallelModel)
         [rank] = llm._backend.model._workers.processes
         assert rank.poll() is None
@@ -207,7 +207,7 @@ def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel_size"])
+@pytest.mark.parametrize("way", ["tensor_parallel_size", "context_parallel_size"])
 def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None:
     """Ranks that left their process group open at exit aborted three times out of ten."""
     for _ in range(6):
