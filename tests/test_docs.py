@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 
+from mooncake.app.vllm_flags import COUNTERPARTS
 from mooncake.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +47,19 @@ def test_every_setting_that_is_named_exists(name: str) -> None:
     named = re.findall(rf"`({'|'.join(sections)})\.([a-z_]+)\b(?!\()", (ROOT / name).read_text())
     unknown = [f"{section}.{key}" for section, key in named if key not in get_type_hints(sections[section])]
     assert [key for key in unknown if not key.endswith((".py", ".md"))] == []
+
+
+def test_flags_of_vllm_are_told_apart_as_the_guide_does() -> None:
+    table = (ROOT / "deploy/docs/configuration.md").read_text().partition("| vLLM | here |")[2].partition("\n\n")[0]
+    told = {
+        flag: set(re.findall(r"[a-z]+\.[a-z_]+", here))
+        for flags, here in re.findall(r"^\| (.*) \| (.*) \|$", table, re.MULTILINE)
+        for flag in re.findall(r"--[a-z-]+", flags)
+    }
+    assert {flag: set(re.findall(r"[a-z]+\.[a-z_]+", here)) for flag, here in COUNTERPARTS.items()} == told
+    ours = subprocess.run([sys.executable, "-m", "mooncake", "serve", "-h"], capture_output=True, text=True, check=True)
+    words = ours.stdout.split()
+    assert "--served-model-name" in words and not set(COUNTERPARTS) & set(words)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)

@@ -23,6 +23,7 @@ from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, Tra
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
 from mooncake.app.outputs import writable, writable_folder
+from mooncake.app.vllm_flags import refuse_flags_of_vllm
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
 if TYPE_CHECKING:
@@ -350,6 +351,8 @@ def main() -> None:
     """The console script. User errors are one sentence on stderr, never a traceback."""
     try:
         try:
+            if sys.argv[1:2] == ["serve"]:
+                refuse_flags_of_vllm(sys.argv[2:])
             app()
         finally:
             sys.stdout.flush()  # while an error can still be reported

@@ -93,6 +93,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (["serve", "Qwen/Qwen3-0.6B"], 1, "; `hf download Qwen/Qwen3-0.6B` prints such a folder"),
         (["serve", "one", "--model", "two"], 2, "got two models, one and two: a cluster serves one"),
         (["serve", "--dtype", "float8"], 2, "dtype"),
+        (["serve", "--tensor-parallel-size=2"], 2, "is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
         (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),
         (["replay", __file__], 2, "; a trace is lines of JSON with timestamp, input_length, output_length, hash_ids"),
         (["serve", "--prefill", "0"], 2, "--prefill"),
