@@ -28,7 +28,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # sampling defaults: "auto", of its generation_config.json, or "none"
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
-    # layers whose inputs are stored in blocks beside KV, for variants of the model (prefill.variant); (): none
+    # layers whose inputs are stored in blocks beside KV, for variants of the model (prefill.variant); []: none
     keep_hidden: tuple[int, ...] = ()
 
 
@@ -40,7 +40,7 @@ class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
-    api_keys: tuple[str, ...] = ()  # callers present one; (): that of MOONCAKE_API_KEY, or none is required
+    api_keys: tuple[str, ...] = ()  # callers present one; []: that of MOONCAKE_API_KEY, or none is required
     ssl_certfile: str = ""  # PEM, with its intermediates: HTTPS instead of HTTP, and TLS under gRPC
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_ca_certs: str = ""  # PEM: the CA of clients' certificates
@@ -157,7 +157,7 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class PrefillSection(EngineSection, frozen=True, forbid_unknown_fields=True):
     blend_share: float = 0.0  # fraction to recompute of text chunks seen before at other positions; 0: all, exact
     variant: str = ""  # a file of `mooncake variants profile`: KV of a variant of the model is read too; "": none
-    variant_pools: tuple[str, ...] = ()  # gRPC addresses of the stores that have it; (): those of this cluster
+    variant_pools: tuple[str, ...] = ()  # gRPC addresses of the stores that have it; []: those of this cluster
     blend_separator: str = " # #"  # where prompts are cut into chunks; a chunk begins with it
     # Pipeline stages: processes with a run of the layers and `threads` threads each, through which a step goes in
     # pieces; 1024 or more chunk_tokens keep all of them busy
@@ -217,7 +217,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_server_name: str = ""  # name in its conductor's certificate, if not the address
     drain_s: float = 25.0  # how long requests on a prefill or decode node may finish when it is asked to stop
     step_timeout_s: float = 600.0  # without progress in a step: the computation hangs, and the node exits; 0: never
-    cores: tuple[int, ...] = ()  # for the process; (): all
+    cores: tuple[int, ...] = ()  # for the process; []: all
     nice: int = 0  # gives way to others on its cores, up to 19
 
     @property

@@ -325,12 +325,17 @@ def config_show(
     config: ConfigFile = None,
     overrides: Overrides = None,
     origin: Annotated[bool, typer.Option("--origin", help="Show where each value comes from.")] = False,
+    as_toml: Annotated[
+        bool, typer.Option("--toml", help="Print a file for --config that explains each setting.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every value that a cluster would start with."""
     from mooncake.app.show import show_config
 
-    show_config(config, overrides or [], origin, as_json)
+    if as_toml and (origin or as_json):
+        raise ConfigError("--toml goes with neither --origin nor --json")
+    show_config(config, overrides or [], origin, as_json, as_toml)
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingParams:

@@ -101,7 +101,8 @@ def serve(
     ray: Ray = False,
     log_level: LogLevel = "WARNING",
 ) -> None:
-    """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show` lists what --set can set."""
+    """Start a cluster on this machine and keep it until Ctrl-C. `mooncake config show --toml` explains what
+    --set can set."""
     if named_model and model and named_model != model:
         raise ConfigError(f"got two models, {named_model} and {model}: a cluster serves one")
     flags = {

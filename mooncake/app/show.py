@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 from rich.table import Table
 
+from mooncake.app.config_file import toml_literal, toml_text
 from mooncake.app.console import gigabytes, out, plain_table, print_json
 from mooncake.app.latency import mean, percentile
 from mooncake.app.origins import settings
@@ -82,23 +84,22 @@ def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:
     return table
 
 
-def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool) -> None:
+def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool, as_toml: bool = False) -> None:
     rows = settings(path, overrides)
+    if as_toml:
+        sys.stdout.write(toml_text(rows))
+        return
     if as_json:
         print_json([asdict(row) for row in rows] if origin else {row.name: row.value for row in rows})
         return
     table = plain_table("setting", "value", *(("from", "default") if origin else ()))
     for row in rows:
         changed = row.origin != "default"
-        cells = [escape(row.name), escape(_literal(row.value))]
+        cells = [escape(row.name), escape(toml_literal(row.value))]
         if origin:
-            cells += [escape(row.origin), escape(_literal(row.default)) if changed else ""]
+            cells += [escape(row.origin), escape(toml_literal(row.default)) if changed else ""]
         table.add_row(*cells, style="bold" if changed else None)
     out.print(table)
-
-
-def _literal(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def show_trace(path: Path, limit: int | None, as_json: bool) -> None:

@@ -23,6 +23,7 @@ from certificates import make_certificate
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
+from mooncake.config import load_config
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 from mooncake.rpc.server import RpcServer
 from mooncake.types import SamplingParams
@@ -188,6 +189,19 @@ def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
     assert origins["store.lease_s"] == (5.0, "flag")
     assert origins["block.tokens"] == (64, "default")
     assert "store.lease_s" in run("config", "show", "--origin").stdout
+    assert re.search("^block.windows +true$", run("config", "show").stdout, re.MULTILINE), "as a file has it"
+
+
+def test_config_show_writes_a_file_that_means_the_same_and_explains_it(tmp_path: Path) -> None:
+    changed = ["store.dram_gb=3", 'model.adapters=["a=ä b"]', "block.windows=false", 'transfer.transports=["tcp"]']
+    done = run("config", "show", "--toml", *(word for setting in changed for word in ("--set", setting)))
+    (tmp_path / "c.toml").write_text(done.stdout)
+    assert load_config(tmp_path / "c.toml") == load_config(None, changed)
+    assert "\n# tokens of prompt plus answer; 0: the model's own\nmax_model_len = 0\n" in done.stdout
+    prefill = done.stdout.partition("[prefill]")[2].partition("\n[")[0]
+    assert "\n# running at once\nmax_sequences = 64\n" in prefill, "what prefill and decode nodes have in common"
+    assert done.stdout.count("\n# ") > 110
+    assert run("config", "show", "--toml", "--json").returncode == 2
 
 
 def test_trace_stats_count_hits(tmp_path: Path) -> None:
