@@ -30,8 +30,10 @@ from mooncake.errors import MooncakeError
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Start the nodes of a cluster as Ray actors, until Ctrl-C.")
-    parser.add_argument("--config", type=Path, metavar="FILE")
-    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one value; may be repeated"
+    )
     parser.add_argument("--address", default="", metavar="HOST:PORT", help="of a running Ray; without, a private one")
     parser.add_argument("--log-level", default="WARNING", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     arguments = parser.parse_args()

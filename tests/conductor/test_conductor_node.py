@@ -56,7 +56,7 @@ async def test_nodes_join_over_tls_whatever_the_certificate_s_name(
 
     try:
         for overrides, sentence in (
-            ((), "it may speak TLS alone"),
+            ((), "it may want TLS"),
             ([f"node.ssl_ca_certs={other}"], "its certificate is not signed by anyone who is trusted here"),
             ([f"node.ssl_ca_certs={certificate}"], "its certificate has another name than the one that was called"),
         ):

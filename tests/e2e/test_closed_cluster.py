@@ -56,7 +56,7 @@ def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: py
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         ask()
-        with Client(cluster.grpc_address, KEY) as plain, pytest.raises(NodeUnavailable, match="it may speak TLS alone"):
+        with Client(cluster.grpc_address, KEY) as plain, pytest.raises(NodeUnavailable, match="it may want TLS"):
             plain.status()
         with Client(cluster.grpc_address, tls=tls) as stranger, pytest.raises(Unauthenticated) as refused:
             stranger.status()

@@ -108,7 +108,7 @@ async def test_grpc_answers_who_trusts_the_certificate(open_front, files, monkey
 @pytest.mark.parametrize(
     ("server", "tls", "sentence"),
     [
-        ("server", None, "it hangs up at once: it may speak TLS alone"),
+        ("server", None, "it hangs up: it may want TLS"),
         ("server", Tls("ca.pem"), "its certificate is not signed by anyone who is trusted here"),
         ("named", Tls("ca.pem"), "its certificate has another name"),
         ("named", Tls("ca.pem", server_name="third.example"), "its certificate has another name"),
