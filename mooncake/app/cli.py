@@ -50,7 +50,9 @@ app.add_typer(variants_app, name="variants")
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]
 Temperature = Annotated[float, typer.Option(min=0.0, help="0 always takes the most likely token.")]
 Seed = Annotated[int, typer.Option(min=0, help="The same seed gives the same answer; 0: random.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Text to stop at; may be repeated.", show_default=False)]
+Stop = Annotated[
+    list[str] | None, typer.Option(metavar="TEXT", help="Text to stop at; may be repeated.", show_default=False)
+]
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
 Adapter = Annotated[
     str, typer.Option("--model", metavar="NAME", help="An adapter of --lora.", show_default="the model itself")

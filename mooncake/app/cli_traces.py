@@ -121,7 +121,9 @@ def reproduce(
     target: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.", callback=writable_folder)
     ] = Path("deploy/reproduction"),
-    only: Annotated[list[str] | None, typer.Option(help="Only this experiment; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only this experiment; may be repeated.")
+    ] = None,
 ) -> None:
     """Run the paper's experiments in virtual time. One table compares them with the published figures."""
     from mooncake.app.simulate_reproduce import reproduce as run_experiments
@@ -137,7 +139,7 @@ def cache_lab(
         typer.Option(min=1, help="Blocks in the cache; may be repeated.", show_default="1000 to 50000, in five steps"),
     ] = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Only this policy; may be repeated.", show_default="all")
+        list[str] | None, typer.Option(metavar="NAME", help="Only this policy; may be repeated.", show_default="all")
     ] = None,
     rules: Annotated[
         str,

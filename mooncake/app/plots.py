@@ -132,7 +132,7 @@ def _hit_rate(axes: Axes, results: Sequence[RequestResult], endless: float) -> N
     rates = [found / max(1, total) for found, total in zip(hit, total_tokens, strict=True)]
     axes.plot([result.sent_s for result in ordered], rates, color=LINE, label="so far, by token")
     axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run, by token")
-    axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(0, 1))
+    axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(-0.02, 1.02))
 
 
 def _cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:

@@ -110,6 +110,8 @@ def print_report(report: ReplayReport) -> None:
         shares = (rates.block, rates.token, rates.request_mean)
         table.add_row(name, *(f"{share:.2%}" if answered else NO_SAMPLE for share in shares))
     out.print(table)
+    if answered and summary.hits.token > report.endless_cache.token + 1e-9:
+        out.print("[dim]more than that: the cluster had cached these prompts before[/]")
     slo = report.options.slo
     if slo.is_set:
         out.print(

@@ -295,6 +295,9 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
     assert len(report["results"][0]["gaps_ms"]) == 3
     for name in ("ttft", "tbt", "arrivals", "hit_rate"):
         assert (tmp_path / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    again = run("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address, "--tokens-per-block", "64")
+    hint = "more than that: the cluster had cached these prompts before"
+    assert hint in again.stdout and hint not in done.stdout
 
 
 def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
