@@ -65,7 +65,7 @@ HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
     "transformers": {"mooncake.app.peers"},
     "triton": {"mooncake.kernels"},
-    "ray": {"mooncake.app.ray_cluster"},
+    "ray": {"mooncake.app.ray_cluster", "mooncake.app.ray_head", "mooncake.app.ray_node"},
     "matplotlib": {"mooncake.app.plots"},
     "typer": {"mooncake.app"},
     "rich": {"mooncake.app", "mooncake.llm"},

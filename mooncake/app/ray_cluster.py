@@ -1,35 +1,24 @@
 """The same nodes as named Ray actors: Ray places them, starts them, and restarts them when they die.
 
 Tokens and KV do not pass through Ray: nodes talk to each other as always, and an actor's methods only report and stop.
-A running Ray cluster is joined; otherwise a private one is started (core Ray, no dashboard, token authentication,
-loopback, its own port and folder) and ended again. Needs the extra ``ray``.
+A running Ray cluster is joined; otherwise a private one is started and ended again (``ray_head``). Needs the extra
+``ray``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
-import ipaddress
 import logging
 import os
-import secrets
-import shutil
-import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from pathlib import Path
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
-import grpc
 import msgspec
-from grpc_health.v1 import health_pb2
 from msgspec.structs import replace
 
 from mooncake.app.extras import require
@@ -38,16 +27,15 @@ from mooncake.app.preflight import (
     available_cores,
     check_choices,
     check_ports,
-    free_port,
     hold_ports,
-    port_holder,
     resolve,
 )
+from mooncake.app.ray_head import TOKEN_SETTINGS, PrivateRay, check_answers, is_loopback, take_back_sigterm
+from mooncake.app.ray_node import RayNode
 from mooncake.app.readiness import Readiness
-from mooncake.app.role_main import PARENT_ENV, Node, raise_file_limit, set_up_logging
 from mooncake.config import Config
-from mooncake.errors import Cancelled, ConfigError, MooncakeError, NodeUnavailable
-from mooncake.rpc.server import check_address, join_address, split_address
+from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
+from mooncake.rpc.server import join_address, split_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
@@ -57,100 +45,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 NAMESPACE = "mooncake"
-LOOPBACK = "127.0.0.1"
 ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
-OBJECT_STORE_BYTES = 80_000_000  # the minimum that Ray accepts; we do not use it
-START_S = 120.0  # limit on the start of Ray
-JOIN_S = 5.0  # limit on the first answer of a Ray that is to be joined; Ray itself tries for minutes
+START_S = 120.0  # limit on Ray finding room for the actors
 READY_S = 600.0  # limit on the start of a node: large weights take minutes
 STOP_S = 15.0
-RETRY_S = 2.0  # between two attempts to restart a node
 LOOK_S = 2.0  # between two checks of the nodes
 ANSWER_S = 5.0
 LISTEN_S = 1  # timeout of one step of a start, which delays a cancellation; Ray takes whole seconds
-_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": Ray keeps 127.0.0.1 as it is, on any system
-PRIVATE_ENV = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV)  # how a private Ray is reached
-_TOKEN_SETTINGS = "RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH"
-
-NODE_BUILDERS = {
-    "conductor": ("conductor.__main__", "build"),
-    "store": ("kvstore.__main__", "build"),
-    "prefill": ("prefill_node.node", "PrefillNode"),
-    "decode": ("decode_node.node", "DecodeNode"),
-}
-SWITCHABLE = ("mooncake.app.compute_node", "ComputeNode")
-
-# Replace this process by Ray, which then ends when its parent ends, in whatever way.
-_LEASH = "import os, sys; from mooncake.app.role_main import die_with_parent; die_with_parent(); "
-_LEASH += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-
-
-class RayNode:
-    """The body of an actor: one node on its own event loop. Ray runs ``__init__`` again after a crash; the node then
-    registers under its old name and a new incarnation."""
-
-    def __init__(self, role: str, config_json: bytes, log_level: str) -> None:
-        config = msgspec.json.decode(config_json, type=Config)
-        if not is_loopback(config.conductor.host):
-            import ray
-
-            host = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-            config = replace(config, node=replace(config.node, host=host, advertise=""))
-        set_up_logging(config.node.id, log_level)
-        raise_file_limit()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="node", daemon=True).start()
-        self._failure = ""
-        try:
-            self._node: Node = self._run(_started(role, config))
-        except MooncakeError as error:
-            if was_alive():  # a taken port or too little memory may pass: Ray tries again once this process has ended
-                log.error("%s cannot start again: %s", config.node.id, error.message)
-                time.sleep(RETRY_S)
-                os._exit(1)
-            self._failure = error.message  # returned by `failure`: Ray would bury it in a traceback
-        else:
-            self._ending = asyncio.run_coroutine_threadsafe(_end_when_fatal(self._node), self._loop)
-
-    def failure(self) -> str:
-        """Why the node did not start; "" if it did."""
-        return self._failure
-
-    def address(self) -> str:
-        return self._node.control_address
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def stop(self) -> None:
-        if not self._failure:
-            self._run(self._node.stop())
-
-    def _run(self, work: Coroutine[object, object, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def was_alive() -> bool:
-    """Whether Ray has restarted this actor."""
-    import ray
-
-    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-
-
-async def _started(role: str, config: Config) -> Node:
-    can_switch = config.cluster.switchable and role in (Role.PREFILL, Role.DECODE)
-    module, name = SWITCHABLE if can_switch else NODE_BUILDERS[role]
-    node = cast(Node, getattr(importlib.import_module(module), name)(config))
-    await node.start()
-    return node
-
-
-async def _end_when_fatal(node: Node) -> None:
-    log.error("%s", await node.wait_fatal())
-    os._exit(1)
 
 
 class RayCluster:
@@ -299,7 +201,7 @@ class RayCluster:
             reason = str(error).splitlines()[0]
             raise NodeUnavailable(
                 f"cannot join the Ray at {self._ray_address}: {reason}; a Ray that wants a token has to be given it "
-                f"({_TOKEN_SETTINGS})"
+                f"({TOKEN_SETTINGS})"
             ) from None
         self._is_joined = True
         if self._ray_address == "auto":
@@ -411,172 +313,8 @@ async def _pid_of(actor: ActorHandle[RayNode]) -> int:
     return 0
 
 
-class PrivateRay:
-    """A private Ray head. It does not touch any other Ray on this machine."""
-
-    def __init__(self, gcs_port: int = 0) -> None:
-        """0 means any free port."""
-        self._port = gcs_port
-        self._folder: Path | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, num_cpus: int, go_on: Callable[[], None] = lambda: None) -> str:
-        """Start it and return its address. Raises ConfigError when the port is taken, NodeUnavailable when Ray does not
-        start, and what ``go_on`` raises, which is called meanwhile."""
-        go_on()
-        self._port = self._port or free_port(LOOPBACK)
-        if _answers(self._port):
-            by = port_holder(self._port)
-            raise ConfigError(
-                f"port {self._port} is taken{f' by {by}' if by else ''}; if that is Ray, join it with "
-                f"RAY_ADDRESS={LOOPBACK}:{self._port}"
-            )
-        self._folder = Path(tempfile.mkdtemp(prefix="mr-"))  # short: Ray puts Unix sockets deep inside
-        token = self._folder / "token"
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        _set_ray_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), _LOOPBACK_ENV: "0"})
-        with (self._folder / "log").open("wb") as output:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-c", _LEASH, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
-                    *("--port", str(self._port), "--node-ip-address", LOOPBACK, "--num-cpus", str(num_cpus)),
-                    *("--include-dashboard", "false", "--temp-dir", str(self._folder), "--disable-usage-stats"),
-                    *("--object-store-memory", str(OBJECT_STORE_BYTES)),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=os.environ | {PARENT_ENV: str(os.getpid())},
-            )
-        self._wait(go_on)
-        return f"{LOOPBACK}:{self._port}"
-
-    def stop(self) -> None:
-        """End it, by force if necessary, and remove its folder. Idempotent."""
-        if self._process is not None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-        self.kill()
-
-    def kill(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._process = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-            _set_ray_environment({})
-
-    def _wait(self, go_on: Callable[[], None]) -> None:
-        assert self._process is not None
-        assert self._folder is not None
-        deadline = time.monotonic() + START_S
-        log_file = self._folder / "log"
-        while "Ray runtime started" not in log_file.read_text(errors="replace"):
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                words = log_file.read_text(errors="replace").strip().splitlines()
-                raise NodeUnavailable(f"Ray did not start: {words[-1] if words else 'no output'}")
-            go_on()
-            time.sleep(0.05)
-
-
 def needs_of(config: Config, role: str) -> dict[str, float]:
     """The resources that Ray reserves for an actor of this role. The actor sees only its own GPUs, from 0 on."""
     section = {"prefill": config.prefill, "decode": config.decode}.get(role)
     cpus = {"CPU": ACTOR_CPUS[role]}
     return cpus if section is None or section.device == "cpu" else cpus | {"GPU": float(section.tensor_parallel)}
-
-
-def check_answers(ray_address: str) -> None:
-    """Raise NodeUnavailable unless a Ray's head answers within ``JOIN_S`` where ``ray.init`` will look for it, and
-    accepts our token; and InvalidRequest when that is no address.
-
-    "auto" names no address: Ray looks for one on this machine, and says at once when there is none.
-    """
-    if ray_address == "auto":
-        return
-    address = _as_ray_reads(ray_address.removeprefix("ray://"))
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        check = channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        try:
-            check(health_pb2.HealthCheckRequest(), timeout=JOIN_S)
-        except grpc.RpcError:
-            where = ray_address if address == ray_address else f"{ray_address}, which it reads as {address}"
-            raise NodeUnavailable(f"no Ray answers at {where}") from None
-        _check_token(channel, ray_address)
-
-
-def _check_token(channel: grpc.Channel, ray_address: str) -> None:
-    """Make the first call of ``ray.init``, which repeats it for 20 seconds when the token is refused. Whatever else is
-    wrong, it will say itself. Raises NodeUnavailable."""
-    from ray import _raylet as raylet
-    from ray.exceptions import AuthenticationError
-
-    try:
-        token = raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()  # type: ignore[attr-defined]
-    except AuthenticationError as error:  # there is none, or not where the environment says
-        raise NodeUnavailable(f"{str(error).partition('. ')[0]} ({_TOKEN_SETTINGS})") from None
-    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
-        "/ray.rpc.NodeInfoGcsService/GetClusterId"
-    )  # an empty message is no bytes
-    try:
-        ask(b"", timeout=JOIN_S, metadata=tuple(token.items()))
-    except grpc.RpcError as error:
-        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-            with_which = "refuses our token" if token else "wants a token"
-            raise NodeUnavailable(f"the Ray at {ray_address} {with_which} ({_TOKEN_SETTINGS})") from None
-
-
-def _set_ray_environment(variables: dict[str, str]) -> None:
-    """Set these of ``PRIVATE_ENV`` for this process and those it starts, and unset the others. Ray reads them while it
-    is imported, which somebody may have done before."""
-    from ray import _raylet as raylet
-    from ray._private import ray_constants
-
-    for name in PRIVATE_ENV:
-        os.environ.pop(name, None)
-    os.environ.update(variables)
-    ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(_LOOPBACK_ENV) != "0"
-    raylet.Config.initialize("")  # type: ignore[attr-defined]  # from the environment, before the token is asked for
-    raylet.AuthenticationTokenLoader.instance().reset_cache()  # type: ignore[attr-defined]
-
-
-def _as_ray_reads(address: str) -> str:
-    """Ray takes this machine's address for a loopback one, unless told not to."""
-    import ray
-
-    host, port = split_address(check_address(address))
-    if not is_loopback(host) or os.environ.get(_LOOPBACK_ENV) == "0":
-        return address
-    return join_address(str(ray.util.get_node_ip_address()), port)  # type: ignore[no-untyped-call]
-
-
-def take_back_sigterm() -> None:
-    """Install Python's handler of SIGTERM once more: ``ray.init`` takes it for a crash, and puts one before it that
-    prints stacks and aborts the process."""
-    handler = signal.getsignal(signal.SIGTERM)
-    if handler is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection((LOOPBACK, port), timeout=1.0):
-        return True
-    return False

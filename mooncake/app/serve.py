@@ -15,7 +15,8 @@ from conductor.api import DRAIN_S
 from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.console import err, out
 from mooncake.app.local import LocalCluster
-from mooncake.app.ray_cluster import RayCluster, is_loopback
+from mooncake.app.ray_cluster import RayCluster
+from mooncake.app.ray_head import is_loopback
 from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, MooncakeError

@@ -20,7 +20,8 @@ import pytest
 from live import SMALL, small_config
 
 from mooncake.app.preflight import free_port
-from mooncake.app.ray_cluster import PRIVATE_ENV, PrivateRay, RayCluster, check_answers, is_loopback, needs_of
+from mooncake.app.ray_cluster import RayCluster, needs_of
+from mooncake.app.ray_head import PRIVATE_ENV, PrivateRay, check_answers, is_loopback
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.types import SamplingParams

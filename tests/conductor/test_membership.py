@@ -109,7 +109,7 @@ async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> N
 
 ACTOR = """
 import sys, time, msgspec
-from mooncake.app.ray_cluster import RayNode
+from mooncake.app.ray_node import RayNode
 from mooncake.config import load_config
 actor = RayNode("store", msgspec.json.encode(load_config(None, sys.argv[2::2])), "WARNING")
 time.sleep(60)

@@ -66,7 +66,7 @@ def test_tensor_parallel_three_to_one_decodes_the_same_tokens(model: CausalLM, c
     sharded = ShardedLayout.of(whole, tensor_parallel=DEGREE)
     target = ShardedLayout.of(decode.cache.layout)
     # [layers, 2, heads, tokens, dim] each
-    computed = [prefill.cache.tensor[block].numpy() for block in source.holding.block_table]
+    computed = [prefill.cache.tensor[block].numpy() for block in source.blocks.block_table]
     transfer = TransferEngine("decode", (transport,))
     shards: dict[int, Shard] = {}
     segments: list[tuple[Segment, SegmentServer]] = []
