@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,11 @@ def print_report(report: ReplayReport) -> None:
     out.print(table)
     if answered and summary.hits.token > report.endless_cache.token + 1e-9:
         out.print("[dim]more than that: the cluster had cached these prompts before[/]")
+    if (backlog_s := _backlog_s(report, answered)) > 0:
+        out.print(
+            f"[dim]requests came faster than they were answered: it went on for {backlog_s:.1f} s after the last one, "
+            "and TTFT includes the queue; a lower --speed shows it without[/]"
+        )
     slo = report.options.slo
     if slo.is_set:
         out.print(
@@ -122,6 +128,17 @@ def print_report(report: ReplayReport) -> None:
         out.print("\nsome requests do not fit the model's context: lower --tokens-per-block")
     for error in sorted({result.error for result in report.results if result.outcome is Outcome.FAILED})[:5]:
         err.print(f"[red]failed:[/] {escape(error)}", soft_wrap=True)
+
+
+def _backlog_s(report: ReplayReport, answered: Sequence[RequestResult]) -> float:
+    """For how long the cluster went on when all had been sent; 0 unless that says that it could not keep up: it took
+    longer than the sending, and than three answers without a queue take."""
+    if len(answered) < 2 or not report.options.speed:
+        return 0.0
+    sending_s = max(result.sent_s for result in answered)
+    rest_s = max(result.sent_s + result.total_ms / 1e3 for result in answered) - sending_s
+    quickest_s = min(result.total_ms for result in answered) / 1e3
+    return rest_s if rest_s > max(sending_s, 3 * quickest_s) else 0.0
 
 
 def _cells(spread: Spread) -> list[str]:

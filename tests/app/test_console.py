@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from mooncake.app.console import answer_line, plain_table
-from mooncake.app.replay import Replay, ReplayOptions
+from mooncake.app.latency import HitRates, Outcome, RequestResult, summarize
+from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
 from mooncake.app.replay_command import print_report
 from mooncake.client import RequestTimings
 from mooncake.trace import TraceRequest
@@ -51,3 +52,19 @@ def test_a_replay_stopped_before_its_first_answer_shows_no_figure_that_nobody_me
     rows = {line.split("  ")[0]: line.split()[-1] for line in said.splitlines() if line}
     assert rows["TTFT"] == rows["whole answer"] == rows["measured"] == "–"
     assert " 0.0 ms" not in said
+
+
+@pytest.mark.parametrize(("speed", "every_s", "is_said"), [(20.0, 0.1, True), (1.0, 2.0, False), (0.0, 0.1, False)])
+def test_a_replay_that_outran_the_cluster_says_so(
+    speed: float, every_s: float, is_said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, free_at = [], 0.0
+    for index in range(10):  # answers of 1 s, one after the other
+        sent_s = index * every_s
+        free_at = max(free_at, sent_s) + 1.0
+        total_ms = (free_at - sent_s) * 1e3
+        results.append(RequestResult(index, sent_s, sent_s, Outcome.OK, 16, 8, 0, total_ms, (), total_ms))
+    options, hits = ReplayOptions(speed=speed), HitRates(0.0, 0.0, 0.0)
+    summary = summarize(results, 16, free_at, options.slo)
+    print_report(ReplayReport("tiny", options, summary, hits, tuple(results), planned=10, sent=10))
+    assert ("it went on for 9.1 s after the last one" in " ".join(capsys.readouterr().out.split())) == is_said
