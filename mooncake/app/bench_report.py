@@ -10,6 +10,7 @@ import os
 import platform
 import statistics
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.errors import Cancelled, ConfigError
 
 TABLE_WIDTH = 160  # at least, even if it does not fit: a truncated table is useless
+PLAIN_S = 30.0  # between two lines of progress where there is no terminal
 Value = str | int | float | bool
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -162,7 +164,7 @@ def figure_table(figures: Iterable[Figure]) -> Table:
 
 @contextmanager
 def progress(title: str) -> Iterator[Progress]:
-    """A line on a terminal that says what is being measured; nothing when stderr is not one."""
+    """A line on a terminal that says what is being measured; a new line each ``PLAIN_S`` when stderr is not one."""
     shown = Progress(
         SpinnerColumn(),
         TextColumn(f"{title}: {{task.description}}"),
@@ -172,13 +174,17 @@ def progress(title: str) -> Iterator[Progress]:
         disable=not err.is_terminal,
     )
     with shown:
-        shown.add_task("starting")
+        shown.add_task("starting", title=title, told_s=time.monotonic())
         yield shown
 
 
 def tell(shown: Progress, what: str) -> None:
-    for task in shown.task_ids:
-        shown.update(task, description=what)
+    for task in shown.tasks:
+        shown.update(task.id, description=what)
+        now_s = time.monotonic()
+        if not err.is_terminal and now_s - task.fields["told_s"] >= PLAIN_S:
+            err.print(f"{task.fields['title']}: {what}", markup=False)
+            shown.update(task.id, told_s=now_s)
 
 
 def machine() -> dict[str, object]:

@@ -7,6 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from mooncake.app import bench_report
+from mooncake.app.bench_report import progress, tell
 from mooncake.app.console import answer_line, plain_table
 from mooncake.app.latency import HitRates, Outcome, RequestResult, summarize
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
@@ -68,3 +70,15 @@ def test_a_replay_that_outran_the_cluster_says_so(
     summary = summarize(results, 16, free_at, options.slo)
     print_report(ReplayReport("tiny", options, summary, hits, tuple(results), planned=10, sent=10))
     assert ("it went on for 9.1 s after the last one" in " ".join(capsys.readouterr().out.split())) == is_said
+
+
+@pytest.mark.parametrize(("every_s", "lines"), [(0.0, ["bench: [turn] 1", "bench: [turn] 2"]), (3600.0, [])])
+def test_without_a_terminal_a_long_benchmark_says_now_and_then_what_it_does(
+    every_s: float, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_report, "PLAIN_S", every_s)
+    with progress("bench") as shown:
+        for turn in (1, 2):
+            tell(shown, f"[turn] {turn}")
+    said = capsys.readouterr()
+    assert said.err.splitlines() == lines and not said.out
