@@ -139,7 +139,7 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
         ("kv_gb", float("inf")),
         ("swap_gb", -0.25),
         ("threads", -1),
-        ("tensor_parallel", 0),
+        ("tensor_parallel_size", 0),
         ("context_parallel_size", 0),
     ],
 )

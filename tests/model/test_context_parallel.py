@@ -170,7 +170,7 @@ def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("others", "why"),
     [
-        ({"tensor_parallel": 2}, "do not go together"),
+        ({"tensor_parallel_size": 2}, "do not go together"),
         ({"device": "cuda"}, "is for CPUs"),
         ({"adapters": {"a": "folder"}}, "does not go with adapters"),
     ],
