@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from descriptors import no_file_descriptors
 from live import small_config
 
 from mooncake.app.local import LocalCluster
@@ -77,24 +77,13 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
             await cluster.wait_ready()
 
 
-@contextlib.contextmanager
-def no_more_files() -> Iterator[None]:
-    """Opening a file, as starting a process does, fails."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can() -> None:
     told: list[str] = []
     cluster = LocalCluster(small_config(), restart=True, tell=told.append)
     try:
         await cluster.start()
         old = cluster.pids["store-0"]
-        with no_more_files():
+        with no_file_descriptors():
             os.kill(old, signal.SIGKILL)
             await until(lambda: any(sentence.startswith("cannot start store-0: Too many open") for sentence in told))
         await until(lambda: cluster.pids.get("store-0", old) != old)

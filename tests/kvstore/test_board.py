@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
+from descriptors import no_file_descriptors
 
 import kvstore
 from kvstore.board import Board, BoardReader, Outcome
@@ -260,16 +261,6 @@ async def test_either_side_notices_the_end_of_the_other(desk):
     assert desk.reader.read(b"key", memoryview(bytearray(SLOT_BYTES))) is Outcome.GONE
     assert desk.reader.exists([b"key"]) is None
     assert BoardReader.open(desk.door.path) is None
-
-
-@contextlib.contextmanager
-def no_file_descriptors() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_door_without_file_descriptors_says_so_once_and_goes_on_when_it_has_some(desk, caplog):
