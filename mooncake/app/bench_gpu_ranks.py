@@ -113,7 +113,7 @@ class _Found:
         mirror, hook = backend.mirror, NoHook()
         assert mirror is not None, "a node has one"
         self._compute_one(backend, "a prompt", prompt, hook)
-        self._compute_one(backend, "a step", _token_after(tokens, here), hook)
+        self._compute_one(backend, "a step", ForwardBatch.of_last_token(tokens, BLOCK, here), hook)
         leaving = _Leaving(mirror, here)
         self._compute_one(backend, "a prompt whose layers leave", prompt, leaving)
         for arrival in leaving.arrivals:
@@ -121,7 +121,9 @@ class _Found:
         self.logits["layers in host memory"] = torch.from_numpy(mirror.memory[here]).view(self._gpu.dtype).clone()
         mirror.memory[there] = mirror.memory[here]
         mirror.to_device(there).wait()
-        self._compute_one(backend, "a step over blocks that came in", _token_after(tokens, there), hook)
+        self._compute_one(
+            backend, "a step over blocks that came in", ForwardBatch.of_last_token(tokens, BLOCK, there), hook
+        )
 
     def _compute_one(self, backend: Backend, what: str, batch: ForwardBatch, hook: LayerHook) -> None:
         self.logits[what] = backend.model.forward(batch, backend.cache.tensor, hook).clone()
@@ -154,20 +156,6 @@ class _Leaving:
 
     def after_layer(self, layer: int) -> None:
         self.arrivals.append(self._mirror.to_host(self._block_ids, layer))
-
-
-def _token_after(tokens: torch.Tensor, block_ids: list[int]) -> ForwardBatch:
-    """A step of the last of ``tokens``; the others' KV is in these blocks."""
-    position = len(tokens) - 1
-    return ForwardBatch(
-        tokens=tokens[position:],
-        positions=torch.tensor([position]),
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
-        context_lens=torch.tensor([position + 1], dtype=torch.int32),
-        block_tables=torch.tensor([block_ids], dtype=torch.int32),
-        slots=torch.tensor([block_ids[position // BLOCK] * BLOCK + position % BLOCK]),
-        logit_rows=torch.tensor([0]),
-    )
 
 
 def _step_s(model: AsyncModel, cache: torch.Tensor, step: ForwardBatch, steps: int) -> float:

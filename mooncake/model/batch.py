@@ -6,6 +6,7 @@ chunk has many tokens in the batch, a decode step one, a speculative check a few
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -68,6 +69,20 @@ class ForwardBatch:
             block_tables=torch.arange(-(-count // block_tokens), dtype=torch.int32)[None],
             slots=positions,
             logit_rows=logit_rows,
+        )
+
+    @classmethod
+    def of_last_token(cls, tokens: torch.Tensor, block_tokens: int, block_ids: Sequence[int]) -> ForwardBatch:
+        """A decode step of the last of ``tokens`` [T]; these blocks have the KV of the others."""
+        position = tokens.shape[0] - 1
+        return cls(
+            tokens=tokens[position:],
+            positions=torch.tensor([position]),
+            query_starts=torch.tensor([0, 1], dtype=torch.int32),
+            context_lens=torch.tensor([position + 1], dtype=torch.int32),
+            block_tables=torch.tensor([list(block_ids)], dtype=torch.int32),
+            slots=torch.tensor([block_ids[position // block_tokens] * block_tokens + position % block_tokens]),
+            logit_rows=torch.tensor([0]),
         )
 
     def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:

@@ -148,16 +148,7 @@ def prompt() -> ForwardBatch:
 
 def one_more(block_ids: list[int]) -> ForwardBatch:
     """The token after the prompt, whose KV is in these blocks."""
-    position = len(PROMPT)
-    return ForwardBatch(
-        tokens=torch.tensor([77]),
-        positions=torch.tensor([position]),
-        query_starts=torch.tensor([0, 1], dtype=torch.int32),
-        context_lens=torch.tensor([position + 1], dtype=torch.int32),
-        block_tables=torch.tensor([block_ids], dtype=torch.int32),
-        slots=torch.tensor([block_ids[position // BLOCK] * BLOCK + position % BLOCK]),
-        logit_rows=torch.tensor([0]),
-    )
+    return ForwardBatch.of_last_token(torch.cat([PROMPT, torch.tensor([77])]), BLOCK, block_ids)
 
 
 def test_whole_blocks_leave_layer_by_layer_and_come_back_to_every_rank(folder: str) -> None:
