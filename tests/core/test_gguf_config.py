@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from tiny_gguf import add_metadata, finish
 
 from mooncake.errors import ModelError
 from mooncake.gguf_config import read_gguf_config
@@ -52,22 +53,10 @@ def write(
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (BASE | METADATA[architecture] | dict(changes)).items():
         name = key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}"
-        if isinstance(value, str):
-            writer.add_string(name, value)
-        elif isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, list):
-            writer.add_array(name, value)
-        elif value is not None:
-            writer.add_uint32(name, value)
+        add_metadata(writer, name, value)
     for name, values in ({"token_embd.weight": np.zeros((97, 96), np.float32)} | dict(tensors)).items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return GGUFFile(path)
 
 

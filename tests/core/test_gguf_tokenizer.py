@@ -12,7 +12,7 @@ import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_gguf import MERGES, TOKENS, write_gguf
+from tiny_gguf import MERGES, TOKENS, add_metadata, finish, write_gguf
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -56,18 +56,8 @@ def write(path: Path, architecture: str = "llama", **metadata: Any) -> GGUFFile:
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in metadata.items():
         key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif isinstance(value, bool):
-            writer.add_bool(key, value)
-        elif isinstance(value, str):
-            writer.add_string(key, value)
-        else:
-            writer.add_uint32(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        add_metadata(writer, key, value)
+    finish(writer)
     return GGUFFile(path)
 
 

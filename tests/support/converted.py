@@ -20,6 +20,7 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
 from tiny_families import Published
+from tiny_gguf import add_metadata, finish
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -158,8 +159,7 @@ class Converted:
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         self._write_metadata(writer)
         for key, value in self._tokenizer.items():
-            add = {list: writer.add_array, bool: writer.add_bool, str: writer.add_string}[type(value)]
-            add(key, value)
+            add_metadata(writer, key, value)
         for name, tensor in self._converted(weights):
             mapped = name if name.startswith("rope_") else names.get_name(name, (".weight", ".bias"))
             if ".qkv_proj." in name:
@@ -170,10 +170,7 @@ class Converted:
             writer.add_tensor(mapped, gguf.quants.quantize(values, kind), raw_dtype=kind)
         for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
             writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
 
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}

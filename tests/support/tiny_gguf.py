@@ -51,7 +51,7 @@ def write_gguf(
     if architecture == "qwen3":
         values["attention.key_length"] = head_dim(architecture)
     for key, value in (values | changes).items():
-        _add(writer, f"{architecture}.{key}", value)
+        add_metadata(writer, f"{architecture}.{key}", value)
     if pre is not None:
         _add_tokenizer(writer, pre, add_bos)
     random = np.random.default_rng(0)
@@ -63,19 +63,30 @@ def write_gguf(
             writer.add_tensor(name, tensor)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+def add_metadata(writer: gguf.GGUFWriter, key: str, value: object) -> None:
+    """In the type that llama.cpp's converter gives such values; None adds nothing."""
     if isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):  # before int, which it is too
+        writer.add_bool(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
     elif isinstance(value, int):
         writer.add_uint32(key, value)
+    else:
+        assert value is None, f"{key}: {value!r}"
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, pre: str, add_bos: bool | None) -> None:
