@@ -31,10 +31,10 @@ from mooncake.families import (
     without_guessing_layers,
 )
 from mooncake.family import unsupported
-from mooncake.gguf_config import GROUPED_KINDS, keeps_groups, read_gguf_config
-from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_sources import check_tensors, sources
-from mooncake.gguf_tokenizer import tokenizer_from_gguf
+from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.sources import check_tensors, sources
+from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
 from mooncake.layer_settings import refuse_sharing
 from mooncake.llama_family import FAMILIES, REARRANGED, llama_shapes, read_llama

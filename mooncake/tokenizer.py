@@ -1,4 +1,4 @@
-"""Text to token ids and back, from tokenizer.json or tiktoken.model (from GGUF files: gguf_tokenizer.py). Torch-free.
+"""Text to token ids and back, from tokenizer.json or tiktoken.model (from GGUF files: gguf/tokenizer.py). Torch-free.
 
 User text is always encoded with control tokens disabled: a literal ``<|im_start|>`` in a prompt is a dozen characters
 and opens no turn. Control tokens only come from the chat template (``mooncake.chat_template``). Byte-level BPE (Llama

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.gguf_config import GROUPED_KINDS
+from mooncake.gguf.config import GROUPED_KINDS
 from mooncake.kernels.grouped import GroupedCodes
 
 Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]

@@ -1,6 +1,6 @@
 """Weights out of a GGUF file, as Hugging Face publishes them: values, or codes where products take those directly.
 
-``mooncake.gguf_sources`` says which tensors hold a weight and what the converter did to it; that is undone here.
+``mooncake.gguf.sources`` says which tensors hold a weight and what the converter did to it; that is undone here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 from mooncake.errors import ModelError
 from mooncake.family import Shapes
-from mooncake.gguf_file import GGUFFile, TensorInfo
-from mooncake.gguf_forms import Source
-from mooncake.gguf_sources import sources
+from mooncake.gguf.file import GGUFFile, TensorInfo
+from mooncake.gguf.forms import Source
+from mooncake.gguf.sources import sources
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand

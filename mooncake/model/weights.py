@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, weight_shapes
 from mooncake.errors import ModelError
 from mooncake.families import published_name
-from mooncake.gguf_config import keeps_groups as of_kept_groups
+from mooncake.gguf.config import keeps_groups as of_kept_groups
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.llama_family import REARRANGED

@@ -12,8 +12,8 @@ import pytest
 from tiny_gguf import add_metadata, finish
 
 from mooncake.errors import ModelError
-from mooncake.gguf_config import read_gguf_config
-from mooncake.gguf_file import GGUFFile
+from mooncake.gguf.config import read_gguf_config
+from mooncake.gguf.file import GGUFFile
 from mooncake.model_config import ModelConfig
 
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer as Backend
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
-from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_tokenizer import tokenizer_from_gguf
-from mooncake.gguf_tokens import end_ids
-from mooncake.gguf_words import words_of
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.tokenizer import tokenizer_from_gguf
+from mooncake.gguf.tokens import end_ids
+from mooncake.gguf.words import words_of
 from mooncake.tokenizer import ChatMessage, Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6

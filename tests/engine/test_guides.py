@@ -17,7 +17,7 @@ from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.errors import InvalidRequest
-from mooncake.gguf_tokenizer import tokenizer_from_gguf
+from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.guides import Guides
 from mooncake.hashing import Chain
 from mooncake.types import FinishReason, Guide, GuideKind

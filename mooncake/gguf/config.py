@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from mooncake.errors import ModelError
 from mooncake.family import unsupported
-from mooncake.gguf_families import READERS
-from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_metadata import Metadata
-from mooncake.gguf_tokens import end_ids
+from mooncake.gguf.families import READERS
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.metadata import Metadata
+from mooncake.gguf.tokens import end_ids
 from mooncake.model_config import ModelConfig
 
 GROUPED_KINDS = {

@@ -2,7 +2,7 @@
 Torch-free.
 
 Files name a tokenizer's way to cut words and leave out its normalizer; both are known by that name
-(``gguf_words``). SentencePiece vocabularies come without merges; those follow from the scores.
+(``words``). SentencePiece vocabularies come without merges; those follow from the scores.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 
 from mooncake.chat_template import ChatTemplate
 from mooncake.errors import ModelError
-from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_tokens import TokenType, Vocabulary, read_vocabulary, strings
-from mooncake.gguf_words import LLAMA3, TEKKEN, known_words, words_of
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.tokens import TokenType, Vocabulary, read_vocabulary, strings
+from mooncake.gguf.words import LLAMA3, TEKKEN, known_words, words_of
 from mooncake.tokenizer import Tokenizer
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}

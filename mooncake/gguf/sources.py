@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from mooncake.errors import ModelError
 from mooncake.family import Shapes
-from mooncake.gguf_file import GGUFFile
-from mooncake.gguf_forms import Form, Source
-from mooncake.gguf_names import LAYERS, LLAMA, PARTS, TOP
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.forms import Form, Source
+from mooncake.gguf.names import LAYERS, LLAMA, PARTS, TOP
 from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 _CHOICE_BIAS = ".e_score_correction_bias"

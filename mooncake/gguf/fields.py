@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.gguf_metadata import Metadata
-from mooncake.gguf_rope import context_of, read_scaling, rope_theta
+from mooncake.gguf.metadata import Metadata
+from mooncake.gguf.rope import context_of, read_scaling, rope_theta
 from mooncake.model_config import MAX_LAYERS
 
 Fields = dict[str, object]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mooncake.errors import ModelError
-from mooncake.gguf_metadata import Metadata
+from mooncake.gguf.metadata import Metadata
 from mooncake.model_config import MAX_POSITIONS
 from mooncake.rope_settings import yarn_scaling
 

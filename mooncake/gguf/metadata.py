@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.gguf_file import GGUFFile
+from mooncake.gguf.file import GGUFFile
 
 
 class Metadata:

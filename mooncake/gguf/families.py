@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.errors import ModelError
-from mooncake.gguf_fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
-from mooncake.gguf_metadata import Metadata
-from mooncake.gguf_mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
-from mooncake.gguf_rope import rope_theta
+from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
+from mooncake.gguf.metadata import Metadata
+from mooncake.gguf.mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
+from mooncake.gguf.rope import rope_theta
 from mooncake.model_config import MAX_LAYERS
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.gguf_fields import Fields, decoder_fields, layer_windows
-from mooncake.gguf_metadata import Metadata
+from mooncake.gguf.fields import Fields, decoder_fields, layer_windows
+from mooncake.gguf.metadata import Metadata
 from mooncake.model_config import Routing
 
 _GATING = {"biased_softmax": 1, "sigmoid": 2}  # ``gguf.ExpertGatingFuncType``

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mooncake.gguf_forms import Source
+from mooncake.gguf.forms import Source
 
 # Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mooncake.errors import ModelError
-from mooncake.gguf_file import GGUFFile
+from mooncake.gguf.file import GGUFFile
 
 
 class TokenType(IntEnum):
