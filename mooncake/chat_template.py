@@ -100,6 +100,7 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
         self.source = source
+        self.named_tokens = dict(variables)
         self._sandbox = Sandbox()
         self.takes_tools = False
         nonce = "".join(chr(_ALIAS_FIRST + secrets.randbelow(0xFFFD)) for _ in range(_NONCE_CHARS))

@@ -86,6 +86,11 @@ class Tokenizer:
         """Source of the chat template; "" without one."""
         return "" if self._template is None else self._template.source
 
+    @property
+    def named_tokens(self) -> Mapping[str, str]:
+        """The tokens that the chat template knows by name: bos_token, eos_token, …"""
+        return {} if self._template is None else self._template.named_tokens
+
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
         false. Raises InvalidRequest."""

@@ -21,6 +21,7 @@ from conductor.api import Generator
 from conductor.ingress.access import KeyMiddleware
 from conductor.ingress.anthropic import MESSAGES, MessagesApi, refusal
 from conductor.ingress.edge import EdgeMiddleware
+from conductor.ingress.elsewhere import refused_because
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
 from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, json_response
@@ -109,6 +110,7 @@ class Ingress:
             *ResponsesApi(api).routes(),
             *MessagesApi(api).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
+            Route("/load", guarded(self._load), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
             Route("/ping", guarded(self._ready), methods=["GET", "POST"]),
             Route("/health/live", guarded(self._live), methods=["GET"]),
@@ -123,6 +125,10 @@ class Ingress:
 
     async def _version(self, request: Request) -> Response:
         return json_response({"version": project_version()})
+
+    async def _load(self, request: Request) -> Response:
+        """vLLM's: what some load balancers ask for."""
+        return json_response({"server_load": self._pipeline.num_running})
 
     async def _live(self, request: Request) -> Response:
         return json_response({"status": "live"})
@@ -152,6 +158,7 @@ class Ingress:
 
 def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
     """Raises ConfigError when more is asked of the model than it can do, instead of silently doing less."""
+    folders = parse_adapters(config.model.adapters)
     return ServedModel(
         name=config.model.name or checkpoint.name,
         max_model_len=checkpoint.config.context(config.model.max_model_len),
@@ -160,8 +167,10 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         dtype=config.precision().dtype,
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
-        adapters={adapter.name: adapter for adapter in open_adapters(parse_adapters(config.model.adapters))},
+        adapters={adapter.name: adapter for adapter in open_adapters(folders)},
         sampling=checkpoint.sampling_defaults(config.model.generation_config),
+        root=config.model.path,
+        adapter_roots=folders,
     )
 
 
@@ -174,10 +183,13 @@ def project_version() -> str:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path[:_MAX_SHOWN_PATH]
+    refused = refusal if path.startswith(f"{MESSAGES}/") else error_response
+    if reason := refused_because(path.rstrip("/")):
+        return refused(NoSuchRoute(f"{path}: {reason}"))
     routes = [route.path for route in request.app.routes if "{" not in route.path]
     nearest = difflib.get_close_matches(path, routes, n=1, cutoff=0.7)  # such as without /v1, or with it twice
     meant = f"; is {nearest[0]} meant?" if nearest else ""
-    return error_response(NoSuchRoute(f"no such path: {request.method} {path}{meant}"))
+    return refused(NoSuchRoute(f"no such path: {request.method} {path}{meant}"))
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:

@@ -47,6 +47,7 @@ class Extras:
     token_ids: bool = False
     prompt_logprobs: int | None = None
     names_ids: bool = False
+    interval: int = 1  # tokens of a chunk, but for the first one and the last
 
     def text_of(self, token_id: int) -> str:
         """Incomplete UTF-8 becomes U+FFFD."""
@@ -68,6 +69,7 @@ class ChoiceWriter(ABC):
         self._prompt_scores: tuple[SampledToken, ...] | None = None  # of all prompt tokens but the first
         self._has_begun = False
         self._told_scores = False
+        self._has_told = False  # a chunk with news
         self.num_tokens = 0
         self.num_reasoning = 0  # how many of them are reasoning
         self.outcome: Outcome | None = None
@@ -88,7 +90,8 @@ class ChoiceWriter(ABC):
         if not self._has_begun:
             self._has_begun = True
             chunks.extend(self._opening())
-        if self._has_news:
+        if self._has_news and self._is_due:
+            self._has_told = True
             chunks.append(self._chunk())
             self._text = ""
             self._tokens = []
@@ -100,6 +103,11 @@ class ChoiceWriter(ABC):
         if self._extras.prompt_logprobs is None or scores is None:
             return UNSET
         return _prompt_scores(scores, self._extras)
+
+    @property
+    def _is_due(self) -> bool:
+        is_long = len(self._tokens) >= self._extras.interval
+        return is_long or not self._has_told or self.outcome is not None
 
     @property
     def _has_news(self) -> bool:

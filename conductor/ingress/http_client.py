@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from starlette.requests import Request
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from conductor.ingress.http_errors import BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
 
@@ -34,6 +34,16 @@ async def read_json_body(request: Request) -> bytes:
     except TimeoutError:
         raise BodyTooSlow(f"the request body did not arrive within {BODY_TIMEOUT_S:g} s") from None
     return bytes(body)
+
+
+def with_body(request: Request, body: bytes) -> Request:
+    """The request as if its ``body``, which has been read, were still to come."""
+    unread: list[Message] = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        return unread.pop() if unread else await request.receive()
+
+    return Request(request.scope, receive)
 
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -22,10 +22,11 @@ from starlette.routing import Route
 from conductor.ingress.answers import Job, Piece
 from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter, Extras
 from conductor.ingress.event_stream import EventStream, StreamingAnswer
-from conductor.ingress.http_client import read_json_body, unless_gone
+from conductor.ingress.http_client import read_json_body, unless_gone, with_body
 from conductor.ingress.http_errors import ClientGone, error_response, json_response, known_error
 from conductor.ingress.messages import TEMPLATE_ROLES, Conversation, chat_messages
 from conductor.ingress.openai_types import (
+    AnswerFields,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -34,10 +35,12 @@ from conductor.ingress.openai_types import (
     GenerationFields,
     ModelCard,
     ModelList,
+    ModelPermission,
     PromptLogprobs,
     R,
     TokenizeRequest,
     TokenizeResponse,
+    TokenizerInfo,
     UsageBody,
     decode_request,
     sampling_of,
@@ -47,6 +50,7 @@ from conductor.ingress.openai_types import (
 )
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
+from conductor.ingress.prompts import Keep
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest, MooncakeError, shown
 from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
@@ -88,6 +92,19 @@ class Call:
         return headers.get("x-session-affinity") or headers.get("x-correlation-id") or self.fields.session
 
 
+class PromptHead(NamedTuple):
+    """What a chat's answer, or the first chunk of it, tells of its prompt."""
+
+    token_ids: list[int] | UnsetType = UNSET
+    text: str | UnsetType = UNSET
+
+
+class Invocation(msgspec.Struct, frozen=True):
+    """Enough of a request to know whether it is a chat."""
+
+    messages: msgspec.Raw | UnsetType = UNSET
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What to run and how to report it. ``writers`` are numbered like the answers, across all ``jobs``."""
@@ -97,6 +114,7 @@ class Plan:
     jobs: list[Job]
     writers: Sequence[ChoiceWriter]
     prompt_token_ids: list[int] | UnsetType = UNSET  # chat only; completions have them per choice
+    prompt_text: str | UnsetType = UNSET  # chat only
 
     @property
     def usage(self) -> UsageBody:
@@ -134,6 +152,8 @@ class OpenAIApi:
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
+            Route("/tokenizer_info", guarded(self.tokenizer_info), methods=["GET"]),
+            Route("/invocations", guarded(self.invoke), methods=["POST"]),
         ]
 
     async def list_models(self, request: Request) -> Response:
@@ -148,12 +168,12 @@ class OpenAIApi:
         call, body = await self.receive(request, CompletionRequest, COMPLETION.id_prefix)
         check_completion(body)
         max_new = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        keep = self.prompts.num_to_keep(body.truncate_prompt_tokens, max_new)
-        prompts = await self._prompts(body.prompt, keep, body.add_special_tokens is not False)
+        keep = self.prompts.to_keep(body.truncate_prompt_tokens, body.truncation_side, max_new)
+        prompts = await self._prompts(body.prompt or "", keep, body.add_special_tokens is not False)
         n = _num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
-        extras = self.extras(body, logprobs=body.logprobs is not None)
+        extras = self.extras(body, body.logprobs is not None, body.stream_interval)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
         max_new = 1 if is_echo_alone else max_new
         bad_words = self.prompts.bad_words(body.bad_words or ())
@@ -186,7 +206,7 @@ class OpenAIApi:
         )
         job = await self.chat_job(call, conversation, max_new, logprobs)
         self.prompts.check_room(len(job.request.tokens), max_new, name)
-        extras = self.extras(body, logprobs=bool(body.logprobs))
+        extras = self.extras(body, bool(body.logprobs), body.stream_interval)
         has_reasoning = self.output_format.has_reasoning
         return await self._answer(
             Plan(
@@ -197,11 +217,12 @@ class OpenAIApi:
                     ChatWriter(index, extras, has_reasoning, body.include_reasoning is not False) for index in range(n)
                 ],
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
+                prompt_text=await self.prompts.decode(job.request.tokens, False) if body.return_prompt_text else UNSET,
             )
         )
 
-    async def encode(self, conversation: Conversation, keep: int | None = None) -> TokenIds:
-        """A chat's prompt, or its last ``keep`` tokens. Raises like ``Pipeline.encode_chat``."""
+    async def encode(self, conversation: Conversation, keep: Keep | None = None) -> TokenIds:
+        """A chat's prompt, or its tokens to ``keep``. Raises like ``Pipeline.encode_chat``."""
         try:
             messages, variables = conversation.for_template(self.output_format)
             return await self.prompts.encode_chat(
@@ -215,7 +236,7 @@ class OpenAIApi:
     ) -> Job:
         """The checked job of a chat. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
-        keep = self.prompts.num_to_keep(fields.truncate_prompt_tokens, max_tokens or 1)
+        keep = self.prompts.to_keep(fields.truncate_prompt_tokens, fields.truncation_side, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
         max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
         bad_words = self.prompts.bad_words(fields.bad_words or ())
@@ -263,6 +284,28 @@ class OpenAIApi:
         text = await self.prompts.decode(tokens, skip_special=False)  # detokenize shows control tokens
         return json_response(DetokenizeResponse(text))
 
+    async def tokenizer_info(self, request: Request) -> Response:
+        """vLLM's; lm-eval's remote tokenizer reads it."""
+        tokenizer = self.prompts.tokenizer
+        named = tokenizer.named_tokens
+        info = TokenizerInfo(
+            model_max_length=self.prompts.context_len,
+            bos_token=named.get("bos_token"),
+            eos_token=named.get("eos_token") or next(map(tokenizer.token_name, tokenizer.eos_ids), None),
+            pad_token=named.get("pad_token"),
+            unk_token=named.get("unk_token"),
+            chat_template=tokenizer.template_source or None,
+        )
+        return json_response(info)
+
+    async def invoke(self, request: Request) -> Response:
+        """SageMaker's one path: a chat if there are messages, else a completion."""
+        self.pipeline.check_open()
+        body = await read_json_body(request)
+        given, _ = decode_request(body, Invocation)
+        answer = self.complete if given.messages is UNSET else self.chat
+        return await answer(with_body(request, body))
+
     # ------------------------------------------------------------ in
 
     async def _decode(self, request: Request, form: type[R]) -> tuple[R, list[str]]:
@@ -279,10 +322,10 @@ class OpenAIApi:
         return Call(request, body, arrived_at, answer_id, int(time.time()), _warning(ignored)), body
 
     async def _prompts(
-        self, prompt: str | list[str | int | list[int]], keep: int | None, add_special: bool
+        self, prompt: str | list[str | int | list[int]], keep: Keep | None, add_special: bool
     ) -> list[TokenIds]:
-        """The four forms OpenAI allows: a text, texts, token ids, or lists of those; the last ``keep`` tokens of
-        each."""
+        """The four forms OpenAI allows: a text, texts, token ids, or lists of those; of each, those to
+        ``keep``."""
         if isinstance(prompt, str):
             return [await self.prompts.encode(prompt, keep=keep, add_special=add_special)]
         if not prompt:
@@ -316,7 +359,7 @@ class OpenAIApi:
             model=call.fields.model or "",
         )
 
-    def extras(self, fields: GenerationFields, logprobs: bool) -> Extras:
+    def extras(self, fields: GenerationFields, logprobs: bool, interval: int | None = None) -> Extras:
         tokenizer = self.prompts.tokenizer
         return Extras(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
@@ -325,6 +368,7 @@ class OpenAIApi:
             token_ids=bool(fields.return_token_ids),
             prompt_logprobs=fields.prompt_logprobs,
             names_ids=bool(fields.return_tokens_as_token_ids),
+            interval=interval or 1,
         )
 
     # ------------------------------------------------------------ out
@@ -339,26 +383,27 @@ class OpenAIApi:
         await unless_gone(plan.call.request.receive, self.pipeline.run(plan.jobs, take))
         choices = [writer.whole() for writer in plan.writers]
         scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions have them per choice
-        whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, plan.prompt_token_ids, scores)
+        head = PromptHead(plan.prompt_token_ids, plan.prompt_text)
+        whole = self._envelope(plan, plan.wording.whole, choices, plan.usage, head, scores)
         return json_response(whole, headers=plan.call.headers)
 
     async def _stream(self, plan: Plan, stream: EventStream) -> None:
         options = plan.call.fields.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         wants_running_usage = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        prompt_token_ids = plan.prompt_token_ids
+        head = PromptHead(plan.prompt_token_ids, plan.prompt_text)
 
         async def tell(number: int, piece: Piece) -> None:
-            nonlocal prompt_token_ids
+            nonlocal head
             for choice in plan.writers[number].chunks(piece):
                 usage = (plan.usage if wants_running_usage else None) if wants_usage else UNSET
-                chunk = self._envelope(plan, plan.wording.chunk, [choice], usage, prompt_token_ids)
-                prompt_token_ids = UNSET  # sent once
+                chunk = self._envelope(plan, plan.wording.chunk, [choice], usage, head)
+                head = PromptHead()  # sent once
                 await stream.event(msgspec.json.encode(chunk))
 
         await self.pipeline.run(plan.jobs, tell)
         if wants_usage:
-            await stream.event(msgspec.json.encode(self._envelope(plan, plan.wording.chunk, [], plan.usage, UNSET)))
+            await stream.event(msgspec.json.encode(self._envelope(plan, plan.wording.chunk, [], plan.usage)))
 
     def _envelope(
         self,
@@ -366,7 +411,7 @@ class OpenAIApi:
         kind: str,
         choices: Sequence[AnyChoice],
         usage: UsageBody | UnsetType | None,
-        prompt_token_ids: list[int] | UnsetType,
+        head: PromptHead = PromptHead(),
         prompt_logprobs: PromptLogprobs | UnsetType = UNSET,
     ) -> Envelope:
         model = self.pipeline.model
@@ -379,7 +424,8 @@ class OpenAIApi:
             choices=choices,
             system_fingerprint=model.fingerprint,
             usage=usage,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=head.token_ids,
+            prompt_text=head.text,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -387,7 +433,8 @@ class OpenAIApi:
         """An adapter's entry names its base model, as vLLM's does."""
         model = self.pipeline.model
         parent = None if name == model.name else model.name
-        return ModelCard(name, model.created, self.prompts.context_len, parent=parent)
+        permission = [ModelPermission(f"modelperm-{name}", model.created)]
+        return ModelCard(name, model.created, self.prompts.context_len, model.root_of(name), permission, parent=parent)
 
 
 def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:
@@ -425,10 +472,32 @@ def check_completion(body: CompletionRequest) -> None:
         raise InvalidRequest("best_of cannot be streamed: only the end tells which answers are best", "best_of")
     if body.suffix:
         raise InvalidRequest("suffix is not supported", "suffix")
+    if body.prompt_embeds is not None:
+        raise InvalidRequest("prompt_embeds are not supported: a prompt is text or token ids", "prompt_embeds")
+    if body.prompt is None:
+        raise InvalidRequest("a completion needs a prompt", "prompt")
+    check_answer(body)
+
+
+def check_answer(body: AnswerFields) -> None:
+    """Raises InvalidRequest for fields that completions and chats share."""
+    if body.watermarking:
+        raise InvalidRequest("answers are not watermarked here", "watermarking")
+    if body.stream_interval is not None and body.stream_interval < 1:
+        what = f"stream_interval must be at least 1, got {shown(body.stream_interval)}"
+        raise InvalidRequest(what, "stream_interval")
 
 
 def check_chat(body: ChatRequest) -> None:
     """Raises InvalidRequest for valid chat fields that are not supported."""
+    check_answer(body)
+    if body.add_special_tokens:
+        raise InvalidRequest("the chat template alone decides about special tokens", "add_special_tokens")
+    if body.echo:
+        what = (
+            "a chat has no echo; continue_final_message continues its last message, return_prompt_text adds the prompt"
+        )
+        raise InvalidRequest(what, "echo")
     if body.functions:
         raise InvalidRequest("functions were replaced by tools", "functions")
     if body.modalities is not None and body.modalities != ["text"]:

@@ -86,6 +86,7 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None  # None: true
     return_tokens_as_token_ids: bool | None = None  # in log-probabilities: "token_id:5", where texts are ambiguous
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None  # where tokens are cut away: "left" (None) or "right"
     ignore_eos: bool | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -117,8 +118,17 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         return self.session_id or self.prompt_cache_key or self.user or ""
 
 
-class CompletionRequest(GenerationFields, frozen=True, kw_only=True):
-    prompt: str | list[str | int | list[int]]
+class AnswerFields(GenerationFields, frozen=True, kw_only=True):
+    """Fields of vLLM's that completions and chats share, but not the other APIs."""
+
+    stream_interval: int | None = None  # tokens of a chunk, but for the first one and the last
+    spaces_between_special_tokens: bool | None = None  # no effect: there are none, as with vLLM's fast tokenizers
+    watermarking: bool | None = None  # true is refused
+
+
+class CompletionRequest(AnswerFields, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]] | None = None  # refused, like the next
+    prompt_embeds: msgspec.Raw | None = None
     add_special_tokens: bool | None = None  # whether to add a begin-of-sequence token, if the model has one; None: true
     best_of: int | None = None
     echo: bool | None = None
@@ -140,8 +150,11 @@ class Message(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-class ChatRequest(GenerationFields, frozen=True, kw_only=True):
+class ChatRequest(AnswerFields, frozen=True, kw_only=True):
     messages: list[Message]
+    add_special_tokens: bool | None = None  # true is refused: the chat template decides
+    echo: bool | None = None  # likewise: of completions
+    return_prompt_text: bool | None = None
     chat_template: str | None = None  # refused: the model's own is used; this and the next two are vLLM's
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
@@ -333,7 +346,7 @@ def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
 
 
 def _seed(seed: int | None) -> int:
-    if seed is None:
+    if seed is None or seed == -1:  # the latter is vLLM's word for a random one
         return secrets.randbits(63)
     if not -(1 << 63) <= seed < 1 << 64:
         raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
@@ -495,13 +508,33 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     usage: UsageBody | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ModelPermission(msgspec.Struct, frozen=True):
+    """What vLLM's model cards contain for old clients."""
+
+    id: str
+    created: int
+    object: str = "model_permission"
+    allow_create_engine: bool = False
+    allow_sampling: bool = True
+    allow_logprobs: bool = True
+    allow_search_indices: bool = False
+    allow_view: bool = True
+    allow_fine_tuning: bool = False
+    organization: str = "*"
+    group: None = None
+    is_blocking: bool = False
 
 
 class ModelCard(msgspec.Struct, frozen=True):
     id: str
     created: int
     max_model_len: int
+    root: str  # the model's folder or file, or the adapter's
+    permission: list[ModelPermission]
     object: str = "model"
     owned_by: str = "mooncake"
     parent: str | None = None  # the base model of an adapter
@@ -521,3 +554,15 @@ class TokenizeResponse(msgspec.Struct, frozen=True):
 
 class DetokenizeResponse(msgspec.Struct, frozen=True):
     prompt: str
+
+
+class TokenizerInfo(msgspec.Struct, frozen=True):
+    """The part of a tokenizer_config.json that clients need to write prompts themselves."""
+
+    model_max_length: int
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    chat_template: str | None
+    tokenizer_class: str = "PreTrainedTokenizerFast"

@@ -39,7 +39,7 @@ COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may us
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only guards against a stuck request
 
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
-_SALT = re.compile(r"[A-Za-z0-9_-]{0,64}")
+_SALT = re.compile(r"[!-~]{0,128}")  # as long as vLLM's, in what base64 and others write
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 
@@ -79,6 +79,11 @@ class Pipeline:
         """Whether it still accepts requests."""
         return self._is_open
 
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
     def check_open(self) -> None:
         """Raises NodeUnavailable while shutting down, Overloaded when far more requests run than the core admits."""
         if not self._is_open:
@@ -109,7 +114,7 @@ class Pipeline:
         if not _REQUEST_ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
         if not _SALT.fullmatch(salt):
-            raise InvalidRequest("cache_salt takes at most 64 letters, digits, _ and -", "cache_salt")
+            raise InvalidRequest("cache_salt takes at most 128 visible ASCII characters", "cache_salt")
         check_stop(stop)
         self.prompts.as_tokens(sampling.stop_token_ids, "stop_token_ids")
         for name, token_ids in sampling.named_tokens():

@@ -9,7 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,16 @@ from mooncake.types import Guide, TokenIds
 MAX_MESSAGES = 4096
 
 T = TypeVar("T")
+
+
+class Keep(NamedTuple):
+    """How many of a prompt's tokens are kept: its last ones, or its first."""
+
+    num_tokens: int
+    are_first: bool = False
+
+    def of(self, tokens: TokenIds) -> TokenIds:
+        return tokens[: self.num_tokens] if self.are_first else tokens[-self.num_tokens :]
 
 
 class Prompts:
@@ -50,9 +60,9 @@ class Prompts:
         return min(self.model.max_model_len, self._capacity_tokens() or self.model.max_model_len)
 
     async def encode(
-        self, text: str, param: str = "prompt", keep: int | None = None, add_special: bool = True
+        self, text: str, param: str = "prompt", keep: Keep | None = None, add_special: bool = True
     ) -> TokenIds:
-        """Token ids of plain text, or its last ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
+        """Token ids of plain text, or those to ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special))
@@ -62,13 +72,13 @@ class Prompts:
         self,
         messages: Sequence[ChatMessage],
         param: str = "messages",
-        keep: int | None = None,
+        keep: Keep | None = None,
         variables: Mapping[str, object] | None = None,
         continue_final: bool = False,
         roles: Sequence[str] = ROLES,
     ) -> TokenIds:
         """Token ids of a conversation, ready for the assistant's turn, or with ``continue_final`` for more of the last
-        message; or the last ``keep`` of them. ``variables`` are for the chat template, which supports ``roles``.
+        message; or those of them to ``keep``. ``variables`` are for the chat template, which supports ``roles``.
 
         Raises InvalidRequest or ContextTooLong.
         """
@@ -98,23 +108,25 @@ class Prompts:
         if guide is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
 
-    def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: int | None = None) -> TokenIds:
-        """A client's own ids as an array, or the last ``keep``. Raises InvalidRequest (not in the vocabulary) or
+    def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: Keep | None = None) -> TokenIds:
+        """A client's own ids as an array, or those to ``keep``. Raises InvalidRequest (not in the vocabulary) or
         ContextTooLong."""
         return self._fitting(self.as_tokens(ids, param), param, keep)
 
-    def num_to_keep(self, truncate_prompt_tokens: int | None, num_answer: int) -> int | None:
-        """How many of a prompt's last tokens to keep; None: all. -1 means as many as leave room for an answer of
-        ``num_answer`` tokens. Raises InvalidRequest."""
+    def to_keep(self, truncate_prompt_tokens: int | None, side: str | None, num_answer: int) -> Keep | None:
+        """Which of a prompt's tokens to keep where ``side``, "right" or "left" (None), is cut; None: all. -1 tokens
+        means as many as leave room for an answer of ``num_answer`` tokens. Raises InvalidRequest."""
+        if side not in (None, "left", "right"):
+            raise InvalidRequest(f"truncation_side must be left or right, got {shown(side)}", "truncation_side")
         if truncate_prompt_tokens is None:
             return None
-        keep, limit = truncate_prompt_tokens, self.context_len
-        if keep == -1:
-            return max(1, limit - max(1, num_answer))
-        if not 1 <= keep <= limit:
-            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(keep)}"
+        count, limit = truncate_prompt_tokens, self.context_len
+        if count == -1:
+            return Keep(max(1, limit - max(1, num_answer)), side == "right")
+        if not 1 <= count <= limit:
+            what = f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {shown(count)}"
             raise InvalidRequest(what, "truncate_prompt_tokens")
-        return keep
+        return Keep(count, side == "right")
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of these words. Raises InvalidRequest."""
@@ -170,11 +182,11 @@ class Prompts:
         head = await self._maybe_in_thread(probe, lambda: self.tokenizer.encode(text[:probe]))
         return len(head) > 2 * self.model.max_model_len
 
-    def _fitting(self, tokens: TokenIds, param: str, keep: int | None = None) -> TokenIds:
+    def _fitting(self, tokens: TokenIds, param: str, keep: Keep | None = None) -> TokenIds:
         if not len(tokens):
             raise InvalidRequest("the prompt is empty", param)
         if keep is not None:
-            tokens = tokens[-keep:]
+            tokens = keep.of(tokens)
         if len(tokens) >= self.model.max_model_len:
             raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
         return tokens

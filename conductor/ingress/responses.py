@@ -55,6 +55,7 @@ from conductor.ingress.responses_types import (
     TextFormat,
 )
 from conductor.ingress.tools import (
+    AllowedTools,
     Function,
     FunctionName,
     NamedTool,
@@ -370,7 +371,8 @@ def _tools(body: ResponsesRequest) -> Tools | None:
     choice = body.tool_choice
     if isinstance(choice, ChosenTool):
         named = FunctionName(choice.name) if choice.type == "function" else None
-        return tools_of(tools, NamedTool(named, choice.type), body.parallel_tool_calls)
+        allowed = AllowedTools(choice.tools, choice.mode) if choice.type == "allowed_tools" else None
+        return tools_of(tools, NamedTool(named, choice.type, allowed), body.parallel_tool_calls)
     return tools_of(tools, choice, body.parallel_tool_calls)
 
 

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from conductor.ingress.openai_types import ContentLogprob, GenerationFields
+from conductor.ingress.tools import AllowedTool
 
 # ---------------------------------------------------------------- requests
 
@@ -52,9 +53,11 @@ class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
     strict: bool | None = None
 
 
-class ChosenTool(msgspec.Struct, frozen=True):
+class ChosenTool(msgspec.Struct, frozen=True, omit_defaults=True):
     type: str
     name: str = ""
+    mode: str = ""  # this and the next are of allowed_tools
+    tools: list[AllowedTool] = []
 
 
 class ResponsesRequest(GenerationFields, frozen=True, kw_only=True):

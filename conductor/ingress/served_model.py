@@ -27,11 +27,17 @@ class ServedModel:
     created: int  # seconds since 1970
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients use
     sampling: SamplingDefaults = NEUTRAL  # defaults of requests
+    root: str = ""  # what was given as the model: a folder, a file, or a name
+    adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by adapter
 
     @property
     def names(self) -> tuple[str, ...]:
         """Its own and its adapters'."""
         return (self.name, *self.adapters)
+
+    def root_of(self, name: str) -> str:
+        """Where the model or the adapter of that name was loaded from."""
+        return self.adapter_roots.get(name, self.root)
 
     def adapter_of(self, name: str) -> Adapter | None:
         """The adapter of that name; None for the base model or no name. Raises NotFound."""

@@ -50,9 +50,25 @@ class FunctionName(msgspec.Struct, frozen=True):
     name: str
 
 
+class AllowedTool(msgspec.Struct, frozen=True):
+    """Its name is in ``function`` in chats, beside the type in responses."""
+
+    function: FunctionName | None = None
+    name: str = ""
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Some of the request's tools; ``mode`` is auto or required."""
+
+    tools: list[AllowedTool]
+    mode: str = "auto"
+
+
 class NamedTool(msgspec.Struct, frozen=True):
     function: FunctionName | None = None
     type: str = "function"
+    allowed_tools: AllowedTools | None = None
 
 
 class SaidFunction(msgspec.Struct, frozen=True):
@@ -111,10 +127,12 @@ def tools_of(
 ) -> Tools | None:
     """None when nothing may be called; not ``parallel`` means at most one call. Raises InvalidRequest, naming the
     field."""
+    if isinstance(choice, NamedTool) and choice.type == "allowed_tools" and choice.allowed_tools is not None:
+        allowed = choice.allowed_tools
+        return tools_of(_allowed(tools or (), allowed.tools), allowed.mode, parallel)
     if isinstance(choice, NamedTool) and (choice.type != "function" or choice.function is None):
-        what = (
-            f"a tool_choice of the type {shown(choice.type)} is not supported; known: none, auto, required, a function"
-        )
+        known = "none, auto, required, a function, allowed_tools"
+        what = f"a tool_choice of the type {shown(choice.type)} is not supported; known: {known}"
         raise InvalidRequest(what, "tool_choice")
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -140,6 +158,16 @@ def tools_of(
                 raise InvalidRequest(f"there is no tool {shown(name)} to choose", "tool_choice")
             return Tools(named, must_call=True)
     raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
+
+
+def _allowed(tools: Sequence[Tool], allowed: Sequence[AllowedTool]) -> list[Tool]:
+    """Those of ``tools`` that are allowed. Raises InvalidRequest for one that is not among them, or none at all."""
+    names = {tool.function.name if tool.function is not None else tool.name for tool in allowed}
+    if unknown := names - {tool.function.name for tool in tools}:
+        raise InvalidRequest(f"there is no tool {shown(min(unknown))} to allow", "tool_choice")
+    if not names:
+        raise InvalidRequest("allowed_tools names no tool", "tool_choice")
+    return [tool for tool in tools if tool.function.name in names]
 
 
 def _form_of_call(function: Function, place: str = "") -> dict[str, object]:

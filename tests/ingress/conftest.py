@@ -40,6 +40,7 @@ class ByteTokenizer:
 
     def __init__(self):
         self.chats_in = []  # threads
+        self.named_tokens = {"eos_token": "<end>"}
 
     @property
     def takes_tools(self):

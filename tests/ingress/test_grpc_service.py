@@ -221,7 +221,7 @@ async def test_stop_strings_cut_here_too(front, stop):
         ({"prompt": "x" * 4096}, ContextTooLong, "text"),
         ({"prompt": "x" * 4000, "sampling": SamplingParams(max_tokens=97)}, ContextTooLong, "max_tokens"),
         ({"prompt": "x", "stop": [""]}, InvalidRequest, "stop"),
-        ({"prompt": "x", "cache_salt": "a/b"}, InvalidRequest, "cache_salt"),
+        ({"prompt": "x", "cache_salt": "a b"}, InvalidRequest, "cache_salt"),
         ({"prompt": "x", "request_id": "a b"}, InvalidRequest, "request_id"),
         ({"prompt": "x", "sampling": SamplingParams(stop_token_ids=(300,))}, InvalidRequest, "stop_token_ids"),
     ],

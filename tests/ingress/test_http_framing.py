@@ -136,8 +136,8 @@ async def test_a_path_that_is_nearly_one_is_told_which(front, path):
     refused = await front.http.post(path, json={"messages": []})
     assert refused.status_code == 404
     assert refused.json()["error"]["message"] == f"no such path: POST {path}; is /v1/chat/completions meant?"
-    far = await front.http.post("/v1/embeddings", json={})
-    assert far.json()["error"]["message"] == "no such path: POST /v1/embeddings"
+    far = await front.http.post("/v1/weather", json={})
+    assert far.json()["error"]["message"] == "no such path: POST /v1/weather"
 
 
 async def test_unknown_fields_are_ignored_with_a_warning(front):

@@ -368,7 +368,7 @@ async def test_what_makes_no_sense_is_refused(client, fields, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("kind", ["allowed_tools", "custom"])
+@pytest.mark.parametrize("kind", ["hosted", "custom"])
 async def test_a_choice_of_another_type_is_refused_by_its_name(client, kind):
     choice = {"type": kind, kind: {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}}
     sentence = f"the type '{kind}' is not supported; known: none, auto, required, a function"
@@ -473,3 +473,30 @@ def cut(text, parser_of):
             ]
             said = "".join(part for part in parts if isinstance(part, str))
             yield said, joined_calls([part for part in parts if isinstance(part, CallPart)])
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_only_the_allowed_tools_are_shown_and_may_be_called(front, client, mode):
+    front.script.text = '{"name": "get_time", "arguments": {}}'
+    chosen = {"type": "function", "function": {"name": "get_time"}}
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [chosen]}}
+    await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER, TIME], tool_choice=choice)
+    request = front.script.asked[-1]
+    prompt = bytes(request.tokens.tolist()).decode()
+    assert "get_time" in prompt and "get_weather" not in prompt
+    assert (request.sampling.guide is not None) == (mode == "required")
+
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_time"}]}
+    answer = await client.responses.create(model="bytes", input="W?", tools=flat, tool_choice=choice)
+    assert "get_weather" not in bytes(front.script.asked[-1].tokens.tolist()).decode()
+    assert answer.tool_choice.mode == mode
+
+
+@pytest.mark.parametrize("names", [[], ["other"]])
+async def test_allowed_tools_are_among_the_tools(front, client, names):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(model="bytes", messages=ASK, tools=[TIME], tool_choice=choice)
+    assert caught.value.param == "tool_choice"

@@ -234,3 +234,134 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param
     assert not front.script.asked
+
+
+# Paths of vLLM's and others' that are here, or say why they are not
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/v1/embeddings", "models generate text"),
+        ("/v1/rerank", "models generate text"),
+        ("/v1/audio/transcriptions", "neither audio nor images"),
+        ("/v1/images/generations", "neither audio nor images"),
+        ("/v1/batches/batch_1/cancel", "mooncake run-batch"),
+        ("/v1/load_lora_adapter", "--lora NAME=FOLDER"),
+        ("/reset_prefix_cache", "cache_salt"),
+        ("/inference/v1/generate", "token ids"),
+        ("/sleep", "does not sleep"),
+    ],
+)
+async def test_a_path_of_other_servers_says_what_there_is_instead(front, path, words):
+    answer = await front.http.post(path, json={})
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert error["code"] == "not_found" and words in error["message"] and " meant?" not in error["message"]
+
+
+async def test_below_anthropics_path_the_refusal_has_anthropics_form(front):
+    answer = await front.http.get("/v1/messages/batches")
+    assert answer.status_code == 404 and answer.json()["type"] == "error"
+    assert "nothing is stored" in answer.json()["error"]["message"]
+
+
+async def test_the_tokenizer_can_be_known_without_its_files(front):
+    info = (await front.http.get("/tokenizer_info")).json()
+    assert (info["eos_token"], info["bos_token"], info["model_max_length"]) == ("<end>", None, 4096)
+    assert info["tokenizer_class"]
+
+
+async def test_a_model_card_has_the_fields_of_vllms(front):
+    [card] = (await front.http.get("/v1/models")).json()["data"]
+    assert card["root"] and card["permission"][0]["allow_logprobs"] is True and card["parent"] is None
+
+
+async def test_load_counts_the_requests_that_are_being_answered(front):
+    assert (await front.http.get("/load")).json() == {"server_load": 0}
+    front.script.ends = False
+    front.script.delay_s = 0.05
+    body = {"prompt": "x", "max_tokens": 4000, "stream": True}
+    async with front.http.stream("POST", "/v1/completions", json=body) as answer:
+        await anext(answer.aiter_lines())
+        assert (await front.http.get("/load")).json() == {"server_load": 1}
+
+
+async def test_sagemakers_path_takes_chats_and_completions(front):
+    chat = (await front.http.post("/invocations", json={"messages": MESSAGES})).json()
+    assert chat["choices"][0]["message"]["content"] == "Hello, wörld!"
+    text = (await front.http.post("/invocations", json={"prompt": "x", "max_tokens": 4})).json()
+    assert text["choices"][0]["text"] == "Hell"
+    wrong = await front.http.post("/invocations", json={"input": "x"})
+    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
+# Fields
+
+
+@pytest.mark.parametrize(("side", "kept"), [(None, "hij"), ("left", "hij"), ("right", "abc")])
+async def test_a_prompt_is_cut_on_the_side_that_is_named(front, side, kept):
+    await complete(front, prompt="abcdefghij", truncate_prompt_tokens=3, truncation_side=side)
+    assert bytes(front.script.asked[-1].tokens.tolist()).decode() == kept
+
+
+async def test_seed_minus_one_is_a_random_one(front):
+    await complete(front, seed=-1)
+    await complete(front, seed=-1)
+    first, second = (request.sampling.seed for request in front.script.asked[-2:])
+    assert first != second
+
+
+async def test_a_chunk_holds_as_many_tokens_as_stream_interval_says(front):
+    body = {"prompt": "x", "max_tokens": 50, "stream": True, "stream_interval": 5, "return_token_ids": True}
+    for path, wishes in (("/v1/completions", {}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        sizes, text = [], ""
+        async with front.http.stream("POST", path, json=(body if not wishes else {**body, **wishes})) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    [choice] = json.loads(line[6:])["choices"]
+                    text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+                    sizes.append(len(choice.get("token_ids") or ()))
+        assert text == "Hello, wörld!"
+        assert [size for size in sizes if size][:3] == [1, 5, 5]
+
+
+async def test_a_chat_tells_the_prompt_that_its_template_made(front):
+    body = {"messages": MESSAGES, "return_prompt_text": True}
+    answer = (await front.http.post("/v1/chat/completions", json=body)).json()
+    assert answer["prompt_text"] == "<user>Hi<assistant>"
+    async with front.http.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as stream:
+        chunks = [json.loads(line[6:]) async for line in stream.aiter_lines() if line.startswith("data: {")]
+    assert [chunk.get("prompt_text") for chunk in chunks[:2]] == ["<user>Hi<assistant>", None]
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"prompt_embeds": "AA=="}, "prompt_embeds"),
+        ({"watermarking": True, "prompt": "x"}, "watermarking"),
+        ({"stream_interval": 0, "prompt": "x"}, "stream_interval"),
+        ({"truncation_side": "middle", "prompt": "x"}, "truncation_side"),
+        ({"messages": MESSAGES, "echo": True}, "echo"),
+        ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ({}, "prompt"),
+    ],
+)
+async def test_a_field_that_cannot_be_served_is_refused_by_name(front, wishes, param):
+    answer = await front.http.post(f"/v1/{'chat/' if 'messages' in wishes else ''}completions", json=wishes)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+async def test_fields_without_effect_bring_no_warning(front):
+    harmless = {"spaces_between_special_tokens": True, "watermarking": False, "stream_interval": 2}
+    await complete(front, **harmless)
+    chat = await front.http.post(
+        "/v1/chat/completions", json={"messages": MESSAGES, "add_special_tokens": False, "echo": False} | harmless
+    )
+    assert chat.status_code == 200 and "x-mooncake-warning" not in chat.headers
+
+
+@pytest.mark.parametrize("salt", ["kH3+/9=", "tenant:7", "a" * 128])
+async def test_a_salt_may_be_base64(front, salt):
+    await complete(front, cache_salt=salt)
+    assert front.script.asked[-1].salt == salt
