@@ -134,4 +134,7 @@ class RequestProgress:
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
         if emitted and len(emitted) > sampling.min_tokens and emitted[-1] in stop_ids:
             return FinishReason.STOP
+        repetition = sampling.repetition_detection
+        if emitted and len(emitted) >= sampling.min_tokens and repetition is not None and repetition.ends(emitted):
+            return FinishReason.REPETITION
         return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None

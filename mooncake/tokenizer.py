@@ -143,6 +143,14 @@ class Tokenizer:
         """Id of a control token; None if there is none with this name."""
         return self._control_ids.get(name)
 
+    def only_token(self, text: str) -> int | None:
+        """The token that is all of this text; None where several are."""
+        control = self.control_id(text)
+        if control is not None:
+            return control
+        ids = self.encode_more(text)
+        return int(ids[0]) if len(ids) == 1 else None
+
     def token_name(self, token_id: int) -> str:
         """A token's name in the vocabulary; "" for unknown ids."""
         return self._backend.id_to_token(token_id) or ""

@@ -33,6 +33,7 @@ class Role(StrEnum):
 class FinishReason(StrEnum):
     STOP = "stop"  # end-of-sequence, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
+    REPETITION = "repetition"  # what ``repetition_detection`` looks for
     ABORT = "abort"  # the client disconnected
 
 
@@ -45,6 +46,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_ANSWERS = 128  # to one prompt
 MAX_BEAMS = 32
 MAX_GUIDE_CHARS = 1 << 16
+MAX_PATTERN_TOKENS = 1024
+MAX_PATTERN_COUNT = 1024
+MAX_REPEATED_TOKENS = 1 << 14  # of one pattern, all its repetitions together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,42 @@ class BeamSearch:
 
     length_penalty: float = 1.0
     early_stopping: bool = False  # end as soon as there are n finished answers
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionDetection:
+    """End an answer whose last tokens are ``min_count`` times the same ``min_pattern_size`` to ``max_pattern_size``
+    tokens: a model that loops would otherwise go on to ``max_tokens``. (vLLM's names and rule.)"""
+
+    max_pattern_size: int
+    min_count: int
+    min_pattern_size: int = 1
+
+    @property
+    def num_looked_at(self) -> int:
+        """How many of an answer's last tokens decide."""
+        return self.max_pattern_size * self.min_count
+
+    def ends(self, last_tokens: list[int]) -> bool:
+        """Whether an answer that ends with these tokens (all of it, or the last ``num_looked_at``) ends here."""
+        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+            run = size * self.min_count
+            if run > len(last_tokens):
+                return False
+            # Repeated as a whole means: the same when moved by one pattern.
+            if last_tokens[-1] == last_tokens[-1 - size] and last_tokens[-run:-size] == last_tokens[size - run :]:
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """At most ``num_tokens`` of reasoning: then ``end`` follows, the token that closes it. The reasoning begins behind
+    ``begin``, if the answer has that token, or, where it is None, with the answer."""
+
+    num_tokens: int
+    end: int
+    begin: int | None = None
 
 
 class GuideKind(StrEnum):
@@ -107,6 +147,8 @@ class SamplingParams:
     best_of: int = 0  # 0: n
     beam_search: BeamSearch | None = None  # over n beams; nothing is sampled then
     guide: Guide | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_budget: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range."""
@@ -131,6 +173,11 @@ class SamplingParams:
             self._check_beams(self.beam_search)
         if self.guide is not None:
             self._check_guide(self.guide)
+        if self.repetition_detection is not None:
+            self._check_repetition(self.repetition_detection)
+        if self.thinking_budget is not None:
+            check_type("thinking_budget", self.thinking_budget, ThinkingBudget)
+            _in_range("thinking_budget", self.thinking_budget.num_tokens, 0, 1 << 20)
         check_type("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
@@ -159,6 +206,16 @@ class SamplingParams:
         for bias in biases:
             _in_range("logit_bias", bias, -100.0, 100.0)
 
+    def _check_repetition(self, wanted: RepetitionDetection) -> None:
+        name = "repetition_detection"
+        check_type(name, wanted, RepetitionDetection)
+        _in_range(f"{name}.max_pattern_size", wanted.max_pattern_size, 1, MAX_PATTERN_TOKENS)
+        _in_range(f"{name}.min_pattern_size", wanted.min_pattern_size, 1, wanted.max_pattern_size)
+        _in_range(f"{name}.min_count", wanted.min_count, 2, MAX_PATTERN_COUNT)
+        if wanted.num_looked_at > MAX_REPEATED_TOKENS:
+            what = f"looks at {MAX_REPEATED_TOKENS} tokens at most (max_pattern_size times min_count)"
+            raise InvalidRequest(f"{name} {what}, got {wanted.num_looked_at}", name)
+
     def _check_guide(self, guide: Guide) -> None:
         check_type("guide", guide, Guide)
         check_type("guide", guide.text, str, "a Guide with a text")
@@ -175,14 +232,18 @@ class SamplingParams:
         if self.best_of not in (0, self.n):
             raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
         if self.edits_logits:
-            what = "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens or guide"
+            what = "penalties, logit_bias, allowed_token_ids, bad_words, min_tokens, guide or thinking_budget"
             raise InvalidRequest(f"beam search takes no {what}: it ranks unmodified probabilities", "n")
+        if self.repetition_detection is not None:
+            raise InvalidRequest("beam search takes no repetition_detection", "repetition_detection")
 
     def named_tokens(self) -> Iterator[tuple[str, Sequence[int]]]:
         """Ids that must be in the vocabulary, with the field that names them."""
         yield "logit_bias", [token_id for token_id, _ in self.logit_bias]
         yield "allowed_token_ids", self.allowed_token_ids
         yield "bad_words", [token_id for word in self.bad_words for token_id in word]
+        if (budget := self.thinking_budget) is not None:
+            yield "thinking_budget", [budget.end] if budget.begin is None else [budget.begin, budget.end]
 
     @property
     def num_answers(self) -> int:
@@ -206,7 +267,7 @@ class SamplingParams:
     def edits_logits(self) -> bool:
         """Whether the logits are modified before a token is chosen."""
         edits = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens or self.needs_history
-        return bool(edits) or self.guide is not None
+        return bool(edits) or self.guide is not None or self.thinking_budget is not None
 
 
 def check_type(name: str, value: object, kind: type, words: str = "") -> None:

@@ -202,6 +202,8 @@ class Answer:
     def _stop_reason(self, reason: FinishReason) -> str | int | None:
         if self._assembler.stopped_by:
             return self._assembler.stopped_by
+        if reason is FinishReason.REPETITION:
+            return "repetition_detected"  # vLLM's word
         return self._last_id if reason is FinishReason.STOP and self._last_id in self._stop_ids else None
 
 

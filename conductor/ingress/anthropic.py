@@ -87,6 +87,7 @@ class MessagesApi:
             body,
             response_format=_response_format(body),
             stop=body.stop_sequences,
+            thinking_token_budget=_thinking_budget(body, api.reasoning_tokens is not None),
             user=body.metadata.user_id if body.metadata is not None else None,
         )
         call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, call.headers)
@@ -254,6 +255,13 @@ def check(body: MessagesRequest) -> None:
             raise InvalidRequest("it is no field of a message", name)
     if body.max_tokens is None or body.max_tokens < 1:
         raise InvalidRequest("a message says how many tokens its answer may have, at least 1", "max_tokens")
+
+
+def _thinking_budget(body: MessagesRequest, can_limit: bool) -> int | None:
+    """Clients send Anthropic's to all models, so it is no error where reasoning cannot be limited."""
+    if body.thinking_token_budget is not None or body.thinking is None or not can_limit:
+        return body.thinking_token_budget
+    return body.thinking.budget_tokens if body.thinking.type == "enabled" else None
 
 
 def _conversation(body: CountRequest) -> Conversation:

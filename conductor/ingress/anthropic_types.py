@@ -47,6 +47,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 class Thinking(msgspec.Struct, frozen=True):
     type: str
+    budget_tokens: int | None = None
     display: str | None = None
 
 

@@ -49,11 +49,12 @@ from conductor.ingress.openai_types import (
     usage_body,
 )
 from conductor.ingress.parsers.output_format import OutputFormat
+from conductor.ingress.parsers.reasoning import Start
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES, Pipeline
 from conductor.ingress.prompts import Keep
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest, MooncakeError, shown
-from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, TokenIds
+from mooncake.types import MAX_TOP_LOGPROBS, SamplingParams, ThinkingBudget, TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"
@@ -255,9 +256,32 @@ class OpenAIApi:
             with _guide_named("tools" if sampling.guide is None else fields.guide_field):
                 sampling = replace(sampling, guide=self.output_format.guide(guide, start, tokenizer.control_id))
                 await self.prompts.check_guide(sampling.guide)
-        job = self._job(call, tokens, sampling, 0)
+        budget = self._thinking_budget(fields.thinking_token_budget, start)
+        job = self._job(call, tokens, replace(sampling, thinking_budget=budget), 0)
         return replace(
             job, kept=self.output_format.markers(tools), parser=lambda: self.output_format.parser(tools, start)
+        )
+
+    @property
+    def reasoning_tokens(self) -> tuple[int, int] | None:
+        """The token that opens the model's reasoning and the one that closes it, if it has such tokens."""
+        tags, token_of = self.output_format.reasoning_tags, self.prompts.tokenizer.only_token
+        begin, end = (None, None) if tags is None else (token_of(tags.begin), token_of(tags.end))
+        return None if begin is None or end is None else (begin, end)
+
+    def _thinking_budget(self, num_tokens: int | None, start: Start) -> ThinkingBudget | None:
+        """Raises InvalidRequest for a model whose reasoning cannot be counted."""
+        if num_tokens is None or num_tokens == -1:
+            return None
+        if self.reasoning_tokens is None:
+            what = "the model's reasoning has no budget: no single token opens it, or none closes it"
+            raise InvalidRequest(what, "thinking_token_budget")
+        if num_tokens < 0:
+            what = f"thinking_token_budget must be -1 or at least 0, got {shown(num_tokens)}"
+            raise InvalidRequest(what, "thinking_token_budget")
+        begin, end = self.reasoning_tokens
+        return (
+            None if start is Start.AFTER else ThinkingBudget(num_tokens, end, None if start is Start.WITHIN else begin)
         )
 
     async def tokenize(self, request: Request) -> Response:
@@ -476,6 +500,8 @@ def check_completion(body: CompletionRequest) -> None:
         raise InvalidRequest("prompt_embeds are not supported: a prompt is text or token ids", "prompt_embeds")
     if body.prompt is None:
         raise InvalidRequest("a completion needs a prompt", "prompt")
+    if body.thinking_token_budget not in (None, -1):
+        raise InvalidRequest("a completion's reasoning is not told apart: ask for a chat", "thinking_token_budget")
     check_answer(body)
 
 

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
-from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
+from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
@@ -58,6 +58,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     def is_empty(self) -> bool:
         given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
         return all(guide is None for guide in given)
+
+
+class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's. A ``max_pattern_size`` of 0 looks for nothing."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0  # 0: 1
+    min_count: int = 0
 
 
 class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +109,8 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
     early_stopping: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    repetition_detection: RepetitionFields | None = None
+    thinking_token_budget: int | None = None  # the most tokens of reasoning; None or -1: any number
     guided_json: dict[str, object] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -289,7 +299,14 @@ def sampling_of(
         best_of=best_of,
         beam_search=_beams_of(fields),
         guide=_guide_of(fields),
+        repetition_detection=_repetition_of(fields.repetition_detection),
     )
+
+
+def _repetition_of(wanted: RepetitionFields | None) -> RepetitionDetection | None:
+    if wanted is None or wanted.max_pattern_size == 0:
+        return None
+    return RepetitionDetection(wanted.max_pattern_size, wanted.min_count, wanted.min_pattern_size or 1)
 
 
 def _beams_of(fields: GenerationFields) -> BeamSearch | None:

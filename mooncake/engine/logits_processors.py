@@ -1,8 +1,8 @@
 """What a request changes in the logits before sampling, on the host: bias, penalties, and tokens that are forbidden.
 
 The order is vLLM's: bias; repetition, then frequency and presence penalties; tokens forbidden by the guide,
-``allowed_token_ids``, ``min_tokens`` and ``bad_words``. Constraints that would forbid every remaining token forbid
-none: an answer that cannot continue would be our error.
+``allowed_token_ids``, ``min_tokens`` and ``bad_words``; last, all but the end of a reasoning whose budget is used up.
+Constraints that would forbid every remaining token forbid none: an answer that cannot continue would be our error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides, GuideState
-from mooncake.types import SamplingParams
+from mooncake.types import SamplingParams, ThinkingBudget, TokenIds
 
 Row = npt.NDArray[np.float32]  # logits [V]
 
@@ -34,7 +34,9 @@ class LogitsProcessors:
             logits = _mask_others(logits, _allowed(sequence))
         if sampling.min_tokens and sequence.is_below_min_tokens:
             logits = _mask(logits, [token_id for token_id in sequence.stop_ids if 0 <= token_id < len(logits)])
-        return _mask(logits, _ends_of_bad_words(sequence)) if sampling.bad_words else logits
+        if sampling.bad_words:
+            logits = _mask(logits, _ends_of_bad_words(sequence))
+        return logits if sampling.thinking_budget is None else _budgeted(logits, sequence, sampling.thinking_budget)
 
     def _guided(self, logits: Row, sequence: Sequence) -> Row:
         """Mask what the guide does not allow after the answer so far."""
@@ -90,6 +92,40 @@ def _ends_of_bad_words(sequence: Sequence) -> list[int]:
     ]
 
 
+def _budgeted(logits: Row, sequence: Sequence, budget: ThinkingBudget) -> Row:
+    """Only the end of the reasoning may follow once its tokens are used up, unless something else forbids it."""
+    state = _state(sequence)
+    if state.thinking is None:
+        state.thinking = _Thinking(budget)
+    state.thinking.follow(sequence.tokens[sequence.num_prompt :])
+    return _mask_others(logits, np.array([budget.end])) if state.thinking.is_used_up else logits
+
+
+class _Thinking:
+    """Where the reasoning of one answer is."""
+
+    def __init__(self, budget: ThinkingBudget) -> None:
+        self._budget = budget
+        self._left: int | None = budget.num_tokens if budget.begin is None else None  # None: not begun
+        self._is_over = False
+        self._num_seen = 0
+
+    @property
+    def is_used_up(self) -> bool:
+        return not self._is_over and self._left is not None and self._left <= 0
+
+    def follow(self, answer: TokenIds) -> None:
+        """``answer``: all its tokens so far."""
+        for token_id in answer[self._num_seen :].tolist():
+            if token_id == self._budget.end:
+                self._is_over = True
+            elif self._left is not None:
+                self._left -= 1
+            elif token_id == self._budget.begin:
+                self._left = self._budget.num_tokens
+        self._num_seen = len(answer)
+
+
 class _State:
     """What is kept of a sequence between steps."""
 
@@ -97,6 +133,7 @@ class _State:
         self.history: _History | None = None
         self.allowed: npt.NDArray[np.int64] | None = None
         self.guide_state: GuideState | None = None
+        self.thinking: _Thinking | None = None
 
 
 def _state(sequence: Sequence) -> _State:

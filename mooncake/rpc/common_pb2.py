@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mooncake/rpc/common.proto\x12\x0bmooncake.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xb9\x05\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12*\n\nlogit_bias\x18\n \x03(\x0b\x32\x16.mooncake.v1.LogitBias\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x07\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x10 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x08\x88\x01\x01\x12,\n\x0b\x62\x65\x61m_search\x18\x12 \x01(\x0b\x32\x17.mooncake.v1.BeamSearch\x12!\n\x05guide\x18\x13 \x01(\x0b\x32\x12.mooncake.v1.Guide\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12(\n\tbad_words\x18\x15 \x03(\x0b\x32\x15.mooncake.v1.TokenRunB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x17\n\x08TokenRun\x12\x0b\n\x03ids\x18\x01 \x03(\r\"<\n\nBeamSearch\x12\x16\n\x0elength_penalty\x18\x01 \x01(\x01\x12\x16\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x08\"1\n\x05Guide\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0c\n\x04lead\x18\x03 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"w\n\x0cSampledToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.mooncake.v1.TopLogprobB\n\n\x08_logprob\";\n\x0ePromptLogprobs\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\"g\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07load_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\"\xf3\x01\n\rPrefillReport\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13local_cached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12pool_cached_tokens\x18\x03 \x01(\r\x12\x12\n\nsent_bytes\x18\x04 \x01(\x04\x12\x12\n\npool_bytes\x18\x05 \x01(\x04\x12\x11\n\ttransport\x18\x06 \x01(\t\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.mooncake.v1.Timings\x12\x16\n\x0e\x62lended_tokens\x18\x08 \x01(\r\x12\x18\n\x10inherited_tokens\x18\t \x01(\r\"\xa6\x01\n\x0eSegmentAddress\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x11\n\tunix_path\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x0c\n\x04rdma\x18\x08 \x01(\x08\"\x89\x01\n\x0b\x42lockEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\'\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x17.mooncake.v1.BlockEvent\"G\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\r\">\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32U\n\x0b\x43\x61\x63heEvents\x12\x46\n\tSubscribe\x12\x1d.mooncake.v1.SubscribeRequest\x1a\x18.mooncake.v1.BlockEvents0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mooncake/rpc/common.proto\x12\x0bmooncake.v1\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xaf\x06\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x06 \x01(\x01H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x01H\x05\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x01\x12*\n\nlogit_bias\x18\n \x03(\x0b\x32\x16.mooncake.v1.LogitBias\x12\x11\n\x04seed\x18\x0b \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x12\n\nignore_eos\x18\r \x01(\x08\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x07\x88\x01\x01\x12\t\n\x01n\x18\x0f \x01(\r\x12\x0f\n\x07\x62\x65st_of\x18\x10 \x01(\r\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x08\x88\x01\x01\x12,\n\x0b\x62\x65\x61m_search\x18\x12 \x01(\x0b\x32\x17.mooncake.v1.BeamSearch\x12!\n\x05guide\x18\x13 \x01(\x0b\x32\x12.mooncake.v1.Guide\x12\x19\n\x11\x61llowed_token_ids\x18\x14 \x03(\r\x12(\n\tbad_words\x18\x15 \x03(\x0b\x32\x15.mooncake.v1.TokenRun\x12>\n\x14repetition_detection\x18\x16 \x01(\x0b\x32 .mooncake.v1.RepetitionDetection\x12\x34\n\x0fthinking_budget\x18\x17 \x01(\x0b\x32\x1b.mooncake.v1.ThinkingBudgetB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\\\n\x13RepetitionDetection\x12\x18\n\x10max_pattern_size\x18\x01 \x01(\r\x12\x11\n\tmin_count\x18\x02 \x01(\r\x12\x18\n\x10min_pattern_size\x18\x03 \x01(\r\"O\n\x0eThinkingBudget\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\x12\x12\n\x05\x62\x65gin\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x08\n\x06_begin\"\x17\n\x08TokenRun\x12\x0b\n\x03ids\x18\x01 \x03(\r\"<\n\nBeamSearch\x12\x16\n\x0elength_penalty\x18\x01 \x01(\x01\x12\x16\n\x0e\x65\x61rly_stopping\x18\x02 \x01(\x08\"1\n\x05Guide\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0c\n\x04lead\x18\x03 \x01(\t\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"w\n\x0cSampledToken\x12\r\n\x05index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x14\n\x07logprob\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12$\n\x03top\x18\x04 \x03(\x0b\x32\x17.mooncake.v1.TopLogprobB\n\n\x08_logprob\";\n\x0ePromptLogprobs\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\"g\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07load_ms\x18\x02 \x01(\x01\x12\x12\n\nprefill_ms\x18\x03 \x01(\x01\x12\x12\n\nhandoff_ms\x18\x04 \x01(\x01\x12\x11\n\tdecode_ms\x18\x05 \x01(\x01\"\xf3\x01\n\rPrefillReport\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1b\n\x13local_cached_tokens\x18\x02 \x01(\r\x12\x1a\n\x12pool_cached_tokens\x18\x03 \x01(\r\x12\x12\n\nsent_bytes\x18\x04 \x01(\x04\x12\x12\n\npool_bytes\x18\x05 \x01(\x04\x12\x11\n\ttransport\x18\x06 \x01(\t\x12%\n\x07timings\x18\x07 \x01(\x0b\x32\x14.mooncake.v1.Timings\x12\x16\n\x0e\x62lended_tokens\x18\x08 \x01(\r\x12\x18\n\x10inherited_tokens\x18\t \x01(\r\"\xa6\x01\n\x0eSegmentAddress\x12\x0f\n\x07node_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x06\x12\x0f\n\x07host_id\x18\x03 \x01(\t\x12\x11\n\tunix_path\x18\x04 \x01(\t\x12\x13\n\x0btcp_address\x18\x05 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x06 \x01(\r\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x0c\n\x04rdma\x18\x08 \x01(\x08\"\x89\x01\n\x0b\x42lockEvents\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x16\n\x0e\x66irst_sequence\x18\x02 \x01(\x04\x12\x15\n\rnext_sequence\x18\x03 \x01(\x04\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\'\n\x06\x65vents\x18\x05 \x03(\x0b\x32\x17.mooncake.v1.BlockEvent\"G\n\nBlockEvent\x12\x0e\n\x06stored\x18\x01 \x01(\x08\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x0e\n\x06parent\x18\x03 \x01(\x0c\x12\x0c\n\x04tier\x18\x04 \x01(\r\">\n\x10SubscribeRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x15\n\rnext_sequence\x18\x02 \x01(\x04\x32U\n\x0b\x43\x61\x63heEvents\x12\x46\n\tSubscribe\x12\x1d.mooncake.v1.SubscribeRequest\x1a\x18.mooncake.v1.BlockEvents0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,31 +34,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOGITBIAS']._serialized_start=42
   _globals['_LOGITBIAS']._serialized_end=85
   _globals['_SAMPLINGPARAMS']._serialized_start=88
-  _globals['_SAMPLINGPARAMS']._serialized_end=785
-  _globals['_TOKENRUN']._serialized_start=787
-  _globals['_TOKENRUN']._serialized_end=810
-  _globals['_BEAMSEARCH']._serialized_start=812
-  _globals['_BEAMSEARCH']._serialized_end=872
-  _globals['_GUIDE']._serialized_start=874
-  _globals['_GUIDE']._serialized_end=923
-  _globals['_TOPLOGPROB']._serialized_start=925
-  _globals['_TOPLOGPROB']._serialized_end=972
-  _globals['_SAMPLEDTOKEN']._serialized_start=974
-  _globals['_SAMPLEDTOKEN']._serialized_end=1093
-  _globals['_PROMPTLOGPROBS']._serialized_start=1095
-  _globals['_PROMPTLOGPROBS']._serialized_end=1154
-  _globals['_TIMINGS']._serialized_start=1156
-  _globals['_TIMINGS']._serialized_end=1259
-  _globals['_PREFILLREPORT']._serialized_start=1262
-  _globals['_PREFILLREPORT']._serialized_end=1505
-  _globals['_SEGMENTADDRESS']._serialized_start=1508
-  _globals['_SEGMENTADDRESS']._serialized_end=1674
-  _globals['_BLOCKEVENTS']._serialized_start=1677
-  _globals['_BLOCKEVENTS']._serialized_end=1814
-  _globals['_BLOCKEVENT']._serialized_start=1816
-  _globals['_BLOCKEVENT']._serialized_end=1887
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=1889
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=1951
-  _globals['_CACHEEVENTS']._serialized_start=1953
-  _globals['_CACHEEVENTS']._serialized_end=2038
+  _globals['_SAMPLINGPARAMS']._serialized_end=903
+  _globals['_REPETITIONDETECTION']._serialized_start=905
+  _globals['_REPETITIONDETECTION']._serialized_end=997
+  _globals['_THINKINGBUDGET']._serialized_start=999
+  _globals['_THINKINGBUDGET']._serialized_end=1078
+  _globals['_TOKENRUN']._serialized_start=1080
+  _globals['_TOKENRUN']._serialized_end=1103
+  _globals['_BEAMSEARCH']._serialized_start=1105
+  _globals['_BEAMSEARCH']._serialized_end=1165
+  _globals['_GUIDE']._serialized_start=1167
+  _globals['_GUIDE']._serialized_end=1216
+  _globals['_TOPLOGPROB']._serialized_start=1218
+  _globals['_TOPLOGPROB']._serialized_end=1265
+  _globals['_SAMPLEDTOKEN']._serialized_start=1267
+  _globals['_SAMPLEDTOKEN']._serialized_end=1386
+  _globals['_PROMPTLOGPROBS']._serialized_start=1388
+  _globals['_PROMPTLOGPROBS']._serialized_end=1447
+  _globals['_TIMINGS']._serialized_start=1449
+  _globals['_TIMINGS']._serialized_end=1552
+  _globals['_PREFILLREPORT']._serialized_start=1555
+  _globals['_PREFILLREPORT']._serialized_end=1798
+  _globals['_SEGMENTADDRESS']._serialized_start=1801
+  _globals['_SEGMENTADDRESS']._serialized_end=1967
+  _globals['_BLOCKEVENTS']._serialized_start=1970
+  _globals['_BLOCKEVENTS']._serialized_end=2107
+  _globals['_BLOCKEVENT']._serialized_start=2109
+  _globals['_BLOCKEVENT']._serialized_end=2180
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=2182
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=2244
+  _globals['_CACHEEVENTS']._serialized_start=2246
+  _globals['_CACHEEVENTS']._serialized_end=2331
 # @@protoc_insertion_point(module_scope)

@@ -17,9 +17,11 @@ from mooncake.types import (
     Guide,
     GuideKind,
     PrefillReport,
+    RepetitionDetection,
     SampledToken,
     SamplingParams,
     SegmentAddress,
+    ThinkingBudget,
     Tier,
     Timings,
     TokenIds,
@@ -63,6 +65,8 @@ def sampling_to_wire(sampling: SamplingParams) -> pb.SamplingParams:
         best_of=sampling.best_of,
         beam_search=_beams_to_wire(sampling.beam_search),
         guide=_guide_to_wire(sampling.guide),
+        repetition_detection=_repetition_to_wire(sampling.repetition_detection),
+        thinking_budget=_budget_to_wire(sampling.thinking_budget),
     )
 
 
@@ -70,6 +74,22 @@ def _beams_to_wire(beams: BeamSearch | None) -> pb.BeamSearch | None:
     if beams is None:
         return None
     return pb.BeamSearch(length_penalty=beams.length_penalty, early_stopping=beams.early_stopping)
+
+
+def _repetition_to_wire(wanted: RepetitionDetection | None) -> pb.RepetitionDetection | None:
+    if wanted is None:
+        return None
+    return pb.RepetitionDetection(
+        max_pattern_size=wanted.max_pattern_size,
+        min_count=wanted.min_count,
+        min_pattern_size=wanted.min_pattern_size,
+    )
+
+
+def _budget_to_wire(budget: ThinkingBudget | None) -> pb.ThinkingBudget | None:
+    if budget is None:
+        return None
+    return pb.ThinkingBudget(num_tokens=budget.num_tokens, end=budget.end, begin=budget.begin)
 
 
 def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEUTRAL) -> SamplingParams:
@@ -104,7 +124,19 @@ def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEU
             else None
         ),
         guide=_guide_from_wire(message.guide) if message.HasField("guide") else None,
+        repetition_detection=(
+            _repetition_from_wire(message.repetition_detection) if message.HasField("repetition_detection") else None
+        ),
+        thinking_budget=_budget_from_wire(message.thinking_budget) if message.HasField("thinking_budget") else None,
     )
+
+
+def _repetition_from_wire(message: pb.RepetitionDetection) -> RepetitionDetection:
+    return RepetitionDetection(message.max_pattern_size, message.min_count, message.min_pattern_size or 1)
+
+
+def _budget_from_wire(message: pb.ThinkingBudget) -> ThinkingBudget:
+    return ThinkingBudget(message.num_tokens, message.end, message.begin if message.HasField("begin") else None)
 
 
 def _guide_to_wire(guide: Guide | None) -> pb.Guide | None:

@@ -87,7 +87,7 @@ class DecodeResponse(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     finish_reason: _builtins.str
-    """on the last message of a choice: "stop", "length" """
+    """on the last message of a choice: "stop", "length", "repetition" """
     decode_ms: _builtins.float
     """with it"""
     preemptions: _builtins.int

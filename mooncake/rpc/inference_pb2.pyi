@@ -190,7 +190,7 @@ class GenerateResponse(_message.Message):
     text: _builtins.str
     """new text since the last message; may lag behind the tokens"""
     finish_reason: _builtins.str
-    """empty until the last message of a choice: "stop" or "length" """
+    """empty until the last message of a choice: "stop", "length" or "repetition" """
     choice: _builtins.int
     """which of several answers this belongs to"""
     @_builtins.property

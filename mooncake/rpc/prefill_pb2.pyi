@@ -124,7 +124,7 @@ class PrefillResponse(_message.Message):
     choice: _builtins.int
     """whose token it is, when the request has several answers"""
     finish_reason: _builtins.str
-    """without a decode node, on the last token of a choice: "stop", "length" """
+    """without a decode node, on the last token of a choice: "stop", "length", "repetition" """
     @_builtins.property
     def first_token(self) -> _common_pb2.SampledToken:
         """without a decode node: every token, in order"""

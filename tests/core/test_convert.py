@@ -32,9 +32,11 @@ from mooncake.types import (
     Guide,
     GuideKind,
     PrefillReport,
+    RepetitionDetection,
     SampledToken,
     SamplingParams,
     SegmentAddress,
+    ThinkingBudget,
     Timings,
     TokenLogprob,
 )
@@ -70,6 +72,10 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         ignore_eos=guide is None and draw(st.booleans()),
         logprobs=draw(st.none() | st.integers(0, 20)),
         guide=guide,
+        repetition_detection=draw(
+            st.none() | st.builds(RepetitionDetection, st.integers(8, 64), st.integers(2, 64), st.integers(1, 8))
+        ),
+        thinking_budget=draw(st.none() | st.builds(ThinkingBudget, st.integers(0, 1 << 20), u32, st.none() | u32)),
     )
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mooncake
 from mooncake.client import Client
 from mooncake.errors import InvalidRequest
-from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
+from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,24 @@ from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
         ({"bad_words": ("word",)}, "bad_words", "must be a tuple of tuples of token ids, got 'word'"),
         ({"logit_bias": {5: 1.0}}, "logit_bias", "must be pairs of a token id and its bias"),
         ({"logit_bias": ((5, "x"),)}, "logit_bias", "must be a number, got 'x'"),
+        ({"repetition_detection": 3}, "repetition_detection", "must be a RepetitionDetection, got 3"),
+        (
+            {"repetition_detection": RepetitionDetection(4, 1)},
+            "repetition_detection.min_count",
+            "must be between 2 and 1024, got 1",
+        ),
+        (
+            {"repetition_detection": RepetitionDetection(4, 2, 5)},
+            "repetition_detection.min_pattern_size",
+            "must be between 1 and 4, got 5",
+        ),
+        (
+            {"repetition_detection": RepetitionDetection(1024, 1024)},
+            "repetition_detection",
+            "looks at 16384 tokens at most (max_pattern_size times min_count), got 1048576",
+        ),
+        ({"thinking_budget": 3}, "thinking_budget", "must be a ThinkingBudget, got 3"),
+        ({"thinking_budget": ThinkingBudget(-1, 0)}, "thinking_budget", "must be between 0 and 1048576, got -1"),
     ],
 )
 def test_a_wrong_value_is_told_by_its_field(wishes: dict[str, Any], param: str, words: str) -> None:
@@ -73,3 +93,21 @@ def test_a_client_wants_host_and_port(address: str) -> None:
 def test_what_a_request_is_made_of_is_found_in_the_package_itself() -> None:
     assert (mooncake.SamplingParams, mooncake.BeamSearch) == (SamplingParams, BeamSearch)
     assert (mooncake.Guide, mooncake.GuideKind) == (Guide, GuideKind)
+
+
+@given(
+    tokens=st.lists(st.integers(0, 2), max_size=14),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
+    count=st.integers(2, 4),
+)
+def test_an_answer_ends_where_its_last_tokens_are_one_pattern_again_and_again(
+    tokens: list[int], sizes: list[int], count: int
+) -> None:
+    least, most = sizes
+    repeats = any(
+        len(tokens) >= size * count and tokens[-size * count :] == tokens[-size:] * count
+        for size in range(least, most + 1)
+    )
+    wanted = RepetitionDetection(most, count, least)
+    assert wanted.ends(tokens) == repeats
+    assert wanted.ends(tokens[-wanted.num_looked_at :]) == repeats

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import anthropic
 import grpc
 import httpx
 import openai
@@ -19,6 +20,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mooncake.app.local import LocalCluster
+from mooncake.types import RepetitionDetection
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -48,7 +50,7 @@ def write_thinking_model(folder: Path) -> dict[str, int]:
 def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalCluster, dict[str, int]]]:
     folder = tmp_path_factory.mktemp("thinking")
     ids = write_thinking_model(folder)
-    small = ("cluster.decode=3", "block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
+    small = ("cluster.decode=4", "block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
     small += ("conductor.heartbeat_interval_s=0.05",)  # who decodes is known long before it has ended
     with running_cluster(small_config(f"model.path={folder}", *small)) as cluster:
         yield cluster, ids
@@ -80,6 +82,75 @@ async def test_thoughts_are_free_and_answers_are_guided(thinking: tuple[LocalClu
                 texts[choice.index] += choice.delta.content or ""
         assert thoughts == [choice.message.reasoning or "" for choice in answer.choices]
         assert texts == [choice.message.content for choice in answer.choices]
+
+
+@pytest.mark.timeout(240)
+async def test_a_thought_has_no_more_tokens_than_its_budget(thinking: tuple[LocalCluster, dict[str, int]]) -> None:
+    """OpenAI's and Anthropic's clients; the budget is that of each answer, and what is below it stays as it was."""
+    cluster, ids = thinking
+    async with openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client:
+        asked = {
+            "model": (await client.models.list()).data[0].id,
+            "messages": ASK,
+            "n": 3,
+            "seed": 5,
+            "max_tokens": 60,
+            "logit_bias": {str(ids["</think>"]): -5},
+        }
+        wishes = {"return_token_ids": True, "min_tokens": 40}  # a random model would end its answer in its thought
+        limits = wishes | {"thinking_token_budget": 9}
+        free = await client.chat.completions.create(**asked, extra_body=wishes)
+        limited = await client.chat.completions.create(**asked, extra_body=limits)
+        for long, short in zip(free.choices, limited.choices, strict=True):
+            assert ids["</think>"] not in long.token_ids[:30]
+            assert short.token_ids[:10] == [*long.token_ids[:9], ids["</think>"]]
+            assert short.message.reasoning
+        assert limited.usage.completion_tokens_details.reasoning_tokens == 3 * 10
+
+        guided = await client.chat.completions.create(
+            **asked, extra_body={"thinking_token_budget": 9, "guided_choice": ["fox", "dog"]}
+        )
+        assert {choice.message.content for choice in guided.choices} <= {"fox", "dog"}
+
+    async with anthropic.AsyncAnthropic(base_url=cluster.http_url, api_key="none") as claude:
+        message = await claude.messages.create(
+            model=asked["model"],
+            messages=ASK,
+            max_tokens=40,
+            thinking={"type": "enabled", "budget_tokens": 9},
+            extra_body={"seed": 5, "min_tokens": 40, "logit_bias": asked["logit_bias"]},
+        )
+        assert message.content[0].type == "thinking"
+        assert message.content[0].thinking == limited.choices[0].message.reasoning
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("dies", [False, True])
+async def test_an_answer_that_loops_ends_by_itself_also_on_another_node(
+    thinking: tuple[LocalCluster, dict[str, int]], dies: bool
+) -> None:
+    cluster, ids = thinking
+    pattern = {"max_pattern_size": 8, "min_count": 60}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client,
+        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+    ):
+        model = (await client.models.list()).data[0].id
+        wishes = {"repetition_detection": pattern, "return_token_ids": True, "guided_regex": "fox (dog lazy ){1000}"}
+        bias = {str(ids["</think>"]): 100}
+        tokens, reason, retries = [], None, num_retries(cluster)
+        async for chunk in await client.chat.completions.create(
+            model=model, messages=ASK, temperature=0, max_tokens=1500, logit_bias=bias, extra_body=wishes, stream=True
+        ):
+            [choice] = chunk.choices
+            if not tokens and dies and choice.delta.content:
+                os.kill(cluster.pids[await computing_node(channel, "decode")], signal.SIGKILL)
+            tokens += getattr(choice, "token_ids", None) or []
+            reason = choice.finish_reason or reason
+        wanted = RepetitionDetection(8, 60)
+        assert reason == "repetition" and choice.stop_reason == "repetition_detected"
+        assert wanted.ends(tokens) and not wanted.ends(tokens[:-1])
+        assert (num_retries(cluster) > retries) == dies
 
 
 @pytest.mark.timeout(240)

@@ -29,7 +29,7 @@ from mooncake.errors import (
 )
 from mooncake.hashing import Chain, extend_chain
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
+from mooncake.types import BeamSearch, FinishReason, RepetitionDetection, SampledToken, SamplingParams, ThinkingBudget
 from tests.engine.hash_model import (
     BLOCK,
     GREEDY,
@@ -261,6 +261,52 @@ def test_eos_and_stop_ids_end_an_answer_but_not_before_min_tokens() -> None:
     assert run(stopping) == (free[:6], FinishReason.STOP)
     tokens, _ = run(SamplingParams(max_tokens=12, temperature=0.0, min_tokens=6))
     assert tokens[:3] == free[:3] and eos not in tokens[:6]
+
+
+def run_alone(prompt: list[int], sampling: SamplingParams) -> tuple[list[int], FinishReason | None]:
+    engine = hash_engine()
+    engine.add(hash_sequence("r", prompt, sampling))
+    outputs = run_all(engine)
+    return [output.token.token_id for output in outputs], outputs[-1].finish_reason
+
+
+def test_an_answer_that_loops_ends_but_not_before_min_tokens() -> None:
+    """The hash model does not loop by itself: two tokens are all that it may choose from."""
+    prompt = random_prompt(5, 0)
+    narrow = SamplingParams(max_tokens=60, temperature=0.0, allowed_token_ids=(5, 6))
+    free, _ = run_alone(prompt, narrow)
+    wanted = RepetitionDetection(max_pattern_size=2, min_count=3)
+    ends = [end for end in range(1, 61) if wanted.ends(free[:end])]
+    assert len(ends) > 1
+
+    looking = replace(narrow, repetition_detection=wanted)
+    assert run_alone(prompt, looking) == (free[: ends[0]], FinishReason.REPETITION)
+    patient = replace(looking, min_tokens=ends[0] + 1)
+    assert run_alone(prompt, patient) == (free[: ends[1]], FinishReason.REPETITION)
+    blind = replace(narrow, repetition_detection=RepetitionDetection(2, 61))
+    assert run_alone(prompt, blind) == (free, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 5])
+def test_a_reasoning_is_closed_when_its_budget_is_used_up_and_only_then(num_tokens: int) -> None:
+    prompt, end = random_prompt(5, 0), 90
+    unwilling = SamplingParams(max_tokens=20, temperature=0.0, logit_bias=((end, -100.0),))
+    free, _ = run_alone(prompt, unwilling)
+
+    def run(budget: ThinkingBudget, sampling: SamplingParams = unwilling) -> list[int]:
+        return run_alone(prompt, replace(sampling, thinking_budget=budget))[0]
+
+    thought = run(ThinkingBudget(num_tokens, end))
+    assert thought[: num_tokens + 1] == [*free[:num_tokens], end] and thought.count(end) == 1
+
+    begin = free[2]
+    assert begin not in free[:2]
+    assert run(ThinkingBudget(num_tokens, end, begin))[: num_tokens + 4] == [*free[: num_tokens + 3], end]
+    unused = next(token for token in range(VOCAB) if token not in free)
+    assert run(ThinkingBudget(num_tokens, end, unused)) == free, "an answer without reasoning was cut"
+
+    narrow = SamplingParams(max_tokens=20, temperature=0.0, allowed_token_ids=(5, 6))
+    assert run(ThinkingBudget(0, end), narrow) == run_alone(prompt, narrow)[0], "what is forbidden was forced"
 
 
 # Copy on write

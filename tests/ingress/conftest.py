@@ -55,6 +55,9 @@ class ByteTokenizer:
     def encode_more(self, text):
         return self.encode(text)
 
+    def only_token(self, text):
+        return text.encode()[0] if len(text.encode()) == 1 else None
+
     def token_name(self, token_id):
         return f"<{token_id}>"
 

@@ -172,6 +172,7 @@ class HarmonyFormat:
     takes_tools: bool
     takes_calls: bool
     has_reasoning: bool = True
+    reasoning_tags: None = None  # it is in a channel of its own
 
     def start(self, prompt: str, opening: str) -> Start:
         return Start.AFTER if opening or prompt.endswith(MESSAGE) else Start.BEFORE

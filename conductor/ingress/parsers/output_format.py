@@ -98,6 +98,11 @@ class OutputFormat(Protocol):
     def has_reasoning(self) -> bool: ...
 
     @property
+    def reasoning_tags(self) -> Tags | None:
+        """The tags around reasoning, if the model writes it between two tags."""
+        ...
+
+    @property
     def takes_tools(self) -> bool:
         """Whether the chat template describes tools in a format whose calls can be parsed."""
         ...
@@ -137,6 +142,10 @@ class TaggedFormat:
     @property
     def has_reasoning(self) -> bool:
         return self.tags is not None
+
+    @property
+    def reasoning_tags(self) -> Tags | None:
+        return self.tags
 
     def start(self, prompt: str, opening: str) -> Start:
         return Start.AFTER if self.tags is None else self.tags.start(prompt, opening)
