@@ -249,7 +249,7 @@ def profile_variants(
     block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Same as block.tokens.")] = 64,
 ) -> None:
     """Find the layers to recompute when a model reads a variant's KV."""
-    from mooncake.app.variant_profile import ProfileOptions, profile
+    from mooncake.app.variants.profile import ProfileOptions, profile
 
     profile(
         ProfileOptions(

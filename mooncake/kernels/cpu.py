@@ -375,8 +375,8 @@ class CpuKernels:
         positions: Sequence[int] = (),
     ) -> list[int]:
         """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row given instead, as
-        ``mooncake.engine.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW per row, for a
-        token at that index of the positions; None: the most likely tokens."""
+        ``mooncake.engine.decoding.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW per
+        row, for a token at that index of the positions; None: the most likely tokens."""
         count, size = logits.shape
         tokens, others = (_LONG * count)(), None
         if instead:
@@ -390,8 +390,8 @@ class CpuKernels:
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
     ) -> tuple[list[float], list[list[int]], list[list[float]]]:
         """For each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability of its token, NaN if the row
-        is not finite; and the most likely tokens with theirs, as many as its count says, as ``mooncake.engine.sampler``
-        defines them."""
+        is not finite; and the most likely tokens with theirs, as many as its count says, as
+        ``mooncake.engine.decoding.sampler`` defines them."""
         num_rows, most = len(rows), max(counts, default=0)
         given = [np.array(numbers, np.int64) for numbers in (rows, tokens, counts)]
         logprobs, ids, tops = np.empty(num_rows), np.empty((num_rows, most), np.int64), np.empty((num_rows, most))

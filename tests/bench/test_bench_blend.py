@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_blend
+from mooncake.app.bench import blend as bench_blend
 from mooncake.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake.app import bench_character
-from mooncake.app.character_twins import (
+from mooncake.app.bench import character as bench_character
+from mooncake.app.bench.character_twins import (
     QUESTION_TOKENS,
     QUESTIONS,
     Corpus,
@@ -22,7 +22,7 @@ from mooncake.app.character_twins import (
     write,
 )
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import ForwardBatch, NoHook, load_model
 

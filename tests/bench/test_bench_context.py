@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake.app import bench_context
+from mooncake.app.bench import context as bench_context
 from mooncake.errors import ConfigError
 
 

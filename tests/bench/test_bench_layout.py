@@ -11,7 +11,8 @@ import pytest
 
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
-from mooncake.app import bench_layout, bench_rdma
+from mooncake.app.bench import layout as bench_layout
+from mooncake.app.bench import rdma as bench_rdma
 from mooncake.errors import ConfigError
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -46,7 +47,7 @@ def test_rdma_goes_to_the_machine_with_all_other_options(flag: list[str], tmp_pa
     program.write_text('#!/bin/sh\necho "$@"\n')
     program.chmod(0o755)
     flag = [part.replace("M", str(program)) for part in flag]
-    code = "import sys; from mooncake.app.bench_rdma import main; main(sys.argv[1:])"
+    code = "import sys; from mooncake.app.bench.rdma import main; main(sys.argv[1:])"
     options = ["--kib", "64", "--json", str(program)]  # a file that is called as the program is
     run = subprocess.run(
         [sys.executable, "-c", code, *flag, *options], capture_output=True, text=True, timeout=60, check=True

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_pipeline
+from mooncake.app.bench import pipeline as bench_pipeline
 from mooncake.errors import ConfigError
 
 

@@ -28,9 +28,9 @@ from mooncake.app import (
     bench_ssd,
     calibrate,
 )
-from mooncake.app.bench_report import Figure, Report
-from mooncake.app.peers.engine import PeerEngine
-from mooncake.app.peers.spawned import START_S, spawned
+from mooncake.app.bench.peers.engine import PeerEngine
+from mooncake.app.bench.peers.spawned import START_S, spawned
+from mooncake.app.bench.report import Figure, Report
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 

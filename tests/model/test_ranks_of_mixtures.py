@@ -18,7 +18,7 @@ from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Pub
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
 from mooncake.kernels.cpu import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
@@ -26,8 +26,8 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.gated import GatedDecoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model, load_part
-from mooncake.model.shards import experts_of, shard_config, shard_weights
-from mooncake.model.vocabulary import VocabularyPart
+from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights
+from mooncake.model.parallel.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
 
