@@ -36,30 +36,15 @@ ALLOWED: dict[str, set[str]] = {
 # Third-party libraries that only these rooms (or single modules) may import.
 BENCHES = {
     *(
-        "mooncake.app.bench.blend",
-        "mooncake.app.bench.character",
-        "mooncake.app.bench.chunked",
-        "mooncake.app.bench.context",
-        "mooncake.app.bench.engine",
-        "mooncake.app.bench.gpu",
-        "mooncake.app.bench.gpu_device",
-        "mooncake.app.bench.gpu_engine",
-        "mooncake.app.bench.gpu_experts",
-        "mooncake.app.bench.gpu_kernels",
-        "mooncake.app.bench.gpu_latent",
-        "mooncake.app.bench.gpu_model",
-        "mooncake.app.bench.gpu_ranks",
-        "mooncake.app.bench.kernels",
-        "mooncake.app.bench.pipeline",
-        "mooncake.app.bench.quality",
-        "mooncake.app.bench.variants",
-        "mooncake.app.bench.character_twins",
-        "mooncake.app.key_scales",
-        "mooncake.app.variants.comparison",
-        "mooncake.app.variants.profile",
-        "mooncake.app.variants.training",
-        "mooncake.app.bench.peers",
+        f"mooncake.app.bench.{name}"
+        for name in (
+            *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
+            *("gpu", "gpu_device", "gpu_engine", "gpu_experts", "gpu_kernels", "gpu_latent", "gpu_model", "gpu_ranks"),
+            *("quality", "variants"),
+        )
     ),
+    *(f"mooncake.app.variants.{name}" for name in ("comparison", "profile", "training")),
+    "mooncake.app.key_scales",
 }
 HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},

@@ -31,7 +31,7 @@ Found = tuple[NodeInfo, NodeInfo | None, tuple[NodeInfo, ...], int, int, int, in
 
 
 class _View(ctypes.Structure):
-    """Mirrors ``View`` in placement_search.cpp."""
+    """Mirrors ``View`` in search.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_prefill", "num_decode", "num_stores")),

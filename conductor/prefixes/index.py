@@ -5,7 +5,7 @@ Caches evict leaves before their parents, so what a node holds of a chain is a r
 are found by bisection: a prompt of 250 blocks takes a dozen look-ups, not 250. If a cache does have a hole (a corrupt
 block was dropped), the run may be reported too long; the node then computes what it does not find.
 
-This class maps nodes to slots; the blocks are in a table of sets of slots (``prefix_table``).
+This class maps nodes to slots; the blocks are in a table of sets of slots (``table``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Markers of prompts in prefill, as pending_prefixes.py defines them; built at first use.
+// Markers of prompts in prefill, as pending.py defines them; built at first use.
 
 #include <algorithm>
 #include <cstdint>

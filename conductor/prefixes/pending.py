@@ -3,7 +3,7 @@
 Pure soft state beside the prefix index, from a prompt's booking to its first token. Only some blocks of a prompt are
 indexed, its *markers*: every ``MARKER_TOKENS`` and the last one, as far as the node does not hold them yet. A block's
 key names all blocks before it, so the deepest marker shared with a new prompt is found by bisection.
-``pending_prefixes.cpp`` is the same in C++; this is the reference, and serves where that cannot be built.
+``pending.cpp`` is the same in C++; this is the reference, and serves where that cannot be built.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Blocks and the sets of nodes that hold them, as prefix_table.py defines them; built at first use.
+// Blocks and the sets of nodes that hold them, as table.py defines them; built at first use.
 // Keys are read from the Python objects that hold them, so that only a dozen of a prompt's 250 keys are touched.
 
 #include <algorithm>

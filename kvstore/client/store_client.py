@@ -4,8 +4,8 @@
         await store.put(key, data)
         assert await store.get(key) == data
 
-This module handles whole blocks; ``client_ranges`` handles parts of blocks, and the reservations and leases that both
-need. ``client_calls`` sends the calls; ``client_near`` and ``client_far`` are shortcuts for whole blocks. What a store
+This module handles whole blocks; ``ranges`` handles parts of blocks, and the reservations and leases that both
+need. ``calls`` sends the calls; ``near`` and ``far`` are shortcuts for whole blocks. What a store
 does not have is None or a shorter list, not an error; all errors are those of ``mooncake.errors``.
 """
 

@@ -1,7 +1,7 @@
 """The accounts of a store's DRAM: who may write which slot, what is readable, who reads it until when, and what is
 evicted.
 
-A slot's life is in ``index_slots``, eviction in ``index_room``; the calls here keep both in step. Pure: it takes the
+A slot's life is in ``slots``, eviction in ``room``; the calls here keep both in step. Pure: it takes the
 time as an argument, uses no randomness, does no I/O, and returns what happened as values and events. It knows neither
 segments, sockets and disks, nor what checksums mean. One owner; not thread-safe.
 """

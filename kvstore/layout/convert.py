@@ -2,7 +2,7 @@
 
 Widening and narrowing again is lossless, bit for bit: float32 represents every bfloat16, and every product of an int8
 and a scale of 16 significant bits, which the scales computed here have. Written twice: in numpy, which is the
-reference, and in C++ (``layout_convert.cpp``), in one pass over memory. It knows neither blocks nor transfers.
+reference, and in C++ (``convert.cpp``), in one pass over memory. It knows neither blocks nor transfers.
 """
 
 from __future__ import annotations

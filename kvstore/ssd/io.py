@@ -1,6 +1,6 @@
 """Moves runs of whole pages between memory and the SSD's files, and verifies what it reads.
 
-Written twice: in Python, which is the reference, and in C++ (``ssd_io.cpp``), where a run is one call without the GIL;
+Written twice: in Python, which is the reference, and in C++ (``io.cpp``), where a run is one call without the GIL;
 a Python thread returning from every system call waits for the GIL as long as the disk takes for a block. All calls
 block. It knows neither what a record is, nor which file is whose.
 """

@@ -1,7 +1,7 @@
 """The SSD under a store's DRAM: saves blocks in groups that are made durable together, and loads them again.
 
-All decisions and all state are on one event loop, in ``SsdIndex``; disk reads and writes run in threads. ``ssd_append``
-writes records, ``ssd_room`` makes room for them. If the disk refuses, loses or corrupts something, that is counted, the
+All decisions and all state are on one event loop, in ``SsdIndex``; disk reads and writes run in threads. ``append``
+writes records, ``room`` makes room for them. If the disk refuses, loses or corrupts something, that is counted, the
 block's replica here is dropped, and the store goes on: a failing tier costs hits, never bytes. It knows nothing of
 slots, leases or clients.
 """

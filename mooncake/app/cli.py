@@ -296,7 +296,7 @@ def bench(
         raise typer.Exit(0 if name else 2)
     if name not in BENCHES:
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(BENCHES)}")
-    importlib.import_module(f"mooncake.app.bench_{name}").main(context.args)
+    importlib.import_module(f"mooncake.app.bench.{name}").main(context.args)
 
 
 def _tell_version(wanted: bool) -> None:

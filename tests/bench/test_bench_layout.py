@@ -11,8 +11,7 @@ import pytest
 
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
-from mooncake.app.bench import layout as bench_layout
-from mooncake.app.bench import rdma as bench_rdma
+from mooncake.app.bench import layout, rdma
 from mooncake.errors import ConfigError
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -37,7 +36,7 @@ def test_a_conversion_is_held_against_a_copy(tmp_path: Path):
 )
 def test_wrong_options_are_named(options: list[str], sentence: str):
     with pytest.raises(ConfigError) as raised:
-        bench_layout.main(options)
+        layout.main(options)
     assert sentence in str(raised.value)
 
 
@@ -57,10 +56,10 @@ def test_rdma_goes_to_the_machine_with_all_other_options(flag: list[str], tmp_pa
 
 def test_rdma_says_what_it_lacks(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="no program 'nowhere'"):
-        bench_rdma.main(["--machine", "nowhere"])
+        rdma.main(["--machine", "nowhere"])
     try:
         Device().close()
         pytest.skip("this machine has verbs")
     except VerbsUnavailable:
         with pytest.raises(ConfigError, match="--machine PROGRAM"):
-            bench_rdma.main([])
+            rdma.main([])

@@ -4,7 +4,7 @@ FAST'25 Algorithm 1 without its two hand-set numbers. A prefix is worth the diff
 it, from whichever store is fastest now, and prefill and decode nodes are chosen together, because moving the bytes
 between them takes time too. So a node's queue counts as much as its cache, and the longest match does not herd.
 
-This is the reference; ``placement_search.cpp`` is the same search in C++, and serves where it can be built.
+This is the reference; ``search.cpp`` is the same search in C++, and serves where it can be built.
 """
 
 from __future__ import annotations
