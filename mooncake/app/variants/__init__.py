@@ -1,1 +1,1 @@
-"""Pairs of variants of one base model, whose KV one can use of the other (DroidSpeak): trained, compared, profiled."""
+"""Pairs of variants of one base model that use each other's KV (DroidSpeak): trained, compared, profiled."""
