@@ -32,7 +32,16 @@ from mooncake.engine.engine import Engine, EngineConfig, StepOutput
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.llm_inputs import Adapters, Message, Prompts, conversation_list, one_each, prompt_list, stop_strings
+from mooncake.llm_inputs import (
+    Adapters,
+    Message,
+    Prompts,
+    TextForm,
+    conversation_list,
+    one_each,
+    prompt_list,
+    stop_strings,
+)
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
@@ -62,6 +71,7 @@ class Completion:
     prompt_tokens: int
     cached_tokens: int  # prompt tokens whose KV was cached
     outputs: list[Answer]
+    prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprob] | None = None  # if requested: of all prompt tokens but the first
     prompt: str | None = None  # its text, with control tokens for a conversation; None if it was given as token ids
 
@@ -184,44 +194,70 @@ class LLM:
         self.engine.drop_cached()
         self._backend.close()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks, so that the next prompt is computed as a whole."""
+        self.engine.drop_cached()
+
     def get_default_sampling_params(self) -> SamplingParams:
-        """Used where no ``sampling`` is given, including what the model's generation_config.json says."""
+        """Used where no ``sampling_params`` are given, including what the model's generation_config.json says."""
         return self._defaults.params()
 
     def generate(
         self,
         prompts: Prompts,
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
         adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer every prompt; answers are in the order of the prompts.
 
-        One ``sampling`` and ``adapter`` for all or one each; the default ``sampling`` is
-        ``get_default_sampling_params()``, and seed 0 means a random one. Each answer ends before the first of the
-        ``stop`` strings in it. With ``sampling.n`` each prompt is computed once and answered that many times.
+        One ``sampling_params`` and ``adapter`` for all or one each; the default is ``get_default_sampling_params()``,
+        and seed 0 means a random one. Each answer ends before the first of the ``stop`` strings in it, or behind it
+        with ``include_stop_str_in_output``. With ``n`` each prompt is computed once and answered that many times.
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = prompt_list(prompts)
         token_ids = [self._encode(prompt) for prompt in given]
-        completions = self._answer(token_ids, sampling, stop, adapter, use_tqdm)
+        form = TextForm(stop_strings(stop), include_stop_str_in_output, skip_special_tokens)
+        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] = (),
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         stop: str | Sequence[str] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
         adapter: Adapters = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or each of several, using the model's own chat template."""
-        token_ids = [self.tokenizer.encode_chat(conversation) for conversation in conversation_list(messages)]
-        completions = self._answer(token_ids, sampling, stop, adapter, use_tqdm)
+        """Answer one conversation, or each of several, using the model's own chat template, which gets ``tools`` (in
+        OpenAI's form) and the variables in ``chat_template_kwargs``. With ``continue_final_message`` the answer is more
+        of the last message.
+
+        Reasoning and calls are part of the text, and parsed over HTTP alone. Raises like ``generate``, and
+        InvalidRequest where the template has no place for tools.
+        """
+        if tools and not self.tokenizer.takes_tools:
+            raise InvalidRequest("the model's chat template has no place for tools", "tools")
+        variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
+        if not add_generation_prompt:
+            variables["add_generation_prompt"] = False
+        conversations = conversation_list(messages)
+        token_ids = [self.tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
+        form = TextForm(stop_strings(stop), include_stop_str_in_output, skip_special_tokens)
+        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
@@ -276,14 +312,14 @@ class LLM:
         self,
         prompts: list[TokenIds],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        stop: str | Sequence[str],
+        form: TextForm,
         adapter: Adapters,
         use_tqdm: bool | None,
     ) -> list[Completion]:
         samplings = one_each(sampling or self.get_default_sampling_params(), len(prompts))
-        places, stops = self._places(adapter, len(prompts)), stop_strings(stop)
+        places = self._places(adapter, len(prompts))
         drafts = [
-            self._draft(prompt, wanted, place, stops)
+            self._draft(prompt, wanted, place, form)
             for prompt, wanted, place in zip(prompts, samplings, places, strict=True)
         ]
         try:
@@ -294,13 +330,20 @@ class LLM:
             self.engine.take_ended()
         return [draft.completion() for draft in drafts]
 
-    def _draft(self, prompt: TokenIds, sampling: SamplingParams, adapter: int, stop: tuple[str, ...]) -> _Draft:
+    def _draft(self, prompt: TokenIds, sampling: SamplingParams, adapter: int, form: TextForm) -> _Draft:
         ends = set() if sampling.ignore_eos else set(self._eos_ids)
+        assemblers = [
+            TextAssembler(
+                self.tokenizer, form.stop, form.includes_stop, form.skips_special, min_tokens=sampling.min_tokens
+            )
+            for _ in range(sampling.num_answers)
+        ]
         return _Draft(
             self._sequence(prompt, _ranking(sampling), adapter),
             sampling,
-            [TextAssembler(self.tokenizer, stop, min_tokens=sampling.min_tokens) for _ in range(sampling.num_answers)],
+            assemblers,
             frozenset(sampling.stop_token_ids) - ends,
+            form.includes_stop,
         )
 
     def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
@@ -353,11 +396,12 @@ class _Draft:
         sampling: SamplingParams,
         assemblers: list[TextAssembler],
         stop_ids: frozenset[int],
+        includes_stop: bool,
     ) -> None:
         """``stop_ids`` are the request's own."""
         self.sequence = sequence
         self._sampling = sampling
-        self._answers = [_DraftAnswer(assembler, stop_ids) for assembler in assemblers]
+        self._answers = [_DraftAnswer(assembler, stop_ids, includes_stop) for assembler in assemblers]
         self._prompt_logprobs: list[TokenLogprob] | None = None
 
     @property
@@ -380,14 +424,16 @@ class _Draft:
             answers = sorted(answers, key=_DraftAnswer.mean_logprob, reverse=True)[: self._sampling.n]
         wants_logprobs = self._sampling.logprobs is not None
         outputs = [answer.answer(index, wants_logprobs) for index, answer in enumerate(answers)]
-        return Completion(self.sequence.num_prompt, self.sequence.num_cached_tokens, outputs, self._prompt_logprobs)
+        prompt = self.sequence.tokens[: self.sequence.num_prompt].tolist()
+        return Completion(len(prompt), self.sequence.num_cached_tokens, outputs, prompt, self._prompt_logprobs)
 
 
 class _DraftAnswer:
-    def __init__(self, assembler: TextAssembler, stop_ids: frozenset[int]) -> None:
+    def __init__(self, assembler: TextAssembler, stop_ids: frozenset[int], includes_stop: bool) -> None:
         self.finish_reason: FinishReason | None = None
         self._assembler = assembler
         self._stop_ids = stop_ids
+        self._includes_stop = includes_stop
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprob] = []
@@ -397,7 +443,7 @@ class _DraftAnswer:
         if output.token.logprob is not None:
             self._logprobs.append(output.token.logprob)
         self.finish_reason = output.finish_reason
-        if output.finish_reason is not FinishReason.STOP:  # the id that stops an answer is not part of its text
+        if self._includes_stop or output.finish_reason is not FinishReason.STOP:  # else it is not part of the text
             self._add(self._assembler.push(output.token.token_id))
         if output.finish_reason is not None:
             self._add(self._assembler.flush())

@@ -183,7 +183,7 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) 
         ([[]], "a prompt is empty"),
         ([[1.5, 2.0]], "text or token ids"),
         (["Hello", 5], "text or token ids"),
-        ({"prompt": "Hello"}, "text or token ids"),
+        ({"text": "Hello"}, "a prompt with names"),
         (None, "text or token ids"),
     ):
         with pytest.raises(InvalidRequest, match=sentence):
@@ -235,3 +235,86 @@ def test_without_sampling_a_model_s_own_is_used(tmp_path: Path) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
     with pytest.raises(InvalidRequest, match="auto, none"):
         LLM(str(tmp_path), generation_config="mine")
+
+
+# What scripts for vLLM write
+
+
+def test_prompts_may_have_vllms_names_and_results_tell_their_tokens(llm: LLM) -> None:
+    [plain] = llm.generate("The capital of France is", sampling_params=GREEDY)
+    named = llm.generate(
+        [
+            {"prompt": "The capital of France is"},
+            {"prompt_token_ids": plain.prompt_token_ids},
+            {"prompt_token_ids": plain.prompt_token_ids, "prompt": None},
+        ],
+        sampling_params=GREEDY,
+    )
+    assert [each.token_ids for each in named] == [plain.token_ids] * 3
+    assert llm.generate({"prompt": "The capital of France is"}, GREEDY)[0].token_ids == plain.token_ids
+    assert plain.prompt_token_ids == llm.tokenizer.encode("The capital of France is").tolist()
+    for wrong in ({}, {"text": "x"}, {"prompt": "x", "multi_modal_data": {}}):
+        with pytest.raises(InvalidRequest, match="a prompt with names"):
+            llm.generate(wrong, GREEDY)
+
+
+def test_the_text_may_hold_its_stop_string_and_control_tokens(llm: LLM) -> None:
+    [free] = llm.generate("The capital of France is", GREEDY)
+    assert "Paris" in free.text
+    [cut] = llm.generate("The capital of France is", GREEDY, stop="Paris", include_stop_str_in_output=True)
+    assert cut.text == free.text[: free.text.index("Paris") + len("Paris")]
+
+    asked = [{"role": "user", "content": "Say hello."}]
+    long = SamplingParams(max_tokens=80, temperature=0.0)
+    [chat] = llm.chat(asked, long)
+    assert chat.finish_reason is FinishReason.STOP
+    [whole] = llm.chat(asked, long, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert whole.text == f"{chat.text}<|im_end|>"
+
+
+def test_a_forgotten_prefix_is_computed_again(llm: LLM) -> None:
+    prompt = [7] * 200
+    short = SamplingParams(max_tokens=1, temperature=0.0)
+    llm.generate([prompt], short)
+    assert llm.generate([prompt], short)[0].cached_tokens > 0
+    llm.reset_prefix_cache()
+    assert llm.generate([prompt], short)[0].cached_tokens == 0
+
+
+def test_the_last_message_is_continued(llm: LLM) -> None:
+    turns = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "The answer is"}]
+    [begun] = llm.chat(turns, GREEDY, continue_final_message=True)
+    assert begun.prompt is not None and begun.prompt.endswith("<|im_start|>assistant\nThe answer is")
+    [closed] = llm.chat(turns, GREEDY, add_generation_prompt=False)
+    assert closed.prompt is not None and closed.prompt.endswith("The answer is<|im_end|>\n")
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+def test_the_template_gets_tools_calls_and_variables(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% if tools %}tools={{ tools[0].function.name }} {% endif %}{% if mood %}mood={{ mood }} {% endif %}"
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% for call in m.tool_calls or [] %}[{{ call.function.name }}{{ call.function.arguments.city }}]{% endfor %}"
+        "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %} {% endfor %}"
+    )
+    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    turns = [
+        {"role": "user", "content": "rain?"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "yes"},
+    ]
+    with LLM(str(tmp_path), kv_gb=0.01) as tiny:
+        one = SamplingParams(max_tokens=1, temperature=0.0)
+        [answer] = tiny.chat(turns, one, tools=[TOOL], chat_template_kwargs={"mood": "dry"})
+        assert answer.prompt == "tools=weather mood=dry user:rain? assistant:[weatherOslo] tool:yes(c1) "
+        function["arguments"] = "Oslo"
+        with pytest.raises(InvalidRequest, match="a call is"):
+            tiny.chat(turns, one)
+
+
+def test_tools_are_refused_where_the_template_would_drop_them(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="no place for tools"):
+        llm.chat([{"role": "user", "content": "rain?"}], GREEDY, tools=[TOOL])
