@@ -14,9 +14,20 @@ if TYPE_CHECKING:
     from mooncake.client import Client
     from mooncake.llm import LLM
     from mooncake.tls import Tls
-    from mooncake.types import BeamSearch, Guide, GuideKind, SamplingParams
+    from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 
-__all__ = ["LLM", "BeamSearch", "Client", "Guide", "GuideKind", "SamplingParams", "Tls", "errors"]
+__all__ = [
+    "LLM",
+    "BeamSearch",
+    "Client",
+    "Guide",
+    "GuideKind",
+    "RepetitionDetection",
+    "SamplingParams",
+    "ThinkingBudget",
+    "Tls",
+    "errors",
+]
 
 _HOMES = {
     "LLM": "mooncake.llm",
@@ -25,6 +36,8 @@ _HOMES = {
     "BeamSearch": "mooncake.types",
     "Guide": "mooncake.types",
     "GuideKind": "mooncake.types",
+    "RepetitionDetection": "mooncake.types",
+    "ThinkingBudget": "mooncake.types",
     "Tls": "mooncake.tls",
 }
 

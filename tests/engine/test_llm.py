@@ -192,7 +192,7 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) 
         with pytest.raises(InvalidRequest, match="message"):
             llm.chat(messages, GREEDY)
     for sampling in ({"max_tokens": 3}, [GREEDY, "warm"]):
-        with pytest.raises(InvalidRequest, match="sampling is one SamplingParams, or one for each prompt"):
+        with pytest.raises(InvalidRequest, match="sampling_params are one SamplingParams, or one for each prompt"):
             llm.generate(["Hello", "Hi"], sampling)  # type: ignore[arg-type]
     assert not llm.engine.has_work
     assert llm.generate([], GREEDY) == []
