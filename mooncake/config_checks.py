@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from mooncake.adapters import parse_adapters
 from mooncake.config_sections import GENERATION_CONFIGS, ConductorSection, Config, EngineSection, NodeSection
 from mooncake.errors import ConfigError
+from mooncake.json_file import json_object
 from mooncake.precision import KV_FORMATS, check_device
 
 MISSED_HEARTBEATS = 3  # before a node is gone: one or two may be late
@@ -149,6 +150,9 @@ def _check_choices(config: Config) -> None:
     if config.model.generation_config not in GENERATION_CONFIGS:
         known = f"{', '.join(GENERATION_CONFIGS[:-1])} or {GENERATION_CONFIGS[-1]}"
         raise ConfigError(f"model.generation_config must be {known}, got {config.model.generation_config!r}")
+    json_object(config.model.generation_overrides, "model.generation_overrides")
+    if "chat_template" in json_object(config.model.chat_template_kwargs, "model.chat_template_kwargs"):
+        raise ConfigError("model.chat_template_kwargs brings no chat template: the model's own is used")
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:

@@ -1,11 +1,11 @@
-"""Reads the JSON files of a model, with a size limit and a one-sentence error for everything that can be wrong."""
+"""Reads JSON: files of a model, with a size limit, and values of settings; every mistake is one sentence."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from mooncake.errors import ModelError
+from mooncake.errors import ConfigError, ModelError, shown
 
 MAX_JSON_BYTES = 64 << 20
 
@@ -25,3 +25,14 @@ def read_json(path: Path, why: str = "") -> dict[str, object]:
     if not isinstance(tree, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return tree
+
+
+def json_object(text: str, name: str) -> dict[str, object]:
+    """The setting ``name``, a JSON object; "" is an empty one. Raises ConfigError."""
+    try:
+        found = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is a JSON object, got {shown(found)}")
+    return found

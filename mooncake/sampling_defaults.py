@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mooncake.errors import InvalidRequest, ModelError
+from mooncake.errors import ConfigError, InvalidRequest, ModelError
+from mooncake.json_file import json_object
 from mooncake.types import SamplingParams
 
 _KEYS = {  # keys of generation_config.json, and our names
@@ -47,6 +48,22 @@ class SamplingDefaults:
 
 NEUTRAL = SamplingDefaults()
 """The defaults without a model's; also those of beam search, which does not sample."""
+
+
+def overridden(defaults: SamplingDefaults, text: str) -> SamplingDefaults:
+    """``defaults`` but for the values in ``text``, JSON in the form of a generation_config.json; "": none. Raises
+    ConfigError for a name or value that no request could have: the operator wrote it."""
+    if not text:
+        return defaults
+    name = "model.generation_overrides"
+    given = json_object(text, name)
+    if unknown := given.keys() - _KEYS.keys():
+        raise ConfigError(f"{name} knows {', '.join(_KEYS)}, not {min(unknown)}")
+    try:
+        wanted = defaults_from(given, name)
+    except ModelError as error:
+        raise ConfigError(error.message.partition(" (")[0]) from None
+    return replace(defaults, **{_KEYS[key]: getattr(wanted, _KEYS[key]) for key in given})
 
 
 def defaults_from(generation: Mapping[str, object], source: str) -> SamplingDefaults:

@@ -16,7 +16,7 @@ from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, mer
 from mooncake.errors import Cancelled, InternalError
 from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.text.tokenizer import Tokenizer
-from mooncake.types import FinishReason, SampledToken, Usage
+from mooncake.types import FinishReason, SampledToken, SamplingParams, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +78,9 @@ class Observer(Protocol):
 
     def finished(self, outcome: Outcome, prompt_counts: bool) -> None:
         """An answer is complete. The prompt and its statistics count only with the first of its answers."""
+
+    def answered(self, sampling: SamplingParams, longest: int) -> None:
+        """All answers of a request are complete; the longest has so many tokens."""
 
     def failed(self, code: str) -> None: ...
 
@@ -151,7 +154,7 @@ class Answer:
         self._last_id = -1
         self._watch = Stopwatch(job.arrived_at)
         self._summary = RequestSummary()
-        self._num_tokens = 0
+        self.num_tokens = 0
         self.is_complete = False
 
     def take(self, delta: Delta, now: float) -> Piece:
@@ -182,19 +185,19 @@ class Answer:
         return Piece(tuple(tokens), text, outcome, self._choice, scores, parts, tuple(increment.is_reasoning))
 
     def _count(self, token: SampledToken, now: float) -> None:
-        if token.index != self._num_tokens:
-            raise InternalError(f"token {token.index} came where token {self._num_tokens} was due")
-        self._num_tokens += 1
+        if token.index != self.num_tokens:
+            raise InternalError(f"token {token.index} came where token {self.num_tokens} was due")
+        self.num_tokens += 1
         self._last_id = token.token_id
         self._watch.token(now)
-        if self._num_tokens == 1:
+        if self.num_tokens == 1:
             self._observer.first_token(self._watch.ttft_s or 0.0)
         else:
             self._observer.token_gap(self._watch.gaps_s[-1])
 
     def _complete(self, reason: FinishReason, now: float) -> Outcome:
         self.is_complete = True
-        usage = Usage(len(self._job.request.tokens), self._num_tokens, self._summary.report.cached_tokens)
+        usage = Usage(len(self._job.request.tokens), self.num_tokens, self._summary.report.cached_tokens)
         outcome = Outcome(reason, usage, self._watch.read(now), self._summary, self._stop_reason(reason))
         self._observer.finished(outcome, prompt_counts=self._choice == 0)
         return outcome

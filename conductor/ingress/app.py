@@ -38,9 +38,11 @@ from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
+from mooncake.json_file import json_object
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.server import RpcServer
+from mooncake.sampling_defaults import overridden
 from mooncake.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_PATH = 200
@@ -168,7 +170,10 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
         adapters={adapter.name: adapter for adapter in open_adapters(folders)},
-        sampling=checkpoint.sampling_defaults(config.model.generation_config),
+        sampling=overridden(
+            checkpoint.sampling_defaults(config.model.generation_config), config.model.generation_overrides
+        ),
+        chat_variables=json_object(config.model.chat_template_kwargs, "model.chat_template_kwargs"),
         root=config.model.path,
         adapter_roots=folders,
     )

@@ -6,7 +6,7 @@ The names vLLM dashboards expect (prefix ``vllm:``, labels ``model_name`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from conductor.ingress.answers import Outcome
 from conductor.stats import DispatchStats
 from mooncake.rpc.cluster_pb2 import Load, StatusResponse
-from mooncake.types import Role
+from mooncake.types import Role, SamplingParams
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE = "0"
@@ -25,6 +25,7 @@ _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 _LEVELS = frozenset(
     {"blocks_quarantined", "handoffs_open", "handoffs_waiting", "last_switch_us", "leases"}
 )  # counts of nodes that are gauges: they can fall
+_COUNTS = (1, 2, 5, 10, 20, 50, 100)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 
 
@@ -45,6 +46,14 @@ class Metrics:
         self._decode = self._histogram("vllm:request_decode_time_seconds", "First token to last", _LATENCY_S)
         self._prompt_size = self._histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
         self._answer_size = self._histogram("vllm:request_generation_tokens", "Tokens generated for one", _TOKENS)
+        self._longest = self._histogram(
+            "vllm:request_max_num_generation_tokens", "Tokens of the longest answer to a request", _TOKENS
+        )
+        self._max_tokens = self._histogram("vllm:request_params_max_tokens", "The request's max_tokens", _TOKENS)
+        self._n = self._histogram("vllm:request_params_n", "The request's n", _COUNTS)
+        self._inference = self._histogram(
+            "vllm:request_inference_time_seconds", "Arrival to last token, without waiting", _LATENCY_S
+        )
         self._prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests")
         self._tokens = self._counter("vllm:generation_tokens", "Tokens generated")
         self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the cache")
@@ -55,7 +64,7 @@ class Metrics:
             (*_VLLM_LABELS, "finished_reason"),
             registry=self._registry,
         )
-        for reason in ("stop", "length"):  # dashboards expect the series from the start
+        for reason in ("stop", "length", "repetition"):  # dashboards expect the series from the start
             self._finished.labels(model, _ENGINE, reason)
         self._tail_gap = Histogram(
             "mooncake_tail_tbt_seconds",
@@ -106,6 +115,12 @@ class Metrics:
             self._prompt_tokens.inc(usage.prompt_tokens)
             self._queries.inc(usage.prompt_tokens)
             self._hits.inc(usage.cached_tokens)
+            self._inference.observe(max(0.0, latency.total_ms - timings.queue_ms) / 1e3)
+
+    def answered(self, sampling: SamplingParams, longest: int) -> None:
+        self._longest.observe(longest)
+        self._max_tokens.observe(sampling.max_tokens)
+        self._n.observe(sampling.n)
 
     def failed(self, code: str) -> None:
         self._failed.labels(code).inc()
@@ -152,6 +167,20 @@ class _ClusterCollector(Collector):
             family = GaugeMetricFamily(name, text, labels=_VLLM_LABELS)
             family.add_metric((self._model, _ENGINE), value)
             yield family
+        for name, text, count in (
+            ("vllm:num_preemptions", "Sequences put back", sum(load.preemptions for load in loads)),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", _counted(loads, "tokens_drafted")),
+            ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right", _counted(loads, "drafts_accepted")),
+        ):
+            counter = CounterMetricFamily(name, text, labels=_VLLM_LABELS)
+            counter.add_metric((self._model, _ENGINE), count)
+            yield counter
+        sizes = {node.info.block_tokens for node in status.nodes if node.info.role in ("prefill", "decode")}
+        facts = GaugeMetricFamily(
+            "vllm:cache_config_info", "The cache of all nodes", labels=(*_VLLM_LABELS, "block_size", "num_gpu_blocks")
+        )
+        facts.add_metric((self._model, _ENGINE, str(max(sizes, default=0)), str(total)), 1)
+        yield facts
 
     def _requests(self, status: StatusResponse) -> Iterator[Metric]:
         stats = self._stats
@@ -209,6 +238,10 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
         for name, count in sorted(load.counters.items()):
             (levels if name in _LEVELS else events).add_metric((*who, name), count)
     yield from (blocks, sequences, up, health, age, sent, received, preempted, events, levels)
+
+
+def _counted(loads: Sequence[Load], name: str) -> int:
+    return sum(load.counters.get(name, 0) for load in loads)
 
 
 def _block_states(load: Load) -> tuple[tuple[str, int], ...]:

@@ -166,6 +166,8 @@ class Pipeline:
                         unfinished.discard(delta.choice)
                         if delta.finish_reason is None:  # a stop string: only found here
                             self._generator.end_choice(request.request_id, delta.choice)
+                    if not unfinished:
+                        self._observer.answered(request.sampling, max(answer.num_tokens for answer in answers))
                     yield piece
 
     async def _best(self, job: Job) -> AsyncGenerator[Piece, None]:

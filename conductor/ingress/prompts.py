@@ -82,6 +82,7 @@ class Prompts:
 
         Raises InvalidRequest or ContextTooLong.
         """
+        variables = {**self.model.chat_variables, **(variables or {})}
         if not messages:
             raise InvalidRequest("at least one message is needed", param)
         if len(messages) > MAX_MESSAGES:

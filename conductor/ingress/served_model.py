@@ -27,6 +27,7 @@ class ServedModel:
     created: int  # seconds since 1970
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients use
     sampling: SamplingDefaults = NEUTRAL  # defaults of requests
+    chat_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, where requests name none
     root: str = ""  # what was given as the model: a folder, a file, or a name
     adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by adapter
 

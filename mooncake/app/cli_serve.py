@@ -30,6 +30,18 @@ GenerationConfig = Annotated[
     str | None,
     typer.Option(metavar="auto|none", help="Sampling defaults: the model's own, or none.", show_default="auto"),
 ]
+OverrideGenerationConfig = Annotated[
+    str | None,
+    typer.Option(metavar="JSON", help="Sampling defaults that count before the model's own.", show_default=False),
+]
+DefaultChatTemplateKwargs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='Variables of the chat template, such as {"enable_thinking": false}.',
+        show_default=False,
+    ),
+]
 ReasoningParser = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="How thoughts are separated from answers; vLLM's names.", show_default="auto"),
@@ -85,6 +97,8 @@ def serve(
     served_model_name: ServedModelName = None,
     max_model_len: MaxModelLen = None,
     generation_config: GenerationConfig = None,
+    override_generation_config: OverrideGenerationConfig = None,
+    default_chat_template_kwargs: DefaultChatTemplateKwargs = None,
     reasoning_parser: ReasoningParser = None,
     tool_call_parser: ToolCallParser = None,
     host: Host = None,
@@ -111,6 +125,8 @@ def serve(
         "model.name": served_model_name,
         "model.max_model_len": max_model_len,
         "model.generation_config": generation_config,
+        "model.generation_overrides": override_generation_config,
+        "model.chat_template_kwargs": default_chat_template_kwargs,
         "conductor.reasoning_parser": reasoning_parser,
         "conductor.tool_call_parser": tool_call_parser,
         "conductor.host": host,

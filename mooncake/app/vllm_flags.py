@@ -13,6 +13,9 @@ _KV_GB = "--set prefill.kv_gb=GB --set decode.kv_gb=GB, the KV cache of each nod
 _ALWAYS = "it is always so, leave it out"
 _POOL = "every cluster has a pool: --set store.dram_gb=GB, --set store.ssd_path=FOLDER"
 _LORA = "--lora NAME=FOLDER"
+_ANY_LORA = "adapters of any number and rank are loaded, leave it out"
+_WITH_MODEL = "the model's own is used, from its folder"
+_NO_DOWNLOAD = "nothing is fetched here: `hf download NAME` prints the folder to give as the model"
 
 COUNTERPARTS = {
     "--gpu-memory-utilization": _KV_GB,
@@ -35,11 +38,54 @@ COUNTERPARTS = {
     "--kv-offloading-size": _POOL,
     "--chat-template": "the model's own is used, alone",
     "--seed": "it is a field of each request",
+    "--prefill-context-parallel-size": "--set prefill.context_parallel=N",
+    "--enable-expert-parallel": "experts are cut like all layers: --set decode.tensor_parallel=N",
+    "--distributed-executor-backend": "--ray starts the nodes as Ray actors",
+    "--tokenizer": _WITH_MODEL,
+    "--tokenizer-mode": _WITH_MODEL,
+    "--hf-config-path": _WITH_MODEL,
+    "--hf-overrides": "the model's own configuration counts: change it in its folder",
+    "--trust-remote-code": "no code of a model's is ever run, leave it out",
+    "--revision": _NO_DOWNLOAD,
+    "--download-dir": _NO_DOWNLOAD,
+    "--hf-token": _NO_DOWNLOAD,
+    "--load-format": "safetensors and GGUF files are told apart by themselves, leave it out",
+    "--enforce-eager": "GPUs replay graphs where steps repeat, leave it out",
+    "--cpu-offload-gb": "weights stay where they are used, on CPUs or GPUs, leave it out",
+    "--swap-space": "--set prefill.swap_gb=GB --set decode.swap_gb=GB",
+    "--max-logprobs": "it is 20, as with vLLM",
+    "--max-loras": _ANY_LORA,
+    "--max-lora-rank": _ANY_LORA,
+    "--max-cpu-loras": _ANY_LORA,
+    "--max-num-queued-reqs": "--set conductor.max_waiting=N",
+    "--scheduling-policy": "requests with a priority are served by it, leave it out",
+    "--enable-prompt-tokens-details": _ALWAYS,
+    "--enable-force-include-usage": "usage comes where a request's stream_options ask for it",
+    "--enable-request-id-headers": _ALWAYS,
+    "--enable-server-load-tracking": _ALWAYS,
+    "--enable-tokenizer-info-endpoint": _ALWAYS,
+    "--enable-log-requests": "--log-level INFO",
+    "--disable-log-requests": _ALWAYS,
+    "--disable-log-stats": "metrics cost nothing until /metrics is read, leave it out",
+    "--uvicorn-log-level": "--log-level LEVEL",
+    "--allowed-origins": "--allowed-origin ORIGIN, once for each",
+    "--no-enable-prefix-caching": "it cannot be turned off; a new cache_salt in each request finds nothing cached",
+    "--kv-events-config": "the conductor follows its nodes' caches by itself",
+    "--limit-mm-per-prompt": "models take text alone, leave it out",
+}
+
+
+_SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-q": "--quantization",
 }
 
 
 def refuse_flags_of_vllm(arguments: Sequence[str]) -> None:
     """Raises ConfigError, with its counterpart, for a flag of ``serve`` that is vLLM's alone."""
     for flag in (argument.partition("=")[0] for argument in arguments):
-        if flag in COUNTERPARTS:
-            raise ConfigError(f"{flag} is a flag of vLLM's; here: {COUNTERPARTS[flag]}")
+        long = _SHORT.get(flag, flag)
+        if long in COUNTERPARTS:
+            raise ConfigError(f"{flag} is a flag of vLLM's; here: {COUNTERPARTS[long]}")

@@ -206,7 +206,7 @@ class Script:
 def cluster_status():
     def node(role):
         return cluster_pb2.NodeStatus(
-            info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role),
+            info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role, block_tokens=64),
             state="live",
             load=cluster_pb2.Load(
                 running=1,
@@ -249,7 +249,11 @@ async def running_front(script=None, **limits):
     tokenizer.opens = limits.pop("opens", "")
     capacity_tokens = limits.pop("capacity_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
-    model = ModelSection(adapters=limits.pop("adapters", ()))
+    model = ModelSection(
+        adapters=limits.pop("adapters", ()),
+        generation_overrides=limits.pop("overrides", ""),
+        chat_template_kwargs=limits.pop("variables", ""),
+    )
     config = Config(model=model, conductor=ConductorSection(**limits))
     checkpoint = SimpleNamespace(
         name="bytes",

@@ -410,6 +410,10 @@ async def test_what_is_done_once_for_several_answers_counts_once(open_front):
     assert of("mooncake_handoff_seconds_count") == 1
     assert of("vllm:e2e_request_latency_seconds_count", **VLLM) == 3
     assert of("vllm:generation_tokens_total", **VLLM) == 12
+    assert of("vllm:request_max_num_generation_tokens_sum", **VLLM) == 4
+    assert of("vllm:request_params_max_tokens_sum", **VLLM) == 4
+    assert of("vllm:request_params_n_sum", **VLLM) == 3
+    assert of("vllm:request_params_n_count", **VLLM) == 1
 
 
 async def test_metrics_count_what_happened(open_front):
@@ -431,6 +435,10 @@ async def test_metrics_count_what_happened(open_front):
     assert of("vllm:request_success_total", finished_reason="length", **VLLM) == 1
     assert of("vllm:num_requests_running", **VLLM) == 2
     assert of("vllm:kv_cache_usage_perc", **VLLM) == pytest.approx(0.2)
+    assert of("vllm:num_preemptions_total", **VLLM) == 0
+    assert of("vllm:spec_decode_num_accepted_tokens_total", **VLLM) == 0
+    assert of("vllm:request_inference_time_seconds_count", **VLLM) == 1
+    assert of("vllm:cache_config_info", block_size="64", num_gpu_blocks="20", **VLLM) == 1
     assert of("mooncake_node_blocks", node="decode-0", role="decode", state="cached") == 3
     assert of("mooncake_node_events_total", node="decode-0", role="decode", event="handoffs_taken") == 7
     assert of("mooncake_node_level", node="decode-0", role="decode", level="handoffs_open") == 1

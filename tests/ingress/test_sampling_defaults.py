@@ -8,6 +8,7 @@ import openai
 import pytest
 import pytest_asyncio
 
+from mooncake.errors import ConfigError
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -94,3 +95,42 @@ async def test_a_default_length_is_cut_to_what_fits(open_front):
         answer = await front.http.post("/v1/chat/completions", json={"messages": long})
         assert answer.status_code == 200
         assert front.script.asked[0].sampling.max_tokens == 4096 - len(front.script.asked[0].tokens)
+
+
+async def test_the_operator_s_defaults_count_before_the_model_s_and_after_the_request_s(open_front):
+    overrides = '{"temperature": 0.2, "top_k": -1, "max_new_tokens": 9}'
+    async with open_front(defaults=OF_MODEL, overrides=overrides) as front:
+        await front.http.post("/v1/chat/completions", json={"messages": HI})
+        await front.http.post("/v1/chat/completions", json={"messages": HI, "temperature": 0.7})
+        asked, named = (request.sampling for request in front.script.asked)
+    assert values(asked) == values(OF_MODEL) | {"temperature": 0.2, "top_k": 0} and asked.max_tokens == 9
+    assert named.temperature == 0.7
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        ('{"heat": 1}', "model.generation_overrides knows temperature, .*, not heat"),
+        ('{"top_p": 2}', "model.generation_overrides: top_p must be between 1e-06 and 1, got 2$"),
+    ],
+)
+async def test_defaults_that_no_request_could_have_stop_the_start(open_front, overrides, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        async with open_front(overrides=overrides):
+            pass
+
+
+async def test_the_template_s_variables_have_defaults_in_every_api(open_front):
+    async with open_front(variables='{"enable_thinking": false, "tone": "dry"}') as front:
+        await front.http.post("/v1/chat/completions", json={"messages": HI})
+        more = {"messages": HI, "chat_template_kwargs": {"tone": "warm"}, "reasoning_effort": "low"}
+        await front.http.post("/v1/chat/completions", json=more)
+        await front.http.post("/v1/messages", json={"messages": HI, "max_tokens": 5})
+        async with grpc.aio.insecure_channel(front.grpc_address) as channel:
+            chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="Hi")])
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            async for _ in stub.Generate(pb.GenerateRequest(chat=chat)):
+                pass
+        prompts = [bytes(request.tokens.tolist()).decode() for request in front.script.asked]
+    assert prompts[0] == prompts[2] == prompts[3] == "[enable_thinking=False][tone=dry]<user>Hi<assistant>"
+    assert "[enable_thinking=True]" in prompts[1] and "[tone=warm]" in prompts[1]
