@@ -176,7 +176,7 @@ class ChatRequest(AnswerFields, frozen=True, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
     tool_choice: str | NamedTool | None = None
-    parallel_tool_calls: bool | None = None  # None: true, though "required" and a named tool make one call
+    parallel_tool_calls: bool | None = None  # None: true, though a named tool is called once
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
     include_reasoning: bool | None = None  # None: true; vLLM's

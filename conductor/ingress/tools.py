@@ -86,12 +86,13 @@ class SaidCall(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a chat may call. ``must_call`` constrains the whole answer to one call of one of them; with ``once``
-    nothing after the first call is reported."""
+    """What a chat may call. ``must_call`` constrains the whole answer to one call of one of them, or with ``several``
+    to a list of calls; with ``once`` nothing after the first call is reported."""
 
     functions: tuple[Function, ...]
     must_call: bool = False
     once: bool = False
+    several: bool = False
 
     @property
     def schemas(self) -> dict[str, dict[str, object]]:
@@ -99,14 +100,17 @@ class Tools:
         return {function.name: function.parameters or {} for function in self.functions}
 
     def guide(self) -> Guide | None:
-        """The guide for an answer that must be a call."""
+        """The guide for an answer that must be a call, or several."""
         if not self.must_call:
             return None
+        place = "/items" if self.several else ""
         if len(self.functions) == 1:
-            schema = _form_of_call(self.functions[0])
+            schema = _form_of_call(self.functions[0], place)
         else:
             forms = enumerate(self.functions)
-            schema = {"anyOf": [_form_of_call(function, f"/anyOf/{number}") for number, function in forms]}
+            schema = {"anyOf": [_form_of_call(function, f"{place}/anyOf/{number}") for number, function in forms]}
+        if self.several:
+            schema = {"type": "array", "minItems": 1, "items": schema}
         return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
 
     def listed(self) -> list[dict[str, object]]:
@@ -149,7 +153,7 @@ def tools_of(
         case None | "auto":
             return Tools(functions, once=parallel is False)
         case "required":
-            return Tools(functions, must_call=True)
+            return Tools(functions, must_call=True, several=parallel is not False)
         case "none":
             return None
         case NamedTool(FunctionName(name)):

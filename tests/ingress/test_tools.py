@@ -307,7 +307,7 @@ async def test_a_call_is_held_to_what_its_parameters_refer_to(front, client, cho
 
     def takes(call: str) -> bool:
         state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[0].sampling.guide)
-        state.follow(front.tokenizer.encode(call))
+        state.follow(front.tokenizer.encode(f"[{call}, {call}]" if choice == "required" else call))
         try:
             return bool(state.allowed()[front.tokenizer.eos_ids[0]])
         except InvalidRequest:  # it has left the guide
@@ -500,3 +500,49 @@ async def test_allowed_tools_are_among_the_tools(front, client, names):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="bytes", messages=ASK, tools=[TIME], tool_choice=choice)
     assert caught.value.param == "tool_choice"
+
+
+SEVERAL = (
+    '[{"name": "get_weather", "arguments": {"city": "Bern"}}, {"name": "get_time", "arguments": {}} ,\n'
+    '{"name": "get_weather", "arguments": {"city": "Z}, {"}}]'
+)
+
+
+@pytest.mark.parametrize("per_delta", [1, 7, 1000])
+async def test_several_calls_can_be_demanded(front, client, per_delta):
+    front.script.text, front.script.per_delta = SEVERAL, per_delta
+    asked = {"model": "bytes", "messages": ASK, "tools": [WEATHER, TIME], "tool_choice": "required"}
+
+    answer = (await client.chat.completions.create(**asked)).choices[0]
+    said = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
+    assert said == [("get_weather", {"city": "Bern"}), ("get_time", {}), ("get_weather", {"city": "Z}, {"})]
+    assert len({call.id for call in answer.message.tool_calls}) == 3
+    assert (answer.message.content, answer.finish_reason) == (None, "tool_calls")
+    schema = json.loads(front.script.asked[-1].sampling.guide.text)
+    assert schema["type"] == "array" and schema["minItems"] == 1
+
+    parts = {}
+    async for chunk in await client.chat.completions.create(**asked, stream=True):
+        assert not chunk.choices[0].delta.content
+        for call in chunk.choices[0].delta.tool_calls or []:
+            parts.setdefault(call.index, []).append(call)
+    assert [calls[0].function.name for calls in parts.values()] == ["get_weather", "get_time", "get_weather"]
+    told = ["".join(call.function.arguments for call in calls) for calls in parts.values()]
+    assert list(map(json.loads, told)) == [arguments for _, arguments in said]
+
+
+async def test_not_in_parallel_means_one_call(front, client):
+    front.script.text = '{"name": "get_time", "arguments": {}}'
+    asked = {"model": "bytes", "messages": ASK, "tools": [TIME], "tool_choice": "required"}
+    answer = await client.chat.completions.create(**asked, parallel_tool_calls=False)
+    assert len(answer.choices[0].message.tool_calls) == 1
+    assert json.loads(front.script.asked[-1].sampling.guide.text)["type"] == "object"
+
+
+async def test_calls_that_are_cut_leave_no_text():
+    for length in range(1, len(SEVERAL)):
+        parser = JsonCallParser(is_call=True)
+        parts = [*parser.push(SEVERAL[:length], is_last=True)]
+        assert all(isinstance(part, CallPart) for part in parts)
+        names = [part.name for part in parts if part.name]
+        assert names == ["get_weather", "get_time", "get_weather"][: len(names)]

@@ -26,6 +26,7 @@ _NAME = r'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
 _KIND = r'(?:"type"\s*:\s*"function"\s*,\s*)?'
 _HEAD = rf'\s*+(?P<list>\[?)\s*+\{{\s*{_KIND}"name"\s*:\s*(?P<name>{_NAME})\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 _NEXT = re.compile(r"\s*+\}\s*+[,;]?\s*+(?=\{)")  # from a call's arguments to the next call after the same tag
+_END = re.compile(r"\s*+\}?\s*+[,;]?\s*+")  # what ``_NEXT`` matches, or its beginning
 _MAX_HEAD_CHARS = 1024  # of either pattern: they are retried with each piece of text
 _FIRST_KEY = re.compile(r'\s*+\[?\s*+(?:\{\s*+(?:"(?P<key>\w*+)(?P<end>"?))?)?')
 _KEYS = ("name", "type", "arguments", "parameters")  # the keys a call may begin with
@@ -94,8 +95,8 @@ class _State(Enum):
 class JsonCallParser(StepParser):
     """Parses one answer. Text that may start a tag or a call is held; if it turns out not to, it is text.
 
-    With ``is_call`` the whole answer is one call without tags, as its guide writes it. The closing tag may be missing,
-    and several calls may follow one tag.
+    With ``is_call`` the whole answer is one call without tags, or a list of them, as its guide writes it. The closing
+    tag may be missing, and several calls may follow one tag.
     """
 
     is_call: bool = False
@@ -156,7 +157,8 @@ class JsonCallParser(StepParser):
     def _without_name(self, is_last: bool) -> bool:
         """An answer cut short before the name is dropped if it could have become a call; otherwise it is text."""
         if is_last:
-            self._emit("" if _START.startswith(self._held[: len(_START)]) else self._held)
+            text = self._held.lstrip().removeprefix("[").lstrip()
+            self._emit("" if self._is_further or _START.startswith(text[: len(_START)]) else self._held)
             self._held = ""
         return False
 
@@ -198,13 +200,15 @@ class JsonCallParser(StepParser):
         return is_end
 
     def _rest(self, is_last: bool) -> bool:
-        if self.is_call:  # the whole answer: what follows it is dropped
-            self._held = ""
-            return False
-        if self._depth and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
+        may_follow = self._depth == 2 if self.is_call else self._depth > 0
+        if may_follow and (following := _NEXT.match(self._held, 0, _MAX_HEAD_CHARS)):
             self._go(_State.HEAD, ("[" if self._depth == 2 else "") + self._held[following.end() :])
             self._is_further = True
             return True
+        if self.is_call:  # the whole answer: what follows it is dropped
+            is_open = may_follow and len(self._held) < _MAX_HEAD_CHARS and _END.fullmatch(self._held)
+            self._held = self._held if is_open and not is_last else ""
+            return False
         begin, end = self.form.begin, self.form.end
         at, tag = self._find([begin, end] if end else [begin])
         if not tag and not is_last:
