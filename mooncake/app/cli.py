@@ -206,6 +206,22 @@ def replay(
     replay_trace(trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
 
 
+@app.command("run-batch")
+def run_batch(
+    input_file: Annotated[Path, typer.Option("-i", "--input-file", metavar="FILE", help="A request a line.")],
+    output_file: Annotated[
+        Path, typer.Option("-o", "--output-file", metavar="FILE", help="A result a line.", callback=writable)
+    ],
+    url: Annotated[str, typer.Option(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 32,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format."""
+    from mooncake.app.run_batch import run_batch as run
+
+    if not run(input_file, output_file, url, concurrency):
+        raise typer.Exit(1)
+
+
 @app.command(context_settings=_PASS_FLAGS_ON)
 def calibrate(context: typer.Context) -> None:
     """Measure how long a model's steps take on this machine."""

@@ -12,9 +12,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -481,3 +483,74 @@ def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"not within {within_s} s"
         time.sleep(0.05)
+
+
+def batch_line(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: LocalCluster, tmp_path: Path) -> None:
+    asked, told = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [batch_line(f"r{n}", prompt=f"Number {n}:", max_tokens=4, temperature=0) for n in range(20)]
+    messages = [{"role": "user", "content": "Hi"}]
+    lines.insert(5, batch_line("chat", "/v1/chat/completions", messages=messages, max_tokens=4))
+    lines.append(batch_line("wrong", prompt="x", max_tokens=-1))
+    asked.write_text("\n".join(lines) + "\n\n")
+    done = run("run-batch", "-i", str(asked), "-o", str(told), "--url", cluster.http_url, "--concurrency", "6")
+    assert done.returncode == 1 and done.stderr.startswith("21 of 22 requests were answered in ")
+
+    results = [json.loads(line) for line in told.read_text().splitlines()]
+    assert [result["custom_id"] for result in results] == [json.loads(line)["custom_id"] for line in lines]
+    *good, bad = results
+    assert all(result["response"]["status_code"] == 200 and result["error"] is None for result in good)
+    assert good[5]["response"]["body"]["object"] == "chat.completion" and good[5]["response"]["request_id"]
+    assert good[0]["response"]["body"]["usage"]["completion_tokens"] == 4
+    assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+def test_a_batch_waits_for_a_server_that_is_full(tmp_path: Path) -> None:
+    tries: list[str] = []
+
+    class Full(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer(200, {})
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            tries.append(self.path)
+            self.answer(200 if len(tries) > 2 else 429, {"tries": len(tries)})
+
+        def answer(self, status: int, body: dict[str, int]) -> None:
+            self.send_response(status)
+            self.send_header("retry-after", "0")
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    (tmp_path / "in").write_text(batch_line("a", prompt="x"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Full) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/v1"
+        done = run("run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--url", url)
+        server.shutdown()
+    assert done.returncode == 0 and tries == ["/v1/completions"] * 3
+    assert json.loads((tmp_path / "out").read_text())["response"]["body"] == {"tries": 3}
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["{"], "in, line 1 is not JSON"),
+        ([batch_line("a"), batch_line("a")], "in, line 2: the custom_id 'a' is there twice"),
+        ([batch_line("a", "/v1/embeddings")], "in, line 1: a request is a POST to one of /v1/chat/completions,"),
+        ([batch_line("a", stream=True)], "in, line 1: a result is one object, so it is not streamed"),
+        ([""], "in has no requests"),
+        ([batch_line("a")], "no server answers at http://127.0.0.1:9; start one with `mooncake serve`"),
+    ],
+)
+def test_a_batch_is_checked_before_anything_is_sent(tmp_path: Path, lines: list[str], sentence: str) -> None:
+    (tmp_path / "in").write_text("\n".join(lines))
+    done = run("run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--url", "http://127.0.0.1:9")
+    assert done.returncode in (1, 2) and sentence in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,164 @@
+"""``mooncake run-batch``: a file of requests in OpenAI's batch format, answered by a running server into another file.
+
+Any server of OpenAI's HTTP API does; the file is checked as a whole before anything is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.message import Message
+from http.client import HTTPException
+from pathlib import Path
+
+from mooncake.api_keys import bearer, own_api_key
+from mooncake.app.console import err
+from mooncake.errors import ConfigError, NodeUnavailable
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+TRIES = 8
+MAX_WAIT_S = 30.0
+ANSWER_S = 3600.0  # the server has a limit of its own
+_TRY_LATER = (429, 502, 503, 504)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    custom_id: str
+    path: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    custom_id: str
+    status: int  # 0: the server did not answer
+    request_id: str
+    body: object
+
+    @property
+    def line(self) -> str:
+        """As OpenAI's result files have it."""
+        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
+        error = None if self.status else {"code": "unavailable", "message": self.body}
+        result = {
+            "id": f"batch_req_{uuid.uuid4().hex}",
+            "custom_id": self.custom_id,
+            "response": response if self.status else None,
+            "error": error,
+        }
+        return json.dumps(result, ensure_ascii=False)
+
+
+def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: int) -> bool:
+    """Write a result for each request, in their order. Returns whether all were answered. Raises ConfigError for a file
+    that cannot be sent, NodeUnavailable when no server listens at ``url``."""
+    requests = read_requests(requests_file)
+    server = BatchServer(url)
+    server.check()
+    num_failed, begun_s = 0, time.monotonic()
+    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="batch")
+    try:
+        with results_file.open("w", encoding="utf-8") as results:
+            for answer in pool.map(server.send, requests):
+                num_failed += answer.status != 200
+                results.write(f"{answer.line}\n")
+                results.flush()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    took_s = time.monotonic() - begun_s
+    err.print(f"{len(requests) - num_failed} of {len(requests)} requests were answered in {took_s:.1f} s")
+    return not num_failed
+
+
+def read_requests(file: Path) -> list[BatchRequest]:
+    """Raises ConfigError, naming the line."""
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    requests: dict[str, BatchRequest] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        request = _request(line, f"{file}, line {number}")
+        if request.custom_id in requests:
+            raise ConfigError(f"{file}, line {number}: the custom_id {request.custom_id!r} is there twice")
+        requests[request.custom_id] = request
+    if not requests:
+        raise ConfigError(f"{file} has no requests")
+    return list(requests.values())
+
+
+def _request(line: str, where: str) -> BatchRequest:
+    try:
+        given = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str):
+        raise ConfigError(f"{where}: a request has a custom_id")
+    path, body = given.get("url"), given.get("body")
+    if given.get("method", "POST") != "POST" or path not in PATHS:
+        raise ConfigError(f"{where}: a request is a POST to one of {', '.join(PATHS)}")
+    if not isinstance(body, dict):
+        raise ConfigError(f"{where}: a request has a body, an object")
+    if body.get("stream"):
+        raise ConfigError(f"{where}: a result is one object, so it is not streamed")
+    return BatchRequest(given["custom_id"], path, json.dumps(body).encode())
+
+
+class BatchServer:
+    """One server. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ConfigError for what is not the address of an HTTP server."""
+        self._url = url.rstrip("/").removesuffix("/v1")
+        if not self._url.startswith(("http://", "https://")):
+            raise ConfigError(f"a server's address is http://HOST:PORT, got {url!r}")
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        self._headers = {"content-type": "application/json", **dict(bearer(own_api_key()))}
+
+    def check(self) -> None:
+        """Raises NodeUnavailable when nobody listens."""
+        try:
+            self._opener.open(f"{self._url}/health", timeout=30).close()
+        except urllib.error.HTTPError:
+            pass  # it answers
+        except (OSError, HTTPException):
+            what = f"no server answers at {self._url}; start one with `mooncake serve`, or name another with --url"
+            raise NodeUnavailable(what) from None
+
+    def send(self, request: BatchRequest) -> BatchAnswer:
+        """Waits as long as the server asks for when it is full. Raises nothing."""
+        for left in reversed(range(TRIES)):
+            answer, wait_s = self._try(request)
+            if not left or answer.status not in (0, *_TRY_LATER):
+                break
+            time.sleep(wait_s)
+        return answer
+
+    def _try(self, request: BatchRequest) -> tuple[BatchAnswer, float]:
+        """The answer, and after which time to try again if it is an error."""
+        post = urllib.request.Request(f"{self._url}{request.path}", request.body, self._headers)
+        try:
+            with self._opener.open(post, timeout=ANSWER_S) as response:
+                return _answer(request, response.status, response.headers, response.read()), 0.0
+        except urllib.error.HTTPError as error:
+            asked = error.headers.get("retry-after", "")
+            wait_s = float(asked) if asked.isdecimal() else 1.0
+            return _answer(request, error.code, error.headers, error.read()), min(wait_s, MAX_WAIT_S)
+        except (OSError, HTTPException) as error:
+            return BatchAnswer(request.custom_id, 0, "", str(error) or type(error).__name__), 1.0
+
+
+def _answer(request: BatchRequest, status: int, headers: Message, body: bytes) -> BatchAnswer:
+    try:
+        said: object = json.loads(body)
+    except ValueError:
+        said = body.decode(errors="replace")
+    return BatchAnswer(request.custom_id, status, headers.get("x-request-id", ""), said)
