@@ -6,6 +6,8 @@ import asyncio
 import json
 from functools import partial
 
+import httpx
+import jinja2
 import openai
 import pytest
 
@@ -159,3 +161,52 @@ async def test_an_answer_whose_guide_fails_on_the_way_is_an_error_to_its_client(
         assert not reasons
         with pytest.raises(openai.BadRequestError, match="cannot be followed any further"):
             await ask()
+
+
+@pytest.mark.timeout(240)
+async def test_tools_that_must_be_called_are_called_once_or_several_times(cluster: LocalCluster) -> None:
+    forms = {"weather": CITY, "clock": {"type": "object", "properties": {"zone": {"enum": ["a", "b"]}}}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": form}} for name, form in forms.items()]
+    async with client_of(cluster) as client:
+        ask = partial(
+            client.chat.completions.create,
+            model=(await client.models.list()).data[0].id,
+            messages=[{"role": "user", "content": "What is the weather in Rome and in Oslo, and what time is it?"}],
+            tools=tools,
+            tool_choice="required",
+            max_tokens=200,
+            seed=1,
+            n=6,
+        )
+        several, one = (await ask()).choices, (await ask(parallel_tool_calls=False)).choices
+        assert {len(choice.message.tool_calls) for choice in one} == {1}
+        assert max(len(choice.message.tool_calls) for choice in several) > 1
+        for choice in (*several, *one):
+            assert not choice.message.content
+            whole = choice.message.tool_calls[: None if choice.finish_reason == "tool_calls" else -1]
+            assert all(isinstance(json.loads(call.function.arguments), dict) for call in whole)
+            assert {call.function.name for call in choice.message.tool_calls} <= set(forms)
+
+        streamed: dict[tuple[int, int], str] = {}
+        async for chunk in await ask(stream=True):
+            for choice in chunk.choices:
+                for call in choice.delta.tool_calls or []:
+                    place = choice.index, call.index
+                    streamed[place] = streamed.get(place, "") + (call.function.arguments or "")
+        assert streamed == {
+            (choice.index, number): call.function.arguments
+            for choice in several
+            for number, call in enumerate(choice.message.tool_calls)
+        }
+
+
+async def test_a_tokenizer_is_known_to_evaluations_by_the_server_alone(cluster: LocalCluster) -> None:
+    """What lm-eval's remote tokenizer does: template, encode and decode with what the server tells."""
+    async with httpx.AsyncClient(base_url=cluster.http_url, trust_env=False) as http:
+        info = (await http.get("/tokenizer_info")).json()
+        assert (info["bos_token"], info["eos_token"]) == ("<|im_start|>", "<|im_end|>")
+        text = jinja2.Template(info["chat_template"]).render(
+            messages=[{"role": "user", "content": QUESTION}], add_generation_prompt=True
+        )
+        chat = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 1, "return_prompt_text": True}
+        assert (await http.post("/v1/chat/completions", json=chat)).json()["prompt_text"] == text
