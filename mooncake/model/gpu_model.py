@@ -267,6 +267,7 @@ class GpuModel:
     def close(self) -> None:
         """Free the graphs. Those with collectives must be gone before their communicators. Idempotent."""
         self._graphs.clear()
+        self._pool = None
 
     def _forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = self._logits(batch, cache, hook)
@@ -396,9 +397,10 @@ class GpuModel:
             captured.batch.block_tables[:size, :blocks].copy_(self._moved(batch.block_tables.numpy()))
 
     def _use(self, cache: torch.Tensor) -> None:
-        """Graphs contain addresses: those over another cache are useless."""
+        """Graphs contain addresses: those over another cache are useless, and torch captures none in the memory that
+        the last of them has left."""
         if self._cache is not None and self._cache.data_ptr() != cache.data_ptr():
-            self._graphs.clear()
+            self.close()
         self._cache = cache
 
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
