@@ -177,6 +177,7 @@ class GpuModel:
         self._share = share
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory that graphs share
+        self._stream: torch.cuda.Stream | None = None  # that all are captured on
         self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
@@ -267,6 +268,7 @@ class GpuModel:
     def close(self) -> None:
         """Free the graphs. Those with collectives must be gone before their communicators. Idempotent."""
         self._graphs.clear()
+        self._pool = None
 
     def _forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         logits = self._logits(batch, cache, hook)
@@ -396,9 +398,10 @@ class GpuModel:
             captured.batch.block_tables[:size, :blocks].copy_(self._moved(batch.block_tables.numpy()))
 
     def _use(self, cache: torch.Tensor) -> None:
-        """Graphs contain addresses: those over another cache are useless."""
+        """Graphs contain addresses: those over another cache are useless, and torch captures none in the memory that
+        the last of them has left."""
         if self._cache is not None and self._cache.data_ptr() != cache.data_ptr():
-            self._graphs.clear()
+            self.close()
         self._cache = cache
 
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
@@ -417,14 +420,17 @@ class GpuModel:
         if not cache.is_cuda:
             logits = step()
             return _Captured(_Rerun(step, logits), numbers, buffers, logits)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # Torch's own stream for captures is on the GPU of the process's first one.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Threads that copy blocks meanwhile are no part of it.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
             logits = step()
         self._pool = self._pool or graph.pool()
         log.debug("captured a decode step of %d sequences", bucket)

@@ -33,6 +33,10 @@ from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 # Triton is not imported here: on import it chooses interpreter or compiler, which tests/kernels decides.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
+needs_two_gpus = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.device_count() < 2, reason="a node over two GPUs, and here is one"
+)
+
 BLOCK = 8
 PROMPT = np.random.default_rng(0).integers(3, 320, 11).tolist()  # a full block and a partial one
 NEW = 7
@@ -145,6 +149,7 @@ ON_GPUS = {"prefill": "cuda", "decode": "cuda"}
 RANKS = "engine.gpu_ranks"
 
 
+@needs_two_gpus
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
@@ -183,6 +188,7 @@ async def test_nodes_over_two_gpus_hand_over_to_any_and_share_the_pool(
         assert not leaks(await status(channel))
 
 
+@needs_two_gpus
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -204,6 +210,7 @@ async def test_a_node_ends_with_one_of_its_gpus_and_its_requests_go_on_elsewhere
         assert "tensor parallel ranks [1] have failed" in error.message
 
 
+@needs_two_gpus
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.model.pages import SharedMemory
 from mooncake.types import KVLayout
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, block_tokens=4, head_dim=8, dtype="float32")
@@ -56,9 +58,15 @@ def test_a_layer_or_all_of_some_blocks_go_out_and_in_and_the_others_stay(cache: 
 
 def test_two_caches_with_a_head_each_share_a_mirror_of_whole_blocks() -> None:
     halves = [DeviceCache(replace(LAYOUT, num_kv_heads=1), 6, GpuKernels().device) for _ in range(2)]
-    buffer = memoryview(bytearray(6 * LAYOUT.block_bytes))
-    mirrors = [HostMirror(half, buffer, Share(LAYOUT, slice(head, head + 1))) for head, half in enumerate(halves)]
-    seen = KVCache(LAYOUT, 6, buffer).tensor
+    num_bytes = 6 * LAYOUT.block_bytes
+    memory = SharedMemory.create(num_bytes)
+    # Each maps it, as ranks do: CUDA pins a range of addresses once.
+    views = [SharedMemory(os.dup(memory.fd), num_bytes) for _ in halves]
+    mirrors = [
+        HostMirror(half, view.buffer, Share(LAYOUT, slice(head, head + 1)))
+        for head, (half, view) in enumerate(zip(halves, views, strict=True))
+    ]
+    seen = KVCache(LAYOUT, 6, memory.buffer).tensor
     seen[:] = -torch.arange(seen.numel()).view(seen.shape)
     expected = seen.clone()
     for head, half in enumerate(halves):
@@ -79,6 +87,8 @@ def test_two_caches_with_a_head_each_share_a_mirror_of_whole_blocks() -> None:
         mirror.close()
     for half, found in zip(wanted, halves, strict=True):
         torch.testing.assert_close(found.tensor.cpu(), half, rtol=0, atol=0)
+    for view in (memory, *views):
+        view.close()
 
 
 def test_who_has_the_same_heads_as_another_copies_in_and_not_out() -> None:

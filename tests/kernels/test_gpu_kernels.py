@@ -10,6 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_gpu
 
 from mooncake.kernels import reference
+from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
 from mooncake.kernels.triton_launch import INTERPRETED
 
@@ -308,11 +309,16 @@ def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
     layer = Int8Linear(weight, bias)
     mixed = layer.mixed(hidden)
     torch.testing.assert_close(mixed, reference.hadamard(hidden), atol=1e-4, rtol=1e-5)
-    step = mixed.abs().amax(1, keepdim=True) / 127
-    ratio = mixed / step
-    codes = torch.where(ratio < 0, (ratio - 0.5).ceil(), (ratio + 0.5).floor())
-    expected = (codes.double() @ layer.codes.double().T) * step.double() * layer.scales.double() + bias.double()
-    torch.testing.assert_close(layer(hidden).double(), expected, atol=1e-2, rtol=1e-3)
+    codes = torch.empty_like(mixed, dtype=torch.int8)
+    scales = torch.empty(tokens, device=DEVICE)
+    elementwise.quantise_rows[(tokens,)](mixed, codes, scales, 160, 160, WIDTH_PAD=256)
+    largest = mixed.abs().amax(1)
+    torch.testing.assert_close(scales, largest / 127)
+    # what lies between two codes may become either, by the rounding of a division
+    assert (mixed.double() / largest[:, None].double() * 127 - codes).abs().max() <= 0.5 + 1e-4
+    expected = (codes.double() @ layer.codes.double().T) * scales[:, None].double() * layer.scales.double()
+    expected += bias.double()
+    torch.testing.assert_close(layer(hidden).double(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(layer(hidden), hidden @ weight.T + bias, atol=0.6, rtol=0.1)
 
 

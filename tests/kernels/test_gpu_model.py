@@ -174,6 +174,20 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     assert sorted(model._graphs) == [1, 2, 4] and model.max_async_sequences == 8
 
 
+def test_graphs_over_another_cache_are_captured_in_memory_of_their_own() -> None:
+    """Torch stops at a capture in the memory of graphs that are all gone."""
+    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA))
+    weights = {name: torch.randn(shape) for name, shape in weight_shapes(config).items()}
+    model = GpuModel(lambda kernels: CausalLM(config, weights, kernels=kernels), 2, torch.float32, buckets=(1,))
+    caches = [torch.zeros((2, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE) for _ in range(2)]
+    model._use(caches[0])
+    model._pool = "of the graphs over it"
+    model._use(caches[0])
+    assert model._pool == "of the graphs over it"
+    model._use(caches[1])
+    assert model._pool is None
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
 def test_a_replayed_step_of_a_mixture_asks_the_host_nothing(family: str) -> None:
