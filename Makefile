@@ -57,7 +57,7 @@ bench: setup
 GPU_PYTHON ?= $(BIN)/python
 GPU_OUT ?= gpu.json
 gpu:
-	PYTHONPATH=build/gpu-site $(GPU_PYTHON) -m mooncake.app.bench_gpu --resume --out $(GPU_OUT) $(GPU_FLAGS)
+	PYTHONPATH=build/gpu-site $(GPU_PYTHON) -m mooncake.app.bench.gpu --resume --out $(GPU_OUT) $(GPU_FLAGS)
 
 # For a machine that has torch, Triton and transformers and can fetch nothing: the rest, for its Python (GPU_VERSION),
 # into a folder to take there.

@@ -12,17 +12,17 @@ import secrets
 import time
 from collections.abc import Callable
 
-from conductor.cost import CostModel
-from conductor.dispatch import Dispatcher
-from conductor.fleet import Fleet
-from conductor.health_monitor import HealthMonitor
-from conductor.placer import ModelFacts
-from conductor.prefix_index import PrefixIndex
+from conductor.control.health_monitor import HealthMonitor
+from conductor.control.replica_manager import ReplicaManager
+from conductor.control.role_requests import RoleRequests
+from conductor.control.role_switcher import RoleSwitcher
+from conductor.dispatch.dispatcher import Dispatcher
+from conductor.placement.cost import CostModel
+from conductor.placement.fleet import Fleet
+from conductor.placement.placer import ModelFacts
+from conductor.prefixes.index import PrefixIndex
+from conductor.prefixes.subscriber import Subscriber
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
-from conductor.replica_manager import ReplicaManager
-from conductor.role_requests import RoleRequests
-from conductor.role_switcher import RoleSwitcher
-from conductor.subscriber import Subscriber
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode

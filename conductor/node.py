@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from conductor.api import DRAIN_S
-from conductor.calibration import read_calibration
 from conductor.core import Core
 from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
-from conductor.placer import ModelFacts
+from conductor.placement.calibration import read_calibration
+from conductor.placement.placer import ModelFacts
+from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
-from conductor.view import Shape
 from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint, open_checkpoint

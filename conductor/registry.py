@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from conductor.health import Health
+from conductor.control.health import Health
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 

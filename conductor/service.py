@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from conductor.core import Core
-from conductor.cost import CostModel
+from conductor.placement.cost import CostModel
 from conductor.registry import Node, NodeLoad
 from conductor.wire import info_from_wire, info_to_wire
 from mooncake.errors import InvalidRequest, shown

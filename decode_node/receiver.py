@@ -20,8 +20,8 @@ from decode_node.handoff import Handoff, HandoffEvent, HandoffState
 from decode_node.reservations import ReservationQueue
 from kvstore.checksum import digest, range_checksums
 from kvstore.transfer.server import SegmentServer
+from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.engine import Engine
-from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread, OnOutput
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import (

@@ -12,7 +12,7 @@ from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
 from decode_node.writeback import WriteBack
 from decode_node.writeback_hook import WriteBackHook
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer

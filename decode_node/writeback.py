@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstore.checksum import Checksums, range_checksums
-from kvstore.client import StoreClient
-from mooncake.engine.kv_cache import Mirror
+from kvstore.client.store_client import StoreClient
+from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.types import BlockKey, KVLayout
 

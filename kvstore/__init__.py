@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstore.pool import Client
+    from kvstore.client.pool import Client
 
 __all__ = ["Client"]
 
 
 def __getattr__(name: str) -> object:
     if name == "Client":
-        from kvstore.pool import Client
+        from kvstore.client.pool import Client
 
         return Client
     raise AttributeError(f"module 'kvstore' has no attribute {name!r}")

@@ -19,8 +19,8 @@ from enum import Enum
 
 from kvstore.board import MAX_GIFTS, Board
 from kvstore.checksum import Checksums
-from kvstore.index import StoreIndex
-from kvstore.index_types import OWN, BlockName, Grant
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import OWN, BlockName, Grant
 from kvstore.transfer.native import Landed
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest

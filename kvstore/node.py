@@ -17,8 +17,8 @@ from kvstore.fast_rpc import FastRpcServer
 from kvstore.replicas import ReplicaServicer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
-from kvstore.ssd_record import PAGE, padded
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd.record import PAGE, padded
+from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.server import SegmentServer

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvstore.ahead import SlotsAhead
-from kvstore.index import StoreIndex
-from kvstore.index_types import OWN, BlockName, Grant
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import OWN, BlockName, Grant
 from kvstore.saving import Saving
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd.tier import SsdTier
 from kvstore.tiers import promotion
 from mooncake.errors import KVLoadFailed, OutOfBlocks
 from mooncake.types import BlockKey

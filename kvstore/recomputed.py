@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvstore.checksum import Checksums
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Grant
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Grant
 
 
 class Recomputed:

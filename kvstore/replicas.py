@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore.client import StoreClient
-from kvstore.client_types import Lease, StoredBlock
-from kvstore.index_types import OWN, BlockName
+from kvstore.client.store_client import StoreClient
+from kvstore.client.types import Lease, StoredBlock
+from kvstore.index.types import OWN, BlockName
 from kvstore.segment import Segment
 from kvstore.service import checked_key
 from kvstore.store import Store

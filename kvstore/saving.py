@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from kvstore.index_types import BlockName, Held
-from kvstore.ssd_record import BlockHeader
-from kvstore.ssd_tier import SsdTier
+from kvstore.index.types import BlockName, Held
+from kvstore.ssd.record import BlockHeader
+from kvstore.ssd.tier import SsdTier
 from kvstore.tiers import REFUSED_PAUSE_S, Demotion
 from mooncake.types import BlockKey
 

@@ -8,7 +8,7 @@ import grpc
 
 from kvstore.ahead import Committed
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
-from kvstore.index_types import OWN, BlockName, Grant, LeasedBlock, Offer
+from kvstore.index.types import OWN, BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Store
 from kvstore.writing import Sealing
 from mooncake.errors import InvalidRequest

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.board import Board
 from kvstore.eviction import EvictionPolicy
-from kvstore.index import StoreIndex
-from kvstore.index_types import OWN, BlockName, Counts, Grant, Lease, Offer
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import OWN, BlockName, Counts, Grant, Lease, Offer
 from kvstore.promoting import Promoting
 from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
-from kvstore.ssd_record import PAGE, padded
-from kvstore.ssd_tier import CLOSE_TIMEOUT_S, SsdTier
+from kvstore.ssd.record import PAGE, padded
+from kvstore.ssd.tier import CLOSE_TIMEOUT_S, SsdTier
 from kvstore.tiers import Demotion, TierRules, Worth, tier_events
 from kvstore.transfer.server import SegmentServer
 from kvstore.writing import Sealing, Wanted, Writing

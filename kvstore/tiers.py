@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Held
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Held
 from kvstore.sights import Sights
-from kvstore.ssd_record import BlockHeader
+from kvstore.ssd.record import BlockHeader
 from mooncake.types import BlockEvent, BlockKey
 
 AHEAD_SHARE = 1 / 16  # of the slots, kept free or saved already, so that a put finds room at once

@@ -19,7 +19,7 @@ import os
 import time
 
 from kvstore.ahead import WIRE, Committed
-from kvstore.index_types import BlockName, Grant
+from kvstore.index.types import BlockName, Grant
 from kvstore.service import checked_key, checked_parent, checked_tenant
 from kvstore.store import Store
 from kvstore.transfer.native import MAX_AHEAD, Landed

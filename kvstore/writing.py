@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from kvstore.ahead import SlotsAhead
 from kvstore.checksum import Checksums, first_mismatch
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Grant, Offer, Reserved
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Grant, Offer, Reserved
 from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment

@@ -23,28 +23,28 @@ from types import MappingProxyType
 import xxhash
 
 from mooncake.errors import ConfigError, ModelError
-from mooncake.families import (
+from mooncake.families.family import unsupported
+from mooncake.families.layer_settings import refuse_sharing
+from mooncake.families.llama import FAMILIES, REARRANGED, llama_shapes, read_llama
+from mooncake.families.registry import (
     OTHER_FAMILIES,
     published_name,
     read_config,
     weight_shapes_of,
     without_guessing_layers,
 )
-from mooncake.family import unsupported
 from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.sources import check_tensors, sources
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
-from mooncake.layer_settings import refuse_sharing
-from mooncake.llama_family import FAMILIES, REARRANGED, llama_shapes, read_llama
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults, defaults_from
-from mooncake.tokenizer import Tokenizer, tokenizer_from_hf
+from mooncake.text.tokenizer import Tokenizer, tokenizer_from_hf
 from mooncake.types import KVLayout
 
 DEMO_MODEL = "smollm2"

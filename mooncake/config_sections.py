@@ -57,7 +57,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
     retries: int = 1  # how often a failed attempt is retried on another pair
-    policy: str = "milliseconds"  # how nodes are chosen: a name in conductor/policies
+    policy: str = "milliseconds"  # how nodes are chosen: a name in conductor/placement/policies
     ttft_limit_ms: float = 0.0  # service-level limit; 0: none. Requests that would exceed a limit wait or are refused
     tbt_limit_ms: float = 0.0  # mean of the longest tenth of a request's token gaps; 0: none
     admission: str = "lookahead"  # none, baseline, early, predicted or lookahead

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 
 from mooncake.errors import InvalidRequest
 from mooncake.guide_limits import check_grammar, check_schema
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import Guide, GuideKind, TokenIds
 
 MAX_COMPILED = 64  # compiled guides kept

@@ -34,7 +34,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.llm_inputs import Adapters, Message, Prompts, conversation_list, one_each, prompt_list, stop_strings
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
-from mooncake.text import TextAssembler, TextPiece
+from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.types import BeamSearch, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from mooncake.errors import InvalidRequest, shown
-from mooncake.tokenizer import ROLES, ChatMessage
+from mooncake.text.tokenizer import ROLES, ChatMessage
 from mooncake.types import SamplingParams, TokenIds
 
 Prompt = str | Sequence[int] | TokenIds

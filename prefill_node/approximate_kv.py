@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence as Rows
 from functools import partial
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.sequence import Sequence
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.types import BlockKey, TokenIds

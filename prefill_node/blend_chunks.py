@@ -19,9 +19,9 @@ from itertools import count, islice, pairwise
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.blend import Blend
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.host import EngineHost
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import extend_chain

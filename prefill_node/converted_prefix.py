@@ -11,11 +11,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from kvstore.client import StoreClient
-from kvstore.client_types import Lease
-from kvstore.layout import ShardedLayout
-from kvstore.layout_plan import Plan, plan
-from kvstore.layout_reader import Shard
+from kvstore.client.store_client import StoreClient
+from kvstore.client.types import Lease
+from kvstore.layout.layout import ShardedLayout
+from kvstore.layout.plan import Plan, plan
+from kvstore.layout.reader import Shard
 from mooncake.config import PoolLayoutSection
 from mooncake.errors import ConfigError
 from mooncake.hashing import Chain, kv_fingerprint

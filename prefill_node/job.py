@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from functools import partial
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.engine import Engine, StepOutput
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstore.checksum import checksum
 from kvstore.transfer.engine import Priority, Request, Transfer, TransferEngine, WriteRange
-from mooncake.engine.kv_cache import HERE, Arrival
+from mooncake.engine.cache.kv_cache import HERE, Arrival
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress
 

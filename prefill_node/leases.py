@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.errors import MooncakeError
 from mooncake.types import BlockKey
 from prefill_node.converted_prefix import ConvertedLease, ConvertedPrefix

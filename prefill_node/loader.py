@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
-from kvstore.layout_reader import LayoutReader, WrongBytes
+from kvstore.layout.reader import LayoutReader, WrongBytes
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
-from mooncake.engine.kv_cache import HERE, Arrival, Mirror
+from mooncake.engine.cache.kv_cache import HERE, Arrival, Mirror
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError
 from mooncake.page_groups import UNIFORM, PageGroups

@@ -7,8 +7,8 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from kvstore.client import StoreClient
-from kvstore.client_types import Reservation
+from kvstore.client.store_client import StoreClient
+from kvstore.client.types import Reservation
 from mooncake.engine.engine import Engine
 from mooncake.errors import MooncakeError
 from mooncake.page_groups import PageGroups, page_key, page_number

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.engine import Engine
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.types import BlockKey, SampledToken

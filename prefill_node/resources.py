@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.host import EngineHost
 from mooncake.rpc.server import Channels

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import Priority, TransferEngine
 from mooncake.config import Config
 from mooncake.engine.host import EngineHost

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.host import EngineHost
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.engine import StepPlan
-from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed

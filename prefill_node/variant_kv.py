@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.engine.hidden_states import HiddenStates
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence

@@ -36,34 +36,19 @@ ALLOWED: dict[str, set[str]] = {
 # Third-party libraries that only these rooms (or single modules) may import.
 BENCHES = {
     *(
-        "mooncake.app.bench_blend",
-        "mooncake.app.bench_character",
-        "mooncake.app.bench_chunked",
-        "mooncake.app.bench_context",
-        "mooncake.app.bench_engine",
-        "mooncake.app.bench_gpu",
-        "mooncake.app.bench_gpu_device",
-        "mooncake.app.bench_gpu_engine",
-        "mooncake.app.bench_gpu_experts",
-        "mooncake.app.bench_gpu_kernels",
-        "mooncake.app.bench_gpu_latent",
-        "mooncake.app.bench_gpu_model",
-        "mooncake.app.bench_gpu_ranks",
-        "mooncake.app.bench_kernels",
-        "mooncake.app.bench_pipeline",
-        "mooncake.app.bench_quality",
-        "mooncake.app.bench_variants",
-        "mooncake.app.character_twins",
-        "mooncake.app.key_scales",
-        "mooncake.app.variant_comparison",
-        "mooncake.app.variant_profile",
-        "mooncake.app.variant_training",
-        "mooncake.app.peers",
+        f"mooncake.app.bench.{name}"
+        for name in (
+            *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
+            *("gpu", "gpu_device", "gpu_engine", "gpu_experts", "gpu_kernels", "gpu_latent", "gpu_model", "gpu_ranks"),
+            *("quality", "variants"),
+        )
     ),
+    *(f"mooncake.app.variants.{name}" for name in ("comparison", "profile", "training")),
+    "mooncake.app.key_scales",
 }
 HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
-    "transformers": {"mooncake.app.peers"},
+    "transformers": {"mooncake.app.bench.peers"},
     "triton": {"mooncake.kernels"},
     "ray": {"mooncake.app.ray_cluster", "mooncake.app.ray_head", "mooncake.app.ray_node"},
     "matplotlib": {"mooncake.app.plots"},

@@ -14,8 +14,8 @@ from typing import Protocol
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
 from mooncake.errors import Cancelled, InternalError
-from mooncake.text import TextAssembler, TextPiece
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.detokenizer import TextAssembler, TextPiece
+from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import FinishReason, SampledToken, Usage
 
 

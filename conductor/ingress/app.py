@@ -40,7 +40,7 @@ from mooncake.errors import MooncakeError
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.server import RpcServer
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.tokenizer import Tokenizer
 
 _MAX_SHOWN_PATH = 200
 _PAGE_HEADERS = {

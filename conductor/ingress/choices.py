@@ -29,7 +29,7 @@ from conductor.ingress.openai_types import (
     TopLogprob,
 )
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
-from mooncake.tokenizer import DetokenizeStream
+from mooncake.text.tokenizer import DetokenizeStream
 from mooncake.types import FinishReason, SampledToken
 
 AnyChoice = ChatChoice | ChatChunkChoice | CompletionChoice

@@ -28,8 +28,8 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
-from mooncake.text import check_stop
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.detokenizer import check_stop
+from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import SamplingParams, TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 from rich.progress import Progress
 
-from conductor.calibration import calibration_toml
-from conductor.cost import ALL_NODES, CostModel, StartCosts
-from mooncake.app.bench_report import machine, progress, tell
+from conductor.placement.calibration import calibration_toml
+from conductor.placement.cost import ALL_NODES, CostModel, StartCosts
+from mooncake.app.bench.peers.own import OwnEngine
+from mooncake.app.bench.report import machine, progress, tell
 from mooncake.app.console import out, plain_table, print_json
 from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
-from mooncake.app.peers.own import OwnEngine
 from mooncake.app.preflight import available_cores
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from conductor.cost import ALL_NODES, NO_FORGETTING, CostModel, DecodeCost, PrefillCost
-from mooncake.app.bench_traffic import Answer, Served, Traffic
+from conductor.placement.cost import ALL_NODES, NO_FORGETTING, CostModel, DecodeCost, PrefillCost
+from mooncake.app.bench.traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 

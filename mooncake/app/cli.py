@@ -249,7 +249,7 @@ def profile_variants(
     block_tokens: Annotated[int, typer.Option(min=1, max=1024, help="Same as block.tokens.")] = 64,
 ) -> None:
     """Find the layers to recompute when a model reads a variant's KV."""
-    from mooncake.app.variant_profile import ProfileOptions, profile
+    from mooncake.app.variants.profile import ProfileOptions, profile
 
     profile(
         ProfileOptions(
@@ -296,7 +296,7 @@ def bench(
         raise typer.Exit(0 if name else 2)
     if name not in BENCHES:
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(BENCHES)}")
-    importlib.import_module(f"mooncake.app.bench_{name}").main(context.args)
+    importlib.import_module(f"mooncake.app.bench.{name}").main(context.args)
 
 
 def _tell_version(wanted: bool) -> None:

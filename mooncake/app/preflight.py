@@ -17,10 +17,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from conductor.admission import Mode
-from conductor.admission_rules import ADMISSIONS
+from conductor.admission.admission import Mode
+from conductor.admission.rules import ADMISSIONS
 from conductor.ingress.parsers.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
-from conductor.policies import POLICIES
+from conductor.placement.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
 from mooncake.config import Config, EngineSection, PrefillSection

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 
-from mooncake.app.bench_report import commit
+from mooncake.app.bench.report import commit
 from mooncake.app.console import err, out, plain_table
 from mooncake.app.sim.contests import CONTESTS
 from mooncake.app.sim.experiments import EXPERIMENTS, Traces

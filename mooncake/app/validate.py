@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.markup import escape
 
-from mooncake.app.bench_report import commit, machine, progress, tell
-from mooncake.app.bench_traffic import ServedByCluster, Traffic
+from mooncake.app.bench.report import commit, machine, progress, tell
+from mooncake.app.bench.traffic import ServedByCluster, Traffic
 from mooncake.app.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.console import ms, out, plain_table, print_json, remark
 from mooncake.app.extras import require

@@ -14,12 +14,12 @@ from torch.distributed import is_nccl_available
 
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.cache.kv_cache import KVCache, Mirror
+from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Cache, CausalModel
-from mooncake.engine.kv_cache import KVCache, Mirror
 from mooncake.errors import ConfigError, ModelError, MooncakeError
 from mooncake.kernels import Kernels
-from mooncake.kernels.cpu import num_threads
+from mooncake.kernels.cpu_threads import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
@@ -137,7 +137,7 @@ def open_for_node(
     if size.layout.inputs_of:
         raise ConfigError("model.keep_hidden is for nodes on CPUs")
     backend = on_gpu(checkpoint, precision, size, device, adapters)
-    from mooncake.engine.device_cache import DeviceCache, HostMirror, SettledModel
+    from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel
 
     assert isinstance(backend.cache, DeviceCache)
     mirror = HostMirror(backend.cache, buffer)
@@ -188,7 +188,7 @@ def on_cpu(
         return Backend(model, cache, mirror=cache)
     if adapters or precision.key_scales or can_blend:
         raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
-    from mooncake.model.context_parallel import ContextParallelModel, Setup
+    from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup
 
     setup = Setup(
         size=context_ranks,
@@ -212,7 +212,7 @@ def on_gpu(
     """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
     _check_gpus(checkpoint, device)
-    from mooncake.engine.device_cache import DeviceCache
+    from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
     from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
 
@@ -298,7 +298,7 @@ def over_ranks(
 ) -> Backend:
     """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
     where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
-    from mooncake.model.tensor_parallel import TensorParallelModel
+    from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 
     if "w8a8" in (precision.coding, precision.codes):
         raise ModelError(
@@ -324,7 +324,7 @@ def over_stages(
 ) -> Backend:
     """A pipeline of so many processes of this machine, with ``threads`` and as many of ``cores`` each, where there are
     enough; the cache is its own mirror. Raises ModelError when the model cannot be cut so."""
-    from mooncake.model.pipeline import PipelineModel
+    from mooncake.model.parallel.pipeline import PipelineModel
 
     if precision.key_scales:
         raise ModelError("pipeline stages do not take model.key_scales")

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from itertools import repeat
 
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.contract import (
     NO_HOOK,
     AsyncModel,
@@ -26,16 +26,16 @@ from mooncake.engine.contract import (
     StepHook,
     StepOutput,
 )
-from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.decoding.draft_model import DraftModel
+from mooncake.engine.decoding.sampler import Sampler
+from mooncake.engine.decoding.speculation import PromptLookup
 from mooncake.engine.hidden_states import hidden_states_of
 from mooncake.engine.outputs import OutputProcessor
 from mooncake.engine.overlap import OverlappedSteps
 from mooncake.engine.request_checks import RequestChecks
 from mooncake.engine.requests import Requests
-from mooncake.engine.sampler import Sampler
 from mooncake.engine.scheduler import Scheduler, num_prompt_tokens_left
 from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
-from mooncake.engine.speculation import PromptLookup
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
 from mooncake.engine.step_plan import Admission, StepEntry, StepPlan

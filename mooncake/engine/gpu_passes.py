@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake.engine.rank_mirror import RankCopies, RanksMirror
+from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror
 from mooncake.model.batch import LayerHook
 
 _GO_ON, _ABANDON, _COPY_OUT = range(3)

@@ -31,10 +31,10 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
+from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.engine.contract import StartedStep
-from mooncake.engine.device_cache import DeviceCache, HostMirror, Share
 from mooncake.engine.gpu_passes import FirstPass, OtherPass, StepAbandoned
-from mooncake.engine.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -42,8 +42,17 @@ from mooncake.model.device_sampler import Draws
 from mooncake.model.gpu_model import BUCKETS, GpuModel
 from mooncake.model.load import load_part
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
-from mooncake.model.ranks import Group, Workers, batch_arrays, batch_of, find_store, kill_all, live_with_first, starting
-from mooncake.model.shards import copies_heads_of, kv_heads_of, shard_config
+from mooncake.model.parallel.ranks import (
+    Group,
+    Workers,
+    batch_arrays,
+    batch_of,
+    find_store,
+    kill_all,
+    live_with_first,
+    starting,
+)
+from mooncake.model.parallel.shards import copies_heads_of, kv_heads_of, shard_config
 from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)

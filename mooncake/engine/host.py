@@ -24,9 +24,9 @@ from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
-from mooncake.engine.draft_model import DraftModel
+from mooncake.engine.cache.kv_cache import Mirror
+from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
-from mooncake.engine.kv_cache import Mirror
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
@@ -34,7 +34,7 @@ from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
-from mooncake.kernels.cpu import use_threads
+from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.batch import PieceHook
 from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups

@@ -10,12 +10,12 @@ from collections.abc import Sequence as Rows
 
 import torch
 
-from mooncake.engine.beam_search import SearchState, beam_rows, first_candidates, handed_candidates
-from mooncake.engine.block_manager import BlockManager
+from mooncake.engine.cache.block_manager import BlockManager
 from mooncake.engine.contract import StepOutput
-from mooncake.engine.logit_rows import Draft, LogitRows, add_prompt_logprobs, append_token, assign_rows
+from mooncake.engine.decoding.beam_search import SearchState, beam_rows, first_candidates, handed_candidates
+from mooncake.engine.decoding.logit_rows import Draft, LogitRows, add_prompt_logprobs, append_token, assign_rows
+from mooncake.engine.decoding.sampler import Sampler
 from mooncake.engine.requests import Requests
-from mooncake.engine.sampler import Sampler
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepEntry
 from mooncake.types import FinishReason, SampledToken, TokenLogprob

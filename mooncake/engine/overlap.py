@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from mooncake.engine.contract import AsyncModel, Cache, StartedStep, StepHook
-from mooncake.engine.sampling_inputs import SamplingInputs
+from mooncake.engine.decoding.sampling_inputs import SamplingInputs
 from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder

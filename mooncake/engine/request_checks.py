@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 
-from mooncake.engine.beam_search import handed_candidates
+from mooncake.engine.decoding.beam_search import handed_candidates
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides

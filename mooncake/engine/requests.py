@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from mooncake.engine.beam_search import BeamSearches
+from mooncake.engine.decoding.beam_search import BeamSearches
 from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
 from mooncake.errors import MooncakeError, NotFinite

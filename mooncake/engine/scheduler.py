@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
 
-from mooncake.engine.block_manager import BlockManager
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_manager import BlockManager
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_plan import Admission, BlockToLoad, StepEntry, StepPlan
 from mooncake.errors import OutOfBlocks, Overloaded

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mooncake.engine.cache.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.reused_kv import ReusedKV
-from mooncake.engine.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
 from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
-    from mooncake.engine.speculation import DraftMemory
-    from mooncake.engine.swap import Swapped
+    from mooncake.engine.cache.swap import Swapped
+    from mooncake.engine.decoding.speculation import DraftMemory
 
 
 class SequenceState(StrEnum):

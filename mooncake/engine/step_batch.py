@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.engine.blend import reuse_of
-from mooncake.engine.block_tables import BlockTables
+from mooncake.engine.cache.block_tables import BlockTables
 from mooncake.engine.step_plan import StepEntry
 from mooncake.model.batch import ForwardBatch, Pages
 from mooncake.page_groups import UNIFORM, PageGroups

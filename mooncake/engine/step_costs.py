@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from mooncake.engine.cache.swap import SwapSpace
 from mooncake.engine.contract import EngineConfig
-from mooncake.engine.draft_payoff import DraftPayoff
+from mooncake.engine.decoding.draft_payoff import DraftPayoff
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_curve import StepCurve
 from mooncake.engine.step_plan import StepEntry
-from mooncake.engine.swap import SwapSpace
 
 
 class StepCosts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.family import unsupported
+from mooncake.families.family import unsupported
 from mooncake.gguf.families import READERS
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.metadata import Metadata

@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from mooncake.errors import ModelError
+from mooncake.families.rope_settings import yarn_scaling
 from mooncake.gguf.metadata import Metadata
 from mooncake.model_config import MAX_POSITIONS
-from mooncake.rope_settings import yarn_scaling
 
 Scaling = Mapping[str, object]
 

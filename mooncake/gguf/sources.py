@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from mooncake.errors import ModelError
-from mooncake.family import Shapes
+from mooncake.families.family import Shapes
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.forms import Form, Source
 from mooncake.gguf.names import LAYERS, LLAMA, PARTS, TOP

@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
-from mooncake.chat_template import ChatTemplate
 from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.tokens import TokenType, Vocabulary, read_vocabulary, strings
 from mooncake.gguf.words import LLAMA3, TEKKEN, known_words, words_of
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.chat_template import ChatTemplate
+from mooncake.text.tokenizer import Tokenizer
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ADD_BOS, _ADD_SPACE = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.gated_families import expert_names
+from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight

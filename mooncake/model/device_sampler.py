@@ -1,4 +1,4 @@
-"""From logits to tokens on the GPU: what ``mooncake.engine.sampler`` defines, in torch operations.
+"""From logits to tokens on the GPU: what ``mooncake.engine.decoding.sampler`` defines, in torch operations.
 
 Nothing here waits for the device, and no logits cross the bus. Edits (bias, penalties, guides) and log-probabilities
 need the host and are not supported here. Sums are float64, as in the definition, but in another order: the two agree

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.errors import ModelError
-from mooncake.family import Shapes
+from mooncake.families.family import Shapes
 from mooncake.gguf.file import GGUFFile, TensorInfo
 from mooncake.gguf.forms import Source
 from mooncake.gguf.sources import sources

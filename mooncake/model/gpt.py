@@ -12,7 +12,8 @@ from typing import ClassVar
 
 import torch
 
-from mooncake.families import OPT_POSITION_OFFSET, OTHER_FAMILIES
+from mooncake.families.gpt import OPT_POSITION_OFFSET
+from mooncake.families.registry import OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation

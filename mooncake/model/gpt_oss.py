@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from mooncake.families.mixtures import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.kernels import Experts, Linear
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Bounds
-from mooncake.mixture_families import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
 from mooncake.model.layers import WeightsOnDemand

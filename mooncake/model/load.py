@@ -22,9 +22,9 @@ from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe
+from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
+from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
-from mooncake.model.shards import experts_of, shard_config, shard_weights, vocabulary_shares
-from mooncake.model.vocabulary import Ranks, VocabularyPart
 from mooncake.model.weights import load_weights
 
 DTYPES = ("float32", "bfloat16")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.gated_families import expert_names
+from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder

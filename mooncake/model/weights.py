@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 
 from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, weight_shapes
 from mooncake.errors import ModelError
-from mooncake.families import published_name
+from mooncake.families.llama import REARRANGED
+from mooncake.families.registry import published_name
 from mooncake.gguf.config import keeps_groups as of_kept_groups
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
-from mooncake.llama_family import REARRANGED
 from mooncake.model.as_llama import as_llama
 from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
 from mooncake.model.gguf_weights import KEPT_WIDE, gguf_weights

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from mooncake.app import bench_report
-from mooncake.app.bench_report import progress, tell
+from mooncake.app.bench import report as bench_report
+from mooncake.app.bench.report import progress, tell
 from mooncake.app.console import answer_line, plain_table
 from mooncake.app.latency import HitRates, Outcome, RequestResult, summarize
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport

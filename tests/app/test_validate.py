@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from conductor.cost import DecodeCost, PrefillCost
-from mooncake.app.bench_traffic import Answer
+from conductor.placement.cost import DecodeCost, PrefillCost
+from mooncake.app.bench.traffic import Answer
 from mooncake.app.calibrate_pair import PairCosts, one_by_one, together
 from mooncake.app.extras import MissingDependency
 from mooncake.app.sim.simulation import Run, Simulation

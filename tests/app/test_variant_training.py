@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from mooncake.app.variant_task import AMOUNTS, MostOfAll
-from mooncake.app.variant_training import Trainee
+from mooncake.app.variants.task import AMOUNTS, MostOfAll
+from mooncake.app.variants.training import Trainee
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import CausalLM, ForwardBatch, NoHook
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from mooncake.app.variant_comparison import Comparison, Prompt, agreement, divergence, every_input, runs
-from mooncake.app.variant_profile import ProfileOptions, load_pair, pareto, profile
+from mooncake.app.variants.comparison import Comparison, Prompt, agreement, divergence, every_input, runs
+from mooncake.app.variants.profile import ProfileOptions, load_pair, pareto, profile
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.precision import resolve_precision

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_blend
+from mooncake.app.bench import blend
 from mooncake.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_it_tells_quality_and_time(tmp_path: Path) -> None:
         "1",
     ]
     try:
-        bench_blend.main([*arguments, "--json", str(line)])
+        blend.main([*arguments, "--json", str(line)])
     finally:
         torch.set_num_threads(threads)
 
@@ -50,4 +50,4 @@ def test_it_tells_quality_and_time(tmp_path: Path) -> None:
 )
 def test_what_it_cannot_measure_it_refuses(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=wrong[0]):
-        bench_blend.main(wrong)
+        blend.main(wrong)

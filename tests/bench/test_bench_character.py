@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake.app import bench_character
-from mooncake.app.character_twins import (
+from mooncake.app.bench import character
+from mooncake.app.bench.character_twins import (
     QUESTION_TOKENS,
     QUESTIONS,
     Corpus,
@@ -22,7 +22,7 @@ from mooncake.app.character_twins import (
     write,
 )
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import ForwardBatch, NoHook, load_model
 
@@ -37,9 +37,9 @@ def test_it_trains_once_and_tells_losses_needles_and_bytes(tmp_path: Path) -> No
     arguments = [*SMALL, "--models", str(models), "--json", str(line)]
     threads = torch.get_num_threads()
     try:
-        bench_character.main(arguments)
+        character.main(arguments)
         made = {file: file.stat().st_mtime_ns for file in models.rglob("model.safetensors")}
-        bench_character.main(arguments)
+        character.main(arguments)
     finally:
         torch.set_num_threads(threads)
 
@@ -52,7 +52,7 @@ def test_it_trains_once_and_tells_losses_needles_and_bytes(tmp_path: Path) -> No
     assert len([row for row in report["results"] if row["name"] == "needles found"]) == 5
     assert str(tmp_path) not in json.dumps(report), "a path of this machine is in the line"
     with pytest.raises(ConfigError, match="was trained with other options"):
-        bench_character.main([*arguments, "--steps", "3"])
+        character.main([*arguments, "--steps", "3"])
 
 
 @pytest.mark.parametrize("name", twins(SHAPE))
@@ -101,4 +101,4 @@ def test_a_batch_is_text_with_a_needle_that_is_asked_for() -> None:
 )
 def test_what_it_cannot_measure_it_refuses(wrong: list[str], why: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=why):
-        bench_character.main([*SMALL, "--models", str(tmp_path), *wrong])
+        character.main([*SMALL, "--models", str(tmp_path), *wrong])

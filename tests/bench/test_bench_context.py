@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake.app import bench_context
+from mooncake.app.bench import context
 from mooncake.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def test_it_tells_times_and_bytes(family: str, changes: dict[str, Any], tmp_path
     write_tiny_model(tmp_path / "model", family, **changes)
     line = tmp_path / "line.json"
     arguments = ["--model", str(tmp_path / "model"), "--tokens", "250", "--tail", "70", "--repeat", "1"]
-    bench_context.main([*arguments, "--methods", "auto,pass-q", "--json", str(line)])
+    context.main([*arguments, "--methods", "auto,pass-q", "--json", str(line)])
 
     report = json.loads(line.read_text())
     best = {(row["name"], row["step"], row["method"]): row["best"] for row in report["results"]}
@@ -36,4 +36,4 @@ def test_it_tells_times_and_bytes(family: str, changes: dict[str, Any], tmp_path
 )
 def test_what_it_cannot_measure_it_refuses(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=wrong[0]):
-        bench_context.main(wrong)
+        context.main(wrong)

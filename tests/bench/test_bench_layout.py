@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_verbs import Device
-from mooncake.app import bench_layout, bench_rdma
+from mooncake.app.bench import layout, rdma
 from mooncake.errors import ConfigError
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
@@ -36,7 +36,7 @@ def test_a_conversion_is_held_against_a_copy(tmp_path: Path):
 )
 def test_wrong_options_are_named(options: list[str], sentence: str):
     with pytest.raises(ConfigError) as raised:
-        bench_layout.main(options)
+        layout.main(options)
     assert sentence in str(raised.value)
 
 
@@ -46,7 +46,7 @@ def test_rdma_goes_to_the_machine_with_all_other_options(flag: list[str], tmp_pa
     program.write_text('#!/bin/sh\necho "$@"\n')
     program.chmod(0o755)
     flag = [part.replace("M", str(program)) for part in flag]
-    code = "import sys; from mooncake.app.bench_rdma import main; main(sys.argv[1:])"
+    code = "import sys; from mooncake.app.bench.rdma import main; main(sys.argv[1:])"
     options = ["--kib", "64", "--json", str(program)]  # a file that is called as the program is
     run = subprocess.run(
         [sys.executable, "-c", code, *flag, *options], capture_output=True, text=True, timeout=60, check=True
@@ -56,10 +56,10 @@ def test_rdma_goes_to_the_machine_with_all_other_options(flag: list[str], tmp_pa
 
 def test_rdma_says_what_it_lacks(capfd: pytest.CaptureFixture[str]):
     with pytest.raises(ConfigError, match="no program 'nowhere'"):
-        bench_rdma.main(["--machine", "nowhere"])
+        rdma.main(["--machine", "nowhere"])
     try:
         Device().close()
         pytest.skip("this machine has verbs")
     except VerbsUnavailable:
         with pytest.raises(ConfigError, match="--machine PROGRAM"):
-            bench_rdma.main([])
+            rdma.main([])

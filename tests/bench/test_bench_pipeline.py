@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny_model import write_tiny_model
 
-from mooncake.app import bench_pipeline
+from mooncake.app.bench import pipeline
 from mooncake.errors import ConfigError
 
 
@@ -20,7 +20,7 @@ def test_it_measures_stages_beside_one_process(tmp_path: Path, capsys: pytest.Ca
     picture, line = tmp_path / "stages.png", tmp_path / "line.json"
     cores = os.sched_getaffinity(0)
     sizes = ["--tokens", "200,100", "--pieces", "4", "--repeat", "2", "--chunk-tokens", "64"]
-    bench_pipeline.main(["--model", str(tmp_path / "tiny"), *sizes, "--plot", str(picture), "--json", str(line)])
+    pipeline.main(["--model", str(tmp_path / "tiny"), *sizes, "--plot", str(picture), "--json", str(line)])
     assert os.sched_getaffinity(0) == cores
     report = json.loads(line.read_text())
     assert picture.stat().st_size > 1000
@@ -54,4 +54,4 @@ def test_it_measures_stages_beside_one_process(tmp_path: Path, capsys: pytest.Ca
 )
 def test_what_it_cannot_measure_it_refuses(wrong: list[str]) -> None:
     with pytest.raises(ConfigError, match=wrong[0].removeprefix("--")):
-        bench_pipeline.main(wrong)
+        pipeline.main(wrong)

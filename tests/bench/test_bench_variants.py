@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mooncake.app.bench_variants import main
+from mooncake.app.bench.variants import main
 from mooncake.errors import ConfigError
 
 QUALITY = ["--records", "2", "--batch", "1", "--questions", "2", "--most-layers", "15", "--stride", "15"]

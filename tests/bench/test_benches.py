@@ -17,20 +17,11 @@ import pytest
 import torch
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake.app import (
-    bench_chunked,
-    bench_conductor,
-    bench_engine,
-    bench_kernels,
-    bench_quality,
-    bench_serve,
-    bench_speculation,
-    bench_ssd,
-    calibrate,
-)
-from mooncake.app.bench_report import Figure, Report
-from mooncake.app.peers.engine import PeerEngine
-from mooncake.app.peers.spawned import START_S, spawned
+from mooncake.app import calibrate
+from mooncake.app.bench import chunked, conductor, engine, kernels, quality, serve, speculation, ssd
+from mooncake.app.bench.peers.engine import PeerEngine
+from mooncake.app.bench.peers.spawned import START_S, spawned
+from mooncake.app.bench.report import Figure, Report
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
@@ -95,7 +86,7 @@ def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> N
 def test_attention_is_measured_over_keys_that_are_the_values_too(dtype: torch.dtype) -> None:
     width = 64 + (4 if dtype is torch.int8 else 0)  # int8 rows end with their scale
     cache = torch.zeros(8, 2, 1, 1, 16, width, dtype=dtype)
-    ways = bench_kernels.decode_attention_s(cache, num_heads=4, batch=2, context=50, reps=1)
+    ways = kernels.decode_attention_s(cache, num_heads=4, batch=2, context=50, reps=1)
     assert set(ways) == {"ours", "sdpa_groups", "sdpa_rows", "gather_sdpa"} and all(map(min, ways.values()))
 
 
@@ -103,17 +94,17 @@ def test_a_token_reads_no_more_experts_than_it_uses(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     config = open_checkpoint(str(tmp_path)).config
     expert, layers, unused = 3 * 24 * config.hidden_size, 2, 8 - 2
-    everything = bench_kernels.weight_bytes(replace(config, experts_per_token=8), 2)
-    assert everything - bench_kernels.weight_bytes(config, 2) == 2 * layers * unused * expert
+    everything = kernels.weight_bytes(replace(config, experts_per_token=8), 2)
+    assert everything - kernels.weight_bytes(config, 2) == 2 * layers * unused * expert
 
 
 def test_a_stopped_comparison_of_formats_goes_on_where_it_was(tiny: Path, tmp_path: Path) -> None:
     line, begun = tmp_path / "line.json", tmp_path / "begun.json"
     arguments = ["--model", str(tiny), "--formats", "w8a8", "--window", "64", "--threads", "1"]
     arguments += ["--resume", str(begun), "--json", str(line)]
-    bench_quality.main([*arguments, "--tokens", "64"])
+    quality.main([*arguments, "--tokens", "64"])
     first = json.loads(begun.read_text())["losses"]
-    bench_quality.main([*arguments, "--tokens", "192"])
+    quality.main([*arguments, "--tokens", "192"])
     both = json.loads(begun.read_text())["losses"]
 
     assert {name: losses[:1] for name, losses in both.items()} == first
@@ -121,7 +112,7 @@ def test_a_stopped_comparison_of_formats_goes_on_where_it_was(tiny: Path, tmp_pa
     report = json.loads(line.read_text())
     assert report["ratios"]["perplexity_w8a8_vs_float32"] == pytest.approx(1, abs=0.05)
     with pytest.raises(ConfigError, match="results with a different window"):
-        bench_quality.main([*arguments, "--tokens", "64", "--window", "32"])
+        quality.main([*arguments, "--tokens", "64", "--window", "32"])
 
 
 @pytest.mark.slow
@@ -186,23 +177,23 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
 @pytest.mark.parametrize(
     ("main", "arguments", "sentence"),
     [
-        (bench_engine.main, ["--against", "nobody"], "--against knows transformers, vllm, not nobody"),
-        (bench_engine.main, ["--against", "vllm"], "--against vllm needs --vllm-python"),
-        (bench_engine.main, ["--batch", "1,x"], "--batch takes numbers from 1 to 64, got '1,x'"),
-        (bench_engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
-        (bench_serve.main, ["--transports", "pigeon"], "--transports knows shm, tcp, not pigeon"),
-        (bench_serve.main, ["--set", "store.dram=2"], "unknown configuration key store.dram"),
-        (bench_serve.main, ["--transports", ""], "--transports takes at least one of shm, tcp"),
-        (bench_serve.main, ["--new", "600"], "would be up to 5056 tokens; there is room for 1 to 4096"),
-        (bench_serve.main, ["--model", '/no/"model"'], 'there is no model at /no/"model"'),
-        (bench_conductor.main, ["--seed", "-1"], "--seed must be a whole number from 0 on, got '-1'"),
-        (bench_conductor.main, ["--nodes", "100,1"], "--nodes takes numbers from 2 on, got '100,1'"),
-        (bench_chunked.main, ["--threads", "-1"], "--threads must be a whole number from 0 on, got '-1'"),
-        (bench_chunked.main, ["--limit-ms", "nan"], "--limit-ms must be positive, got 'nan'"),
-        (bench_chunked.main, ["--prompt", "9000"], "--prompt 9000 is too long: the model takes 8192"),
-        (bench_ssd.main, ["--reps", "0"], "--reps must be a whole number from 1 on, got '0'"),
-        (bench_ssd.main, ["--fio", "nosuch"], "--fio: there is no program 'nosuch'; '' does without"),
-        (bench_ssd.main, ["--fio", "", "--quick", "--path", "/proc"], "cannot write in /proc: No such file"),
+        (engine.main, ["--against", "nobody"], "--against knows transformers, vllm, not nobody"),
+        (engine.main, ["--against", "vllm"], "--against vllm needs --vllm-python"),
+        (engine.main, ["--batch", "1,x"], "--batch takes numbers from 1 to 64, got '1,x'"),
+        (engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
+        (serve.main, ["--transports", "pigeon"], "--transports knows shm, tcp, not pigeon"),
+        (serve.main, ["--set", "store.dram=2"], "unknown configuration key store.dram"),
+        (serve.main, ["--transports", ""], "--transports takes at least one of shm, tcp"),
+        (serve.main, ["--new", "600"], "would be up to 5056 tokens; there is room for 1 to 4096"),
+        (serve.main, ["--model", '/no/"model"'], 'there is no model at /no/"model"'),
+        (conductor.main, ["--seed", "-1"], "--seed must be a whole number from 0 on, got '-1'"),
+        (conductor.main, ["--nodes", "100,1"], "--nodes takes numbers from 2 on, got '100,1'"),
+        (chunked.main, ["--threads", "-1"], "--threads must be a whole number from 0 on, got '-1'"),
+        (chunked.main, ["--limit-ms", "nan"], "--limit-ms must be positive, got 'nan'"),
+        (chunked.main, ["--prompt", "9000"], "--prompt 9000 is too long: the model takes 8192"),
+        (ssd.main, ["--reps", "0"], "--reps must be a whole number from 1 on, got '0'"),
+        (ssd.main, ["--fio", "nosuch"], "--fio: there is no program 'nosuch'; '' does without"),
+        (ssd.main, ["--fio", "", "--quick", "--path", "/proc"], "cannot write in /proc: No such file"),
         (calibrate.main, ["--set", "model.path=/no/model"], "there is no model at /no/model"),
     ],
 )
@@ -220,14 +211,14 @@ def test_a_process_that_ends_before_it_is_ready_is_not_waited_for() -> None:
 
 def test_a_prompt_that_the_model_has_no_room_for_is_refused_at_once(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="prompt and answer would have 2081 tokens, and the model takes 1024"):
-        bench_engine.main(["--model", str(tiny)])
+        engine.main(["--model", str(tiny)])
 
 
 @pytest.mark.parametrize(
     ("main", "arguments"),
     [
-        (bench_chunked.main, ["--prompt", "128", "--budget", "64", "--running", "1"]),
-        (bench_speculation.main, ["--tokens", "4"]),
+        (chunked.main, ["--prompt", "128", "--budget", "64", "--running", "1"]),
+        (speculation.main, ["--tokens", "4"]),
     ],
 )
 def test_any_vocabulary_does_and_the_line_names_no_path(

@@ -17,9 +17,9 @@ import pytest
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
-from conductor.placer import ModelFacts
+from conductor.placement.placer import ModelFacts
+from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
-from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory
 from mooncake.config import Config, load_config
 from mooncake.errors import HandoffFailed, MooncakeError

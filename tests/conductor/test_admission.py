@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from placing import Cluster
 
-from conductor.admission import Admission, Mode
-from conductor.admission_rules import ADMISSIONS, TBT_ROOM, Limits, peak_tokens
-from conductor.bookings import Booking
-from conductor.fair_queue import Band
-from conductor.lengths import Kind, OutputLengths, Turns
+from conductor.admission.admission import Admission, Mode
+from conductor.admission.fair_queue import Band
+from conductor.admission.lengths import Kind, OutputLengths, Turns
+from conductor.admission.rules import ADMISSIONS, TBT_ROOM, Limits, peak_tokens
+from conductor.placement.bookings import Booking
+from conductor.placement.view import RequestFacts
 from conductor.registry import NodeLoad
-from conductor.view import RequestFacts
 
 CHAT = Kind(b"chat", 640)
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from placing import Cluster
 
-from conductor.admission_queue import AdmissionQueue
+from conductor.admission.queue import AdmissionQueue
 from conductor.api import InferenceRequest
-from conductor.scheduler import Scheduler
+from conductor.placement.scheduler import Scheduler
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
 from mooncake.hashing import chain_seed, extend_chain

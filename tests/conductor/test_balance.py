@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from placing import Cluster
 
-from conductor.balance import SWITCH_MOVES, BalanceLimits, Balancer, Switch, SwitchState
+from conductor.control.balance import SWITCH_MOVES, BalanceLimits, Balancer, Switch, SwitchState
 from conductor.registry import NodeInfo
 from mooncake.types import Role
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from conductor.bookings import Booking, NodeBookings
+from conductor.placement.bookings import Booking, NodeBookings
 from conductor.registry import NodeLoad
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from conductor.calibration import calibration_toml, read_calibration
-from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
+from conductor.placement.calibration import calibration_toml, read_calibration
+from conductor.placement.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from mooncake.errors import ConfigError
 
 START = StartCosts(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from conductor.admission.lengths import Kind
 from conductor.api import Delta, InferenceRequest
-from conductor.lengths import Kind
 from mooncake.errors import HandoffFailed, KVLoadFailed, NodeUnavailable
 from mooncake.types import BeamSearch, FinishReason
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
-from conductor.linear_fit import LinearFit, _solve, _solve_three
+from conductor.placement.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
+from conductor.placement.linear_fit import LinearFit, _solve, _solve_three
 
 
 def prefill_ms(new: int, prefix: int, a: float = 4.0, b: float = 0.5, c: float = 2e-4) -> float:

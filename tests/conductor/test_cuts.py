@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from placing import SHAPE, Cluster, incarnations
 
-from conductor.bookings import Booking
-from conductor.scheduler import Placement
+from conductor.placement.bookings import Booking
+from conductor.placement.scheduler import Placement
 
 LONG = 20 * 64 + 30  # tokens of a prompt of 20 full blocks
 

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.fair_queue import Band, Entry, FairQueue
+from conductor.admission.fair_queue import Band, Entry, FairQueue
 
 
 def entry(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from conductor.health import TRANSITIONS, Health, HealthTracker
+from conductor.control.health import TRANSITIONS, Health, HealthTracker
 
 USUAL_MS = 20.0
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from conductor.health import Health
+from conductor.control.health import Health
 from conductor.registry import NodeState
 from mooncake.config import load_config
 from mooncake.errors import ChecksumMismatch
@@ -35,7 +35,7 @@ async def cluster(fake_cluster_of):
 
 
 async def test_a_node_with_checksum_errors_is_isolated_and_returns(cluster, caplog) -> None:
-    caplog.set_level(logging.INFO, "conductor.health_monitor")
+    caplog.set_level(logging.INFO, "conductor.control.health_monitor")
     bad = cluster.prefill[0]
     bad.script.error = ChecksumMismatch("bytes differ")
     expected = cluster.answer([5, 6, 7, 8, 9], 4)

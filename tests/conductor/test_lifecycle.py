@@ -5,7 +5,7 @@ from enum import StrEnum
 
 import pytest
 
-from conductor.lifecycle import (
+from conductor.dispatch.lifecycle import (
     HANDOFF_MOVES,
     REQUEST_MOVES,
     HandoffState,

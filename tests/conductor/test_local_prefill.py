@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from placing import Cluster, incarnation, incarnations
 
-from conductor.local_prefill import local_prefill
+from conductor.placement.local_prefill import local_prefill
+from conductor.placement.scheduler import Placement
 from conductor.registry import NodeLoad
-from conductor.scheduler import Placement
 
 TAIL = 64
 

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from conductor.api import Delta
-from conductor.lifecycle import HandoffState, handoff_lifecycle
-from conductor.merge import Merger
+from conductor.dispatch.lifecycle import HandoffState, handoff_lifecycle
+from conductor.dispatch.merge import Merger
 from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable
 from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
 from mooncake.types import FinishReason

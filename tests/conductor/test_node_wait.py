@@ -3,7 +3,7 @@
 import asyncio
 import math
 
-from conductor.node_wait import NodeWait
+from conductor.dispatch.node_wait import NodeWait
 
 
 class Clock:

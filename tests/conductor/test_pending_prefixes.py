@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from placing import Cluster, pair
 
-from conductor.bookings import Booking
-from conductor.pending_prefixes import MARKER_TOKENS
-from conductor.pending_prefixes_native import new_pending_prefixes
-from conductor.view import RequestFacts
+from conductor.placement.bookings import Booking
+from conductor.placement.view import RequestFacts
+from conductor.prefixes.pending import MARKER_TOKENS
+from conductor.prefixes.pending_native import new_pending_prefixes
 from mooncake.types import BlockKey
 
 

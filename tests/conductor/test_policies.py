@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 from placing import Cluster, incarnations, pair
 
-from conductor.policies import POLICIES
-from conductor.policies.algorithm_1 import algorithm_1_with
+from conductor.placement.policies import POLICIES
+from conductor.placement.policies.algorithm_1 import algorithm_1_with
 
 AWARE = sorted(set(POLICIES) - {"random", "round_robin", "least_loaded"})
 

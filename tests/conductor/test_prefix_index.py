@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefix_index import PrefixIndex
-from conductor.prefix_table import INDEX_KEY_BYTES, NUM_SHARDS, PrefixTable
-from conductor.prefix_table_native import new_table
+from conductor.prefixes.index import PrefixIndex
+from conductor.prefixes.table import INDEX_KEY_BYTES, NUM_SHARDS, PrefixTable
+from conductor.prefixes.table_native import new_table
 from mooncake.types import BlockEvent, BlockKey, Tier
 
 PrefixIndex()  # builds the library now: hypothesis has a time limit

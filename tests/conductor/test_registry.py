@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from conductor.health import Health
+from conductor.control.health import Health
 from conductor.registry import TRANSITIONS, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress

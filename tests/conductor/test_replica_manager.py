@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from conductor.core import Core
-from conductor.placer import ModelFacts
+from conductor.placement.placer import ModelFacts
+from conductor.placement.view import RequestFacts, Shape
 from conductor.registry import NodeInfo
-from conductor.view import RequestFacts, Shape
 from kvstore.checksum import range_checksums
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.metadata.memory import MemoryDirectory
 from kvstore.node import StoreNode
 from mooncake.config import load_config

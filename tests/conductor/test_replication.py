@@ -4,8 +4,8 @@ from collections import Counter
 
 from placing import Cluster
 
-from conductor.replication import MAX_REPLICATED, CopyPrefix, DropReplica, ReplicationLimits, Replicator
-from conductor.view import RequestFacts
+from conductor.control.replication import MAX_REPLICATED, CopyPrefix, DropReplica, ReplicationLimits, Replicator
+from conductor.placement.view import RequestFacts
 from mooncake.types import BlockEvent, BlockKey
 
 HOT = [BlockKey(bytes([7, block]) * 16) for block in range(64)]

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from conductor.api import Delta, InferenceRequest
-from conductor.lifecycle import RequestState
-from conductor.request_progress import RequestProgress
-from conductor.retry import Failure
+from conductor.dispatch.lifecycle import RequestState
+from conductor.dispatch.request_progress import RequestProgress
+from conductor.dispatch.retry import Failure
 from mooncake.types import BeamSearch, FinishReason, PrefillReport, SampledToken, SamplingParams
 
 EOS = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from conductor.retry import Failure, Retries
+from conductor.dispatch.retry import Failure, Retries
 
 P0, P1, D0, D1 = 1, 2, 11, 12
 PREFILL, DECODE = frozenset({P0, P1}), frozenset({D0, D1})

@@ -1,6 +1,6 @@
 """Retry times of refused requests, from the room that others found recently."""
 
-from conductor.retry_after import MAX_RETRY_S, WINDOW_S, RetryAfterEstimator
+from conductor.admission.retry_after import MAX_RETRY_S, WINDOW_S, RetryAfterEstimator
 
 LIMIT_MS = 1000.0
 FULL, FREE = LIMIT_MS + 500.0, 0.0

@@ -2,8 +2,8 @@
 
 import pytest
 
-from conductor.retry_after import MAX_RETRY_S
-from conductor.retry_reservations import GRACE_S, MAX_RESERVATIONS, PACE_S, RetryReservations
+from conductor.admission.retry_after import MAX_RETRY_S
+from conductor.admission.retry_reservations import GRACE_S, MAX_RESERVATIONS, PACE_S, RetryReservations
 
 
 def reliable(pace: float = 1.0) -> tuple[RetryReservations, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from conductor.core import Core
-from conductor.placer import ModelFacts
+from conductor.placement.placer import ModelFacts
+from conductor.placement.view import Shape
 from conductor.registry import NodeInfo
-from conductor.view import Shape
 from kvstore.metadata.memory import MemoryDirectory
 from mooncake.config import load_config
 from mooncake.types import Role

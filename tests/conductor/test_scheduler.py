@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from placing import Cluster, incarnation, incarnations, pair
 
-from conductor.bookings import Booking
-from conductor.health import Health
-from conductor.policies.milliseconds import REPLICA_COST
+from conductor.control.health import Health
+from conductor.placement.bookings import Booking
+from conductor.placement.policies.milliseconds import REPLICA_COST
+from conductor.placement.scheduler import Placement, Scheduler
 from conductor.registry import NodeLoad
-from conductor.scheduler import Placement, Scheduler
 from mooncake.errors import NodeUnavailable, Overloaded
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from conductor.prefix_index import PrefixIndex
+from conductor.prefixes.index import PrefixIndex
+from conductor.prefixes.subscriber import Cursor, Subscriber
 from conductor.registry import NodeInfo
-from conductor.subscriber import Cursor, Subscriber
 from kvstore.metadata.memory import MemoryDirectory
 from mooncake.events import EVENTS_PER_MESSAGE, UNFINISHED, CacheEventsServicer, EventLog
 from mooncake.rpc import common_pb2 as pb

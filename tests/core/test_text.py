@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import InvalidRequest
-from mooncake.text import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler, TextPiece, bad_word_tokens
-from mooncake.tokenizer import Tokenizer
+from mooncake.text.detokenizer import MAX_STOP_CHARS, MAX_STOP_STRINGS, TextAssembler, TextPiece, bad_word_tokens
+from mooncake.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

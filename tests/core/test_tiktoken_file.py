@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mooncake.errors import ModelError
-from mooncake.tokenizer import ChatMessage, Tokenizer, tokenizer_from_hf
+from mooncake.text.tokenizer import ChatMessage, Tokenizer, tokenizer_from_hf
 
 # As published, in the words of another library than the one that is tested.
 WORDS = regex.compile(

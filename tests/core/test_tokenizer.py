@@ -19,10 +19,10 @@ from tiny_model import write_tiny_model
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from mooncake.chat_template import ChatTemplate, Piece
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.errors import InvalidRequest, ModelError
-from mooncake.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
+from mooncake.text.chat_template import ChatTemplate, Piece
+from mooncake.text.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
 
 TEXTS = [
     "",

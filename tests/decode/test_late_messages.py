@@ -19,8 +19,8 @@ from kvstore.checksum import digest, range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
+from mooncake.engine.cache.kv_cache import Arrival, KVCache
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
-from mooncake.engine.kv_cache import Arrival, KVCache
 from mooncake.engine.loop import EngineThread
 from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, MooncakeError, StaleEpoch
 from mooncake.types import SampledToken

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from decode_node.writeback import BATCH_BLOCKS, WAITING_SHARE, FilledBlock, WriteBack
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.node import StoreNode
 from kvstore.transfer.engine import TransferEngine
 from mooncake.config import load_config
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import DeadlineExceeded
 from mooncake.rpc.server import Channels
 from mooncake.types import BlockKey, KVLayout

@@ -17,7 +17,7 @@ from tiny_lora import activated, greedy, write_adapter
 from tiny_model import write_tiny_model
 
 from conductor.node import model_facts
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.adapters import open_adapter
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ from drive import ask, status, wait_idle
 from reference import check_greedy
 
 from conductor.node import model_facts
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config

@@ -14,7 +14,7 @@ from drive import ask, status, wait_idle
 from live import small_config
 from reference import check_greedy
 
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.decoding.randomness import splitmix64
 from mooncake.engine.engine import NO_HOOK as NO_HOOK
 from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
-from mooncake.engine.kv_cache import KVCache
-from mooncake.engine.randomness import splitmix64
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook

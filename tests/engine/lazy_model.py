@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import numpy as np
 import torch
 
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.engine import NO_HOOK, Engine
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.device_sampler import Draws, choose

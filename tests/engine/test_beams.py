@@ -11,9 +11,9 @@ from reference import smollm2
 from tiny_model import write_tiny_model
 
 from mooncake import LLM
-from mooncake.engine.beams import Beams, Candidate
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.decoding.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad

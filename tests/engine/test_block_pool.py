@@ -13,7 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
 

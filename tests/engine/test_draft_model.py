@@ -15,10 +15,10 @@ from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import CacheSize, draft_on, on_cpu
-from mooncake.engine.draft_model import CausalModel, DraftModel
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.decoding.draft_model import CausalModel, DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepOutput
 from mooncake.engine.host import EngineHost, plan_cache
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import Chain

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model

@@ -13,9 +13,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mooncake.engine.logits_processors import bias_and_penalise
-from mooncake.engine.randomness import splitmix64, uniforms
-from mooncake.engine.sampler import Sampler, distribution, token_logprob
+from mooncake.engine.decoding.logits_processors import bias_and_penalise
+from mooncake.engine.decoding.randomness import splitmix64, uniforms
+from mooncake.engine.decoding.sampler import Sampler, distribution, token_logprob
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import NotFinite
 from mooncake.hashing import Chain

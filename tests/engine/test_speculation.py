@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mooncake.engine.draft_payoff import DraftPayoff
-from mooncake.engine.speculation import PromptLookup
+from mooncake.engine.decoding.draft_payoff import DraftPayoff
+from mooncake.engine.decoding.speculation import PromptLookup
 from mooncake.types import FinishReason, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from mooncake.engine.cache.swap import SwapSpace
 from mooncake.engine.engine import Engine
-from mooncake.engine.swap import SwapSpace
 from mooncake.types import BeamSearch, SamplingParams
 from tests.engine.hash_model import (
     BLOCK,

@@ -12,8 +12,8 @@ from collections.abc import Sequence as Rows
 import numpy as np
 import torch
 
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.page_groups import plan_groups
 from mooncake.types import KVLayout

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from mooncake.app import bench_gpu
-from mooncake.app.bench_gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale
-from mooncake.app.bench_report import Report
+from mooncake.app.bench import gpu as bench_gpu
+from mooncake.app.bench.gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale
+from mooncake.app.bench.report import Report
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu_attention import PREFILL_ROWS, attention_launch
 from mooncake.kernels.triton_launch import DoesNotFit
@@ -26,7 +26,7 @@ from mooncake.kernels.triton_launch import DoesNotFit
 def test_every_part_runs_and_every_target_has_its_ratio_and_its_prediction(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     run = subprocess.run(
-        [sys.executable, "-m", "mooncake.app.bench_gpu", "--tiny", "--out", file],
+        [sys.executable, "-m", "mooncake.app.bench.gpu", "--tiny", "--out", file],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -49,7 +49,7 @@ def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None
 
     def run(*flags: str) -> dict[str, dict[str, object]]:
         subprocess.run(
-            [sys.executable, "-m", "mooncake.app.bench_gpu", "--tiny", "--out", file, "--only", "elementwise", *flags],
+            [sys.executable, "-m", "mooncake.app.bench.gpu", "--tiny", "--out", file, "--only", "elementwise", *flags],
             env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
             capture_output=True,
             timeout=100,
@@ -149,7 +149,7 @@ def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(t
         assert held.read() == "", "what it had started runs on"
 
 
-@pytest.mark.parametrize(("command", "status"), [(["mooncake", "bench", "gpu"], 2), (["mooncake.app.bench_gpu"], 1)])
+@pytest.mark.parametrize(("command", "status"), [(["mooncake", "bench", "gpu"], 2), (["mooncake.app.bench.gpu"], 1)])
 def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", *command]

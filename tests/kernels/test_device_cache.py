@@ -14,8 +14,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.engine.device_cache import DeviceCache, HostMirror, Share
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.triton_launch import INTERPRETED

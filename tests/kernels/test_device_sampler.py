@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake.engine.sampler import Sampler
-from mooncake.engine.sampling_inputs import SamplingInputs
+from mooncake.engine.decoding.sampler import Sampler
+from mooncake.engine.decoding.sampling_inputs import SamplingInputs
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import reference

@@ -16,9 +16,9 @@ from asked import Asked
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
-from mooncake.engine.device_cache import DeviceCache
+from mooncake.engine.cache.device_cache import DeviceCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import reference

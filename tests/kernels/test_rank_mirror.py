@@ -25,11 +25,11 @@ from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import Backend, CacheSize, Processes, on_cpu, open_for_node
-from mooncake.engine.device_cache import DeviceCache, HostMirror
+from mooncake.engine.cache.device_cache import DeviceCache, HostMirror
+from mooncake.engine.cache.kv_cache import Arrival, Mirror
+from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.engine.gpu_passes import FirstPass, OtherPass
 from mooncake.engine.gpu_ranks import TensorParallelGpuModel
-from mooncake.engine.kv_cache import Arrival, Mirror
-from mooncake.engine.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.errors import KVLoadFailed, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
@@ -357,7 +357,7 @@ def test_a_rank_that_does_not_copy_in_time_ends_and_the_node_is_told(one_family:
 
 
 def test_a_rank_that_takes_no_messages_ends_too(one_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.engine.rank_mirror.TELL_S", 1)
+    monkeypatch.setattr("mooncake.engine.cache.rank_mirror.TELL_S", 1)
     with two_ranks(one_family) as ranks:
         assert ranks.mirror is not None
         first = told_by(ranks)

@@ -26,8 +26,8 @@ import kvstore
 from kvstore.board import Board, BoardReader, Outcome
 from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
-from kvstore.client import StoreClient
-from kvstore.client_near import RETURN_AHEAD_AFTER_S
+from kvstore.client.near import RETURN_AHEAD_AFTER_S
+from kvstore.client.store_client import StoreClient
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine

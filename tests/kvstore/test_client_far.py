@@ -21,8 +21,8 @@ import kvstore
 from kvstore.ahead import WIRE
 from kvstore.board import Board
 from kvstore.checksum import range_checksums
-from kvstore.client_far import MAX_CONNECTIONS, FarStore
-from kvstore.index_types import BlockName, Grant
+from kvstore.client.far import MAX_CONNECTIONS, FarStore
+from kvstore.index.types import BlockName, Grant
 from kvstore.node import StoreNode, hear_again_s
 from kvstore.segment import Segment
 from kvstore.store import Sealed, Store

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.client import StoreClient
-from kvstore.client_calls import LOOK_AGAIN_S, StoreCalls
+from kvstore.client.calls import LOOK_AGAIN_S, StoreCalls
+from kvstore.client.store_client import StoreClient
 from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_async

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.eviction import make_policy
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Grant
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Grant
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockKey
 

@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
-from kvstore.layout import ShardedLayout, numbers, rows, scales
-from kvstore.layout_convert import Converter, convert
-from kvstore.layout_plan import Plan, plan
-from kvstore.layout_reader import LayoutReader, Shard
+from kvstore.layout.convert import Converter, convert
+from kvstore.layout.layout import ShardedLayout, numbers, rows, scales
+from kvstore.layout.plan import Plan, plan
+from kvstore.layout.reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer

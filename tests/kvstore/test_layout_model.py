@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from kvstore.checksum import range_checksums
-from kvstore.layout import ShardedLayout, numbers, rows
-from kvstore.layout_plan import plan
-from kvstore.layout_reader import LayoutReader, Shard
+from kvstore.layout.layout import ShardedLayout, numbers, rows
+from kvstore.layout.plan import plan
+from kvstore.layout.reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model

@@ -12,9 +12,9 @@ import pytest
 from redis_process import RedisProcess
 
 from conductor.core import Core
-from conductor.placer import ModelFacts
+from conductor.placement.placer import ModelFacts
+from conductor.placement.view import Shape
 from conductor.registry import NodeInfo, NodeLoad, NodeState
-from conductor.view import Shape
 from kvstore.metadata.redis import RedisDirectory
 from mooncake.config import load_config
 from mooncake.events import CacheEventsServicer, EventLog

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conductor.prefix_index import PrefixIndex
-from conductor.prefix_table import INDEX_KEY_BYTES
+from conductor.prefixes.index import PrefixIndex
+from conductor.prefixes.table import INDEX_KEY_BYTES
 from kvstore.metadata.records import RECORD_BYTES, Cursor, pack_blocks, pack_events, unpack_log
 from mooncake.directory import RECORD_KEY_BYTES
 from mooncake.types import BlockEvent, BlockKey, Tier

@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 from redis_process import RedisProcess
 
-from conductor.prefix_index import PrefixIndex
+from conductor.prefixes.index import PrefixIndex
 from kvstore.metadata.redis import MAX_STREAM, RedisDirectory
 from mooncake.directory import RECORD_KEY_BYTES, KnownNode
 from mooncake.errors import ConfigError

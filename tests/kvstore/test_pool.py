@@ -16,7 +16,7 @@ import torch
 
 import kvstore
 from kvstore.checksum import range_checksums
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from mooncake.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfBlocks
 
 BLOCK = 1 << 20

@@ -20,10 +20,10 @@ from hypothesis import given
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
-from kvstore.ssd_index import SsdIndex
-from kvstore.ssd_io import NativeIO, PlainIO, SsdIO, VerifiedRead
-from kvstore.ssd_log import BlockRead, SsdLog
-from kvstore.ssd_record import (
+from kvstore.ssd.index import SsdIndex
+from kvstore.ssd.io import NativeIO, PlainIO, SsdIO, VerifiedRead
+from kvstore.ssd.log import BlockRead, SsdLog
+from kvstore.ssd.record import (
     MAX_HEADER_BYTES,
     PAGE,
     BlockHeader,
@@ -34,7 +34,7 @@ from kvstore.ssd_record import (
     pack_drops,
     parse,
 )
-from kvstore.ssd_tier import GROUP_BYTES, SsdTier
+from kvstore.ssd.tier import GROUP_BYTES, SsdTier
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import range_checksums
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.fast_rpc import FastRpc
 from kvstore.transfer.engine import ReadRange, WriteRange
 from mooncake.errors import (

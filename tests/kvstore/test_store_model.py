@@ -22,9 +22,9 @@ from kvstore.board import Board, BoardReader, Outcome
 from kvstore.board_door import BoardDoor
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
-from kvstore.index_types import BlockName, Grant, Lease
+from kvstore.index.types import BlockName, Grant, Lease
 from kvstore.segment import Segment
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.engine import TransferEngine

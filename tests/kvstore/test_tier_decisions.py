@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Held
-from kvstore.ssd_record import BlockHeader
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Held
+from kvstore.ssd.record import BlockHeader
 from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier

@@ -19,15 +19,15 @@ import pytest
 
 import kvstore
 from kvstore.checksum import checksum, range_checksums
-from kvstore.client import StoreClient
+from kvstore.client.store_client import StoreClient
 from kvstore.eviction import make_policy
-from kvstore.index_types import BlockName
+from kvstore.index.types import BlockName
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
-from kvstore.ssd_index import SsdIndex
-from kvstore.ssd_io import PlainIO, SsdIO
-from kvstore.ssd_log import SsdLog
-from kvstore.ssd_tier import MAX_QUEUE, SsdTier
+from kvstore.ssd.index import SsdIndex
+from kvstore.ssd.io import PlainIO, SsdIO
+from kvstore.ssd.log import SsdLog
+from kvstore.ssd.tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Store
 from kvstore.transfer.engine import WriteRange
 from kvstore.transfer.server import SegmentServer

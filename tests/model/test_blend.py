@@ -14,7 +14,7 @@ import torch
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import InternalError, ModelError
 from mooncake.kernels import Kernels, choose_kernels, reference
 from mooncake.kernels.reference import from_page_rows, rope

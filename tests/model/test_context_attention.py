@@ -13,9 +13,9 @@ import torch
 
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.context_attention import ContextAttention, Kind
-from mooncake.model.context_home import Home
-from mooncake.model.context_plan import ContextPlan, Method, Shape
+from mooncake.model.parallel.context_attention import ContextAttention, Kind
+from mooncake.model.parallel.context_home import Home
+from mooncake.model.parallel.context_plan import ContextPlan, Method, Shape
 from mooncake.model_config import ModelConfig
 
 BLOCK_TOKENS, HEAD_DIM = 16, 32

@@ -17,8 +17,8 @@ from mooncake import LLM, SamplingParams
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, InvalidRequest, ModelError, NodeUnavailable
 from mooncake.model.batch import NoHook
-from mooncake.model.context_parallel import ContextParallelModel
-from mooncake.model.context_plan import Method
+from mooncake.model.parallel.context_parallel import ContextParallelModel
+from mooncake.model.parallel.context_plan import Method
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.model.context_plan import ContextPlan, Method, Run, Shape
+from mooncake.model.parallel.context_plan import ContextPlan, Method, Run, Shape
 
 SMOLLM2 = Shape(num_heads=9, num_kv_heads=3, head_dim=64, row_bytes=256)
 LLAMA_8B = Shape(num_heads=32, num_kv_heads=8, head_dim=128, row_bytes=256)

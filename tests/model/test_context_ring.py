@@ -12,7 +12,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.errors import KVLoadFailed
 from mooncake.model.batch import ForwardBatch, NoHook
-from mooncake.model.context_plan import Method
+from mooncake.model.parallel.context_plan import Method
 
 
 @pytest.fixture(scope="module", params=[Method.PASS_KV, Method.PASS_Q])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library

@@ -17,7 +17,7 @@ from tiny_mixtures import answers
 
 from mooncake import LLM
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.gguf.file import GGUFFile
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import WeightsOnDemand

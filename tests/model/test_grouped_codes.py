@@ -14,7 +14,7 @@ from published import Published, logits_of
 from quantised import Format, awq, fp8, gptq, packed
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.key_scales import KeyScales

@@ -12,7 +12,7 @@ from tiny_model import write_tiny_model
 from mooncake.app.key_scales import ScaleOptions, measure
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales, load_key_scales, save_key_scales

@@ -18,7 +18,7 @@ from tiny_model import tiny_model
 from mooncake import LLM, SamplingParams
 from mooncake.adapters import Adapter, open_adapters
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales

@@ -12,8 +12,8 @@ import torch
 from tiny_families import FAMILIES, NEW_TOKENS, VOCAB, YARN, Published
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ModelError
 from mooncake.hashing import Chain

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mooncake.model.pieces import (
+from mooncake.model.parallel.pieces import (
     LEAST_TOKENS,
     CostFit,
     PieceCost,

@@ -22,8 +22,8 @@ from tiny_model import write_tiny_model
 from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import CacheSize, over_stages
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig, StepOutput
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence as Prompt
 from mooncake.errors import (
     ConfigError,
@@ -39,8 +39,8 @@ from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
-from mooncake.model.pieces import PieceCost, Span, equal_length
-from mooncake.model.pipeline import PipelineModel, spans_of
+from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
+from mooncake.model.parallel.pipeline import PipelineModel, spans_of
 from mooncake.model.weights import load_weights
 from mooncake.precision import resolve_precision
 from mooncake.types import SamplingParams

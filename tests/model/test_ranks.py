@@ -20,10 +20,10 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError, ModelError, MooncakeError, NodeUnavailable
-from mooncake.model import context_parallel, tensor_parallel
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.pages import SharedMemory
-from mooncake.model.ranks import Workers, leave_group
+from mooncake.model.parallel import context_parallel, tensor_parallel
+from mooncake.model.parallel.ranks import Workers, leave_group
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
 
@@ -107,7 +107,7 @@ def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) 
 def test_closing_waits_for_no_rank_that_hangs_or_has_died(
     folder: Path, way: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mooncake.model.ranks.END_S", 2)
+    monkeypatch.setattr("mooncake.model.parallel.ranks.END_S", 2)
     llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, threads=1, **{way: 2})  # type: ignore[arg-type]
     ranks = workers_of(os.getpid(), "model")
     os.kill(ranks[-1], signal.SIGKILL if what == "has died" else signal.SIGSTOP)

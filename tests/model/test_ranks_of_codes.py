@@ -16,7 +16,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, quantise_rows
 from mooncake.model.layers import WeightsOnDemand
-from mooncake.model.shards import shard_weights
+from mooncake.model.parallel.shards import shard_weights
 from mooncake.model.weights import load_weights
 
 PROMPT = [5, 9, 200, 31, 77, 8, 150, 12]

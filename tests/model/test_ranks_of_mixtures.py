@@ -18,16 +18,16 @@ from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Pub
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
-from mooncake.kernels.cpu import PanelExperts, PanelLinear
+from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import GatedDecoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model, load_part
-from mooncake.model.shards import experts_of, shard_config, shard_weights
-from mooncake.model.vocabulary import VocabularyPart
+from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights
+from mooncake.model.parallel.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
 
 

@@ -10,7 +10,7 @@ import torch
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, InternalError, KVLoadFailed, ModelError
 from mooncake.kernels import reference
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model

@@ -16,9 +16,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError, ModelError
+from mooncake.families.rope_settings import read_rope
 from mooncake.model.rope import rope_tables
 from mooncake.model_config import Settings
-from mooncake.rope_settings import read_rope
 
 TRAINED = 64  # tokens
 NEW_TOKENS = 12

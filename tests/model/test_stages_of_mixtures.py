@@ -11,13 +11,13 @@ from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, Published
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory
-from mooncake.model.pieces import PieceCost, Span, equal_length
-from mooncake.model.pipeline import PipelineModel
+from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
+from mooncake.model.parallel.pipeline import PipelineModel
 from mooncake.precision import resolve_precision
 
 ONE_OF_ALL = [pytest.param(name, marks=() if name == "deepseek-v3" else pytest.mark.slow) for name in MIXTURES]

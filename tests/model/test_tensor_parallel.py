@@ -18,15 +18,15 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError, NodeUnavailable
 from mooncake.hashing import Chain
-from mooncake.model.context_parallel import ContextParallelModel
 from mooncake.model.load import load_model
-from mooncake.model.shards import shard_config, shard_weights
-from mooncake.model.tensor_parallel import TensorParallelModel
+from mooncake.model.parallel.context_parallel import ContextParallelModel
+from mooncake.model.parallel.shards import shard_config, shard_weights
+from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
 from mooncake.types import SamplingParams
 

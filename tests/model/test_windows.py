@@ -11,8 +11,8 @@ import torch
 
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.llama import CausalLM

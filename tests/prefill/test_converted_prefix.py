@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import range_checksums
-from kvstore.client import StoreClient
-from kvstore.client_types import Lease
-from kvstore.layout import rows
+from kvstore.client.store_client import StoreClient
+from kvstore.client.types import Lease
+from kvstore.layout.layout import rows
 from kvstore.node import StoreNode
 from kvstore.transfer.engine import TransferEngine
 from mooncake.checkpoint import open_checkpoint

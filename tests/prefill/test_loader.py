@@ -14,7 +14,7 @@ from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
-from mooncake.engine.kv_cache import Arrival, KVCache
+from mooncake.engine.cache.kv_cache import Arrival, KVCache
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey, KVLayout

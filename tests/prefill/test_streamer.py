@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.cache.sequence_blocks import SequenceBlocks
 from mooncake.engine.engine import StepPlan
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.sequence_blocks import SequenceBlocks
 from mooncake.engine.step_plan import StepEntry
 from mooncake.hashing import Chain
 from mooncake.types import KVLayout, SamplingParams

@@ -20,7 +20,7 @@ from tiny_model import write_tiny_model
 
 from kvstore.node import StoreNode
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows

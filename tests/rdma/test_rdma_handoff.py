@@ -20,8 +20,8 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
-from mooncake.engine.kv_cache import KVCache
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import load_model

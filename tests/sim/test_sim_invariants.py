@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conductor.admission_rules import ADMISSIONS
-from conductor.policies import POLICIES
+from conductor.admission.rules import ADMISSIONS
+from conductor.placement.policies import POLICIES
 from mooncake.app.sim.cluster import Cluster, Ssd, load_preset
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Fault, Run, Simulation

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.context_parallel import ContextParallelModel, Setup, shape_of
-from mooncake.model.context_plan import ContextPlan, Method
 from mooncake.model.load import load_model
+from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup, shape_of
+from mooncake.model.parallel.context_plan import ContextPlan, Method
 
 BLOCK_TOKENS = 16
 

@@ -8,14 +8,14 @@ from itertools import count
 
 import numpy as np
 
-from conductor.bookings import Booking
-from conductor.cost import CostModel
-from conductor.fleet import Fleet
-from conductor.policies import DEFAULT_POLICY, POLICIES
-from conductor.prefix_index import PrefixIndex
+from conductor.placement.bookings import Booking
+from conductor.placement.cost import CostModel
+from conductor.placement.fleet import Fleet
+from conductor.placement.policies import DEFAULT_POLICY, POLICIES
+from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.view import RequestFacts, Shape
+from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
-from conductor.scheduler import Placement, Scheduler
-from conductor.view import RequestFacts, Shape
 from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress, Tier
 
 SHAPE = Shape(block_tokens=64, block_bytes=1 << 20, num_layers=10)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, HFCheckpoint, open_checkpoint
-from mooncake.engine.kv_cache import KVCache
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.model import CausalLM, ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import CacheSize, over_ranks
-from mooncake.engine.kv_cache import KVCache
-from mooncake.model.tensor_parallel import TensorParallelModel
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 from mooncake.precision import resolve_precision
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
-from kvstore.ssd_record import BlockHeader
-from kvstore.ssd_tier import SsdTier
+from kvstore.ssd.record import BlockHeader
+from kvstore.ssd.tier import SsdTier
 from mooncake.types import BlockKey
 
 CAPACITY, SEGMENT, LARGEST, KEYS = 24 << 20, 2 << 20, 256 << 10, 40

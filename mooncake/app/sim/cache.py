@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from mooncake.app.sim.tiered import TieredCache
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.types import BlockEvent, BlockKey
 
 Keys = Sequence[BlockKey]

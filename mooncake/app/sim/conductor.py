@@ -11,18 +11,18 @@ from operator import attrgetter
 
 import numpy as np
 
-from conductor.admission import Admission, Mode
-from conductor.admission_rules import ADMISSIONS, Limits
-from conductor.balance import Balancer, Switch
-from conductor.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
-from conductor.fleet import Fleet
-from conductor.policies import POLICIES
-from conductor.prefix_index import PrefixIndex
+from conductor.admission.admission import Admission, Mode
+from conductor.admission.rules import ADMISSIONS, Limits
+from conductor.control.balance import Balancer, Switch
+from conductor.control.replication import CopyPrefix, DropReplica, ReplicationLimits, Replicator
+from conductor.placement.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
+from conductor.placement.fleet import Fleet
+from conductor.placement.policies import POLICIES
+from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.view import RequestFacts, Shape
+from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
-from conductor.replication import CopyPrefix, DropReplica, ReplicationLimits, Replicator
-from conductor.scheduler import Placement, Scheduler
 from conductor.stats import DispatchStats
-from conductor.view import RequestFacts, Shape
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.requests import SimRequest
 from mooncake.errors import ConfigError

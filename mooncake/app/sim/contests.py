@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from conductor.policies import DEFAULT_POLICY, POLICIES
-from conductor.retry_after import MAX_RETRY_S
+from conductor.admission.retry_after import MAX_RETRY_S
+from conductor.placement.policies import DEFAULT_POLICY, POLICIES
 from mooncake.app.sim import verdicts
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from conductor.replication import CopyPrefix, DropReplica
+from conductor.control.replication import CopyPrefix, DropReplica
 from mooncake.app.sim.cluster import Model
 from mooncake.app.sim.conductor import SimConductor, host_of
 from mooncake.app.sim.events import Agenda

@@ -17,7 +17,7 @@ from mooncake.app.latency import longest_tenth_mean
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import SimRequest
-from mooncake.engine.block_pool import BlockPool
+from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepPlan

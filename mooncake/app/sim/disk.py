@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstore.eviction import make_policy
-from kvstore.index_types import Held
-from kvstore.ssd_index import MIN_SEGMENTS, SsdIndex, segment_size
-from kvstore.ssd_log import Place
-from kvstore.ssd_record import MAX_DROPS, BlockHeader, block_size, header_size
+from kvstore.index.types import Held
+from kvstore.ssd.index import MIN_SEGMENTS, SsdIndex, segment_size
+from kvstore.ssd.log import Place
+from kvstore.ssd.record import MAX_DROPS, BlockHeader, block_size, header_size
 from kvstore.tiers import REFUSED_PAUSE_S
 from mooncake.app.sim.cluster import Model, Ssd
 from mooncake.app.sim.events import Agenda

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from conductor.policies import POLICIES
-from conductor.view import Choice, PlacementQuery
+from conductor.placement.policies import POLICIES
+from conductor.placement.view import Choice, PlacementQuery
 from mooncake.app.sim import published, verdicts
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.findings import Finding, Row

@@ -9,7 +9,7 @@ import os
 import numpy as np
 import numpy.typing as npt
 
-from conductor.retry_after import MAX_RETRY_S, WAITS_S
+from conductor.admission.retry_after import MAX_RETRY_S, WAITS_S
 from mooncake.app.sim.requests import Fate, Results, SimRequest
 from mooncake.app.sim.simulation import Simulation
 from mooncake.app.sim.summary import meets

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.bookings import Booking
-from conductor.scheduler import Placement
+from conductor.placement.bookings import Booking
+from conductor.placement.scheduler import Placement
 from mooncake.app.sim.links import Flow
 from mooncake.app.sim.tiered import Loading
 from mooncake.trace import ResampledTrace, TraceRequest

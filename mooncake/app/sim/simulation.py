@@ -16,9 +16,9 @@ from typing import cast
 
 import numpy as np
 
-from conductor.balance import Switch, SwitchState
+from conductor.control.balance import Switch, SwitchState
+from conductor.control.replication import TICK_S
 from conductor.registry import NodeLoad
-from conductor.replication import TICK_S
 from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.conductor import Refused, SimConductor, store_id

@@ -16,8 +16,8 @@ from itertools import takewhile
 import numpy as np
 
 from kvstore.eviction import make_policy
-from kvstore.index import StoreIndex
-from kvstore.index_types import BlockName, Grant, Held
+from kvstore.index.store_index import StoreIndex
+from kvstore.index.types import BlockName, Grant, Held
 from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
 from mooncake.app.sim.cluster import Model, Ssd
 from mooncake.app.sim.disk import Disk

@@ -1,4 +1,4 @@
-// The next token for each row of logits: what mooncake/engine/sampler.py defines in numpy, without sorting the
+// The next token for each row of logits: what mooncake/engine/decoding/sampler.py defines in numpy, without sorting the
 // vocabulary. Weights are float64 and tokens are in order of their ids, so a draw gives the same token in both.
 #pragma once
 
@@ -53,7 +53,7 @@ inline uint64_t mix_bits(uint64_t bits) {
     return bits ^ bits >> 31;
 }
 
-// As `uniforms` of mooncake/engine/randomness.py.
+// As `uniforms` of mooncake/engine/decoding/randomness.py.
 inline double uniform_of(uint64_t seed, uint64_t position) {
     const uint64_t bits = mix_bits(mix_bits(seed) + (position + 1) * 0x9E3779B97F4A7C15);
     return double(bits >> 11) * (1.0 / (uint64_t(1) << 53));

@@ -1,0 +1,1 @@
+"""Runs placed requests: attempts on pairs of nodes, one stream of tokens, retries."""

@@ -1,0 +1,210 @@
+"""One attempt at a request on one (prefill, decode) pair: the two calls, their timeouts, and how they may end.
+
+``merge`` interprets the messages; this knows nothing of other attempts, of placement or of the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+import grpc
+
+from conductor.api import Delta
+from conductor.dispatch.lifecycle import HandoffState
+from conductor.dispatch.merge import Merger
+from conductor.dispatch.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
+from conductor.dispatch.node_requests import NodeRequests
+from conductor.placement.bookings import Booking
+from conductor.placement.scheduler import Placement
+from conductor.registry import NodeInfo
+from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
+from mooncake.rpc import decode_pb2, prefill_pb2
+from mooncake.rpc.decode_pb2_grpc import DecodeStub
+from mooncake.rpc.prefill_pb2_grpc import PrefillStub
+from mooncake.rpc.server import Channels
+from mooncake.types import Role
+
+log = logging.getLogger(__name__)
+
+END_CHOICE_TIMEOUT_S = 5.0
+INBOX_LIMIT = 256  # messages buffered for a slow client; beyond that gRPC's flow control holds the nodes back
+REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
+
+
+class AttemptFailed(Exception):
+    """``is_retryable`` says whether another attempt may help."""
+
+    def __init__(self, error: MooncakeError, is_retryable: bool = True) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_retryable = is_retryable
+
+
+class Attempt:
+    """Building it makes both calls. Call ``next`` until a finish reason or an error, and ``close`` in any case.
+
+    ``on_prefilled`` is called once the prompt is computed, even for a beam search, which emits nothing then.
+    ``on_lost`` is called as soon as a node cannot be reached, even if this attempt no longer needs it.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        placement: Placement,
+        booking: Booking,
+        requests: NodeRequests,
+        merger: Merger,
+        deadline: float,
+        handoff_timeout_s: float,
+        clock: Callable[[], float],
+        on_prefilled: Callable[[], None],
+        on_lost: Callable[[NodeInfo], None],
+    ) -> None:
+        self.placement = placement
+        self.booking = booking
+        self.merger = merger
+        self._deadline = deadline
+        self._handoff_timeout_s = handoff_timeout_s
+        self._clock = clock
+        self._on_prefilled = on_prefilled
+        self._on_lost = on_lost
+        self._channels = channels
+        self._handoff_id = requests.prefill.handoff_id
+        self._inbox = Inbox(INBOX_LIMIT)
+        self._may_decode = asyncio.Event()  # holds decode messages back: log-probabilities of the prompt come first
+        if not merger.wants_prompt_logprobs:
+            self._may_decode.set()
+        self._closed = False
+        self._has_expired = False
+        self._lost: set[Role] = set()  # whose nodes could not be reached
+        self._ending: dict[int, asyncio.Task[None]] = {}  # by choice
+        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        left_s = max(deadline - clock(), 0.0)
+        self._arm(left_s, self._deadline_is_over)
+        self._calls: dict[Role, NodeCall] = {}
+        prefill = PrefillStub(channels.get(placement.prefill.control_address))
+        self._listen_to(Role.PREFILL, placement.prefill, prefill.Run(requests.prefill, timeout=left_s))
+        if placement.decode is not None and requests.decode is not None:
+            decode = DecodeStub(channels.get(placement.decode.control_address))
+            self._listen_to(Role.DECODE, placement.decode, decode.Generate(requests.decode, timeout=left_s))
+
+    def _listen_to(self, role: Role, info: NodeInfo, call: Call) -> None:
+        self._calls[role] = NodeCall(role, info, call, self._inbox, self._may_decode, self._is_time_over, self._on_lost)
+
+    @property
+    def nodes(self) -> list[NodeInfo]:
+        return [call.info for call in self._calls.values()]
+
+    @property
+    def lost_nodes(self) -> list[NodeInfo]:
+        """Nodes that could not be reached."""
+        return [self._calls[role].info for role in self._lost]
+
+    @property
+    def was_never_accepted(self) -> bool:
+        """Whether a lost node was gone before it accepted the call: then this request did not kill it."""
+        return any(not self._calls[role].was_accepted for role in self._lost)
+
+    async def next(self) -> Delta:
+        """The next delta (without its summary). Raises AttemptFailed or DeadlineExceeded."""
+        while True:
+            role, message = await self._inbox.get()
+            was_prefilled = self.merger.is_prefilled
+            delta = self._take(role, message)
+            if self.merger.is_prefilled and not was_prefilled:
+                self._on_prefilled()
+            self._arm_timers()
+            if delta is not None:
+                return delta
+
+    def node_lost(self, lost: NodeInfo, error: MooncakeError) -> None:
+        """A node of this attempt has left the cluster."""
+        for role, call in self._calls.items():
+            if call.info.incarnation == lost.incarnation:
+                self._inbox.post(role, CallEnded(error, is_lost=True))
+
+    def end_choice(self, choice: int) -> None:
+        """The client needs no more of this answer: tell the decode node, one call at a time."""
+        self.merger.end_choice(choice)
+        decode = self.placement.decode
+        if decode is None or choice in self._ending or self._closed:
+            return
+        request = decode_pb2.EndChoiceRequest(handoff_id=self._handoff_id, choice=choice)
+        call = DecodeStub(self._channels.get(decode.control_address)).EndChoice(request, timeout=END_CHOICE_TIMEOUT_S)
+        self._ending[choice] = asyncio.ensure_future(self._send_end_choice(choice, call))
+
+    async def _send_end_choice(self, choice: int, call: Awaitable[decode_pb2.EndChoiceResponse]) -> None:
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:  # harmless: its tokens are dropped here, and it ends by itself
+            log.debug("ending choice %d: %s", choice, error.details())
+        finally:
+            del self._ending[choice]
+
+    def close(self) -> None:
+        """Stop the work of both nodes at once (cancelling frees their blocks), and close the hand-off's lifecycle."""
+        if self._closed:
+            return
+        self._closed = True
+        for timer in self._timers.values():
+            timer.cancel()
+        for call in self._calls.values():
+            call.close()
+        for task in self._ending.values():
+            task.cancel()
+        handoff = self.merger.handoff
+        if handoff is not None and not handoff.has_ended:
+            handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
+
+    def _take(self, role: Role, message: Message) -> Delta | None:
+        ended = message if isinstance(message, CallEnded) else None
+        if ended is not None and ended.is_lost:
+            self._lost.add(role)
+        try:
+            match message:
+                case prefill_pb2.PrefillResponse():
+                    return self.merger.on_prefill_message(message)
+                case decode_pb2.DecodeResponse():
+                    if self.merger.is_unwanted(message.choice):
+                        self.end_choice(message.choice)  # the first EndChoice came before the decode node knew of it
+                    return self.merger.on_decode_message(message)
+                case ReportIsLate():
+                    return self.merger.release()
+                case CallEnded() if role is Role.PREFILL:
+                    return self.merger.on_prefill_end(message.error)
+                case CallEnded():
+                    self.merger.on_decode_end(message.error)
+                    return None
+        except DeadlineExceeded:
+            raise
+        except MooncakeError as error:
+            raise AttemptFailed(error, is_retryable=ended is not None and ended.is_retryable) from None
+
+    def _arm_timers(self) -> None:
+        if self.merger.waits_for_commit:
+            self._arm(self._handoff_timeout_s, self._handoff_is_late)
+        if self.merger.waits_for_report:
+            self._arm(REPORT_GRACE_S, self._report_is_late)
+
+    def _arm(self, after_s: float, due: Callable[[], None]) -> None:
+        """Start the timer unless it has been started before."""
+        if due not in self._timers:
+            self._timers[due] = asyncio.get_running_loop().call_later(after_s, due)
+
+    def _handoff_is_late(self) -> None:
+        if self.merger.waits_for_commit:
+            self._has_expired = True
+            error = HandoffFailed(f"the hand-off was not committed within {self._handoff_timeout_s:g} s")
+            self._inbox.post(Role.DECODE, CallEnded(error))
+
+    def _report_is_late(self) -> None:
+        self._inbox.post(Role.PREFILL, ReportIsLate())
+
+    def _deadline_is_over(self) -> None:
+        self._has_expired = True
+        self._inbox.fail(DeadlineExceeded("the request did not finish within its time"))
+
+    def _is_time_over(self) -> bool:
+        return self._clock() >= self._deadline - 0.1

@@ -1,0 +1,357 @@
+"""Runs requests: has them placed, calls both nodes at once, merges their messages into one stream.
+
+It owns retries, deadlines and cancellation of running requests; it knows no text and no tensor. Failures are handled
+here and nowhere else: a failed attempt is cancelled on both nodes and retried on another pair, from the last token that
+the client has seen; sampling keyed by position makes that exact. A request's state is in ``request_progress``, what its
+failures have taught in ``retry``, and its nodes are chosen by ``placer``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from conductor.admission.fair_queue import band_of
+from conductor.admission.queue import AdmissionQueue
+from conductor.api import Delta, InferenceRequest
+from conductor.dispatch.attempt import Attempt, AttemptFailed
+from conductor.dispatch.lifecycle import RequestState, handoff_lifecycle
+from conductor.dispatch.merge import Merger
+from conductor.dispatch.node_requests import NodeRequests, node_requests
+from conductor.dispatch.node_wait import NodeWait
+from conductor.dispatch.request_progress import RequestProgress
+from conductor.dispatch.retry import Failure, incarnations
+from conductor.placement.bookings import Booking
+from conductor.placement.fleet import Fleet
+from conductor.placement.placer import ModelFacts, Placer
+from conductor.placement.scheduler import Placement
+from conductor.placement.view import RequestFacts
+from conductor.registry import NodeInfo
+from conductor.stats import DispatchStats
+from mooncake.config import Config
+from mooncake.errors import (
+    ChecksumMismatch,
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    MooncakeError,
+    NodeUnavailable,
+    Overloaded,
+)
+from mooncake.rpc.convert import check_scores
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels
+from mooncake.types import Role
+
+log = logging.getLogger(__name__)
+
+MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that reads slowly
+
+
+@dataclass(slots=True)
+class _RunningRequest(RequestProgress):
+    """With the attempt and the tasks that run for it now."""
+
+    attempt: Attempt | None = None
+    choice_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of answers that continue separately
+
+
+class Dispatcher:
+    """Implements ``conductor.api.Generator``. One event loop; there is no await between reading and writing shared
+    state."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelFacts,
+        fleet: Fleet,
+        channels: Channels,
+        incarnation: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limits = config.conductor
+        self._handoff_timeout_s = config.transfer.handoff_timeout_s
+        self._model = model
+        self._fleet = fleet
+        self.stats = DispatchStats()
+        self.placer = Placer(config, model, fleet, self.stats)
+        self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock)
+        self.node_wait = NodeWait(config.conductor.node_wait_s, clock)
+        self._channels = channels
+        self._clock = clock
+        self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
+        self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
+        self._running: dict[str, _RunningRequest] = {}  # by request id
+        # called with the nodes between which bytes were corrupted
+        self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None
+
+    async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
+        """See ``conductor.api.Generator``."""
+        progress = self._begin(request)
+        self._running[request.request_id] = progress
+        try:
+            async with contextlib.aclosing(self._deltas(progress)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except Exception as error:
+            self._end_failed(progress, error)
+            raise
+        finally:
+            if self._running.get(request.request_id) is progress:
+                del self._running[request.request_id]
+            self._end(progress)
+
+    def end_choice(self, request_id: str, choice: int) -> None:
+        """See ``conductor.api.Generator``."""
+        progress = self._running.get(request_id)
+        if progress is None or choice in progress.ended:
+            return
+        progress.ended.add(choice)
+        if choice in progress.choice_tasks:
+            progress.choice_tasks[choice].cancel()
+        elif progress.attempt is not None and not progress.is_complete:  # ending the last one ends the attempt
+            progress.attempt.end_choice(choice)
+
+    async def _deltas(self, progress: _RunningRequest) -> AsyncGenerator[Delta, None]:
+        """Retry until every answer is complete."""
+        while True:
+            attempt = progress.attempt = await self._next_attempt(progress)
+            try:
+                while True:
+                    delta = self._record(progress, attempt, await attempt.next())
+                    yield delta
+                    if progress.is_complete:
+                        return
+            except AttemptFailed as failure:
+                self._prepare_retry(progress, attempt, failure)
+            finally:
+                progress.attempt = None
+                self._end_attempt(progress, attempt)
+            if len(progress.emitted) > 1 and progress.num_kept:
+                async with contextlib.aclosing(self._continue_choices(progress)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+                return
+            if not progress.is_beam_search and (reason := progress.missing_finish_reason(self._model.eos_ids)):
+                progress.ended.add(0)
+                yield Delta((), reason, progress.summary)
+                return
+
+    async def _continue_choices(self, progress: _RunningRequest) -> AsyncGenerator[Delta, None]:
+        """Continue each answer as a request of its own: after a failed attempt they are different prompts."""
+        deltas: asyncio.Queue[Delta] = asyncio.Queue(MAX_QUEUED_DELTAS)
+
+        async def continue_choice(choice: int) -> None:
+            part = progress.for_choice(choice)
+            if reason := part.missing_finish_reason(self._model.eos_ids):
+                await deltas.put(Delta((), reason, part.summary, choice))
+                return
+            async with contextlib.aclosing(self._deltas(part)) as own:
+                async for delta in own:
+                    await deltas.put(replace(delta, choice=choice))
+
+        wanted = [choice for choice in range(len(progress.emitted)) if choice not in progress.ended]
+        progress.choice_tasks = {choice: asyncio.create_task(continue_choice(choice)) for choice in wanted}
+        tasks = set(progress.choice_tasks.values())
+        getting = asyncio.create_task(deltas.get())
+        try:
+            while not progress.is_complete:
+                await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in tasks if task.done()]:
+                    tasks.discard(task)
+                    if not task.cancelled():  # cancelled: the client ended this answer
+                        task.result()
+                if not getting.done():
+                    continue
+                delta = getting.result()
+                getting = asyncio.create_task(deltas.get())
+                if delta.choice in progress.ended:
+                    continue
+                progress.add(delta)
+                yield delta
+        finally:
+            getting.cancel()
+            for task in progress.choice_tasks.values():
+                task.cancel()
+            await asyncio.gather(getting, *progress.choice_tasks.values(), return_exceptions=True)
+
+    def node_gone(self, info: NodeInfo, why: str) -> None:
+        """A node has left the cluster: whatever runs there fails now and is retried elsewhere."""
+        for attempt in list(self._attempts.get(info.incarnation, ())):
+            attempt.node_lost(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
+
+    @property
+    def is_idle(self) -> bool:
+        """No request runs and nothing is booked on any node."""
+        return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
+
+    def has_no_work_on(self, info: NodeInfo) -> bool:
+        """Whether nothing placed from here runs on the node."""
+        return info.incarnation not in self._attempts
+
+    def _prefilled(self, booking: Booking) -> None:
+        self.placer.scheduler.prefill_done(booking, self._clock())
+        self.admission_queue.prefill_ended(booking)
+
+    def _lost(self, info: NodeInfo) -> None:
+        self._fleet.registry.call_failed(info, self._clock())
+
+    def _begin(self, request: InferenceRequest) -> _RunningRequest:
+        """Check and count the request. Raises InvalidRequest, Overloaded or DeadlineExceeded."""
+        if not len(request.tokens):
+            raise InvalidRequest("the prompt has no token", "prompt")
+        if (num_top := request.sampling.prompt_logprobs) is not None:
+            check_scores(len(request.tokens), num_top, MAX_MESSAGE_BYTES)
+        now = self._clock()
+        self.stats.requests += 1
+        progress = _RunningRequest.begin(request, now, self._limits.retries)
+        if self.stats.running >= self._limits.max_requests:
+            self.stats.failures[Overloaded.code] += 1
+            self.placer.report_unplaced(self.placer.facts(progress, now), progress, now)
+            raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
+        if now >= request.deadline:
+            self.stats.failures[DeadlineExceeded.code] += 1
+            raise DeadlineExceeded("the request's time was over when it arrived")
+        self.stats.running += 1
+        return progress
+
+    async def _next_attempt(self, progress: _RunningRequest) -> Attempt:
+        """Admit and place, or wait for a missing node. Raises like ``_wait_for_admission`` and ``_start``."""
+        while True:
+            try:
+                await self._wait_for_admission(progress)
+                return self._start(progress)
+            except NodeUnavailable as error:
+                if not await self.node_wait.change(min(self.node_wait.give_up_at(), progress.request.deadline)):
+                    raise progress.error or error from None  # why the last attempt failed says more
+
+    async def _wait_for_admission(self, progress: _RunningRequest) -> None:
+        """Only for a new request: a retry was admitted before. Raises like ``AdmissionQueue.admit``."""
+        if self.admission_queue.is_unlimited or not progress.is_new:
+            return
+        request = progress.request
+        facts = self.placer.facts(progress, self._clock())
+        band = band_of(request.priority)
+        try:
+            await self.admission_queue.admit(facts, request.sampling.max_tokens, request.deadline, request.salt, band)
+        except (Overloaded, DeadlineExceeded, asyncio.CancelledError):
+            self.placer.report_unplaced(facts, progress, self._clock())
+            raise
+
+    def _start(self, progress: _RunningRequest) -> Attempt:
+        """Place the remaining part of the request, book it, and call both nodes. Raises like ``Placer.place``."""
+        request, now = progress.request, self._clock()
+        facts = self.placer.facts(progress, now)
+        placement = self.placer.place(facts, progress, now)
+        # before booking: it may exceed the message size
+        requests = node_requests(request, progress.tokens, placement, next(self._epochs))
+        booking = self._book(facts, placement, request.sampling.max_tokens, now)
+        progress.placed(placement)
+        log.debug("%s placed: %s", request.request_id, placement)
+        return self._call(progress, placement, booking, requests)
+
+    def _call(
+        self, progress: _RunningRequest, placement: Placement, booking: Booking, requests: NodeRequests
+    ) -> Attempt:
+        request = progress.request
+        merger = Merger(
+            expected=[len(answer) for answer in progress.emitted],
+            handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
+            passes_first_token=not progress.is_beam_search,
+            wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not progress.has_prompt_logprobs,
+        )
+        attempt = Attempt(
+            channels=self._channels,
+            placement=placement,
+            booking=booking,
+            requests=requests,
+            merger=merger,
+            deadline=request.deadline,
+            handoff_timeout_s=self._handoff_timeout_s,
+            clock=self._clock,
+            on_prefilled=lambda: self._prefilled(booking),
+            on_lost=self._lost,
+        )
+        for choice in progress.ended:
+            attempt.end_choice(choice)
+        for info in attempt.nodes:
+            self._attempts.setdefault(info.incarnation, set()).add(attempt)
+        return attempt
+
+    def _book(self, facts: RequestFacts, placement: Placement, max_tokens: int, now: float) -> Booking:
+        is_local = placement.prefill.role is Role.DECODE  # local prefill: its decode steps run there as well
+        booked = placement._replace(decode=placement.prefill) if is_local else placement
+        booking = self.placer.scheduler.book(facts, booked, now)
+        self.stats.local_prefills += is_local
+        self.admission_queue.placed(booking, facts, placement, max_tokens)
+        return booking
+
+    def _record(self, progress: _RunningRequest, attempt: Attempt, delta: Delta) -> Delta:
+        """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
+        if delta.tokens and progress.is_new:
+            self._record_first_token(progress, attempt)
+        self.stats.output_tokens += len(delta.tokens)
+        progress.add(delta)
+        report = attempt.merger.report
+        is_first_report = report is not None and not progress.has_report
+        if report is not None and is_first_report:
+            self.stats.count_prompt(progress.add_report(report), self._model.shape.block_tokens)
+        return replace(delta, summary=progress.summary) if is_first_report or delta.finish_reason is not None else delta
+
+    def _record_first_token(self, progress: _RunningRequest, attempt: Attempt) -> None:
+        """The first token is there. Raises Overloaded like ``AdmissionQueue.check_after_prefill``."""
+        now = self._clock()
+        if self.admission_queue.checks_after_prefill:
+            self.admission_queue.check_after_prefill(attempt.booking, self.placer.facts(progress, now))
+        if attempt.placement.is_known:
+            self.stats.compare_ttft(attempt.placement.predicted_ttft_ms, (now - progress.started_at) * 1e3)
+
+    def _prepare_retry(self, progress: _RunningRequest, attempt: Attempt, failure: AttemptFailed) -> None:
+        """Learn from a failed attempt. Raises its error when there is nothing left to try."""
+        self.stats.failed_attempts[failure.error.code] += 1
+        progress.error = failure.error
+        if isinstance(failure.error, ChecksumMismatch):
+            self.on_checksum_error(attempt.nodes)
+        may_try = progress.retries.learn(self._failure(attempt))
+        if not (may_try and failure.is_retryable):
+            raise failure.error from None
+        self.stats.retries += 1
+        request_id = progress.request.request_id
+        log.warning("%s is tried elsewhere after %d tokens: %s", request_id, progress.num_emitted, failure.error)
+
+    def _failure(self, attempt: Attempt) -> Failure:
+        """What the attempt's failure says of its nodes."""
+        return Failure(
+            nodes=incarnations(attempt.nodes),
+            lost=incarnations(attempt.lost_nodes),
+            leaving=incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
+            was_never_accepted=attempt.was_never_accepted,
+        )
+
+    def _end_attempt(self, progress: _RunningRequest, attempt: Attempt) -> None:
+        attempt.close()
+        self.placer.scheduler.close(attempt.booking, self._clock())
+        self.admission_queue.finished(attempt.booking, progress.num_emitted if progress.is_complete else 0)
+        if attempt.merger.handoff is not None:
+            self.stats.handoffs[attempt.merger.handoff.state] += 1
+        for info in attempt.nodes:
+            attempts = self._attempts[info.incarnation]
+            attempts.discard(attempt)
+            if not attempts:
+                del self._attempts[info.incarnation]
+
+    def _end_failed(self, progress: _RunningRequest, error: Exception) -> None:
+        self.stats.failures[error.code if isinstance(error, MooncakeError) else InternalError.code] += 1
+        expired = isinstance(error, DeadlineExceeded)
+        progress.lifecycle.move(RequestState.EXPIRED if expired else RequestState.FAILED)
+
+    def _end(self, progress: _RunningRequest) -> None:
+        self.stats.running -= 1
+        if progress.lifecycle.has_ended:  # it failed
+            return
+        progress.lifecycle.move(RequestState.FINISHED if progress.is_complete else RequestState.CANCELLED)
+        self.stats.count_end(progress.is_complete, self._clock() - progress.started_at, progress.num_emitted)

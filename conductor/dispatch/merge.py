@@ -1,0 +1,142 @@
+"""Merges the messages of an attempt's two nodes into one stream of tokens without gaps or repeats.
+
+Pure: messages in, deltas out. It knows neither calls nor nodes nor the client; it moves the hand-off's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from conductor.api import Delta
+from conductor.dispatch.lifecycle import HandoffState, Lifecycle
+from mooncake.errors import HandoffFailed, InternalError, MooncakeError
+from mooncake.rpc import decode_pb2, prefill_pb2
+from mooncake.rpc.convert import prompt_logprobs_from_wire, report_from_wire, sampled_from_wire
+from mooncake.types import FinishReason, PrefillReport, SampledToken
+
+
+class Merger:
+    """Two streams of messages in; for each answer, one of tokens without gaps or repeats out.
+
+    ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives whole
+    answers. Without ``passes_first_token`` the prefill node's tokens are not passed on (beams are chosen at the end).
+    ``wants_prompt_logprobs``: the client asked for them and has not received them yet.
+    """
+
+    def __init__(
+        self,
+        expected: Sequence[int],
+        handoff: Lifecycle[HandoffState] | None,
+        passes_first_token: bool = True,
+        wants_prompt_logprobs: bool = False,
+    ) -> None:
+        self._next_index = list(expected)
+        self._passes_first_token = passes_first_token
+        self.wants_prompt_logprobs = wants_prompt_logprobs
+        self._open = set(range(len(expected)))
+        self._unwanted: set[int] = set()
+        self._withheld: Delta | None = None  # the last delta, held until the report arrives
+        self._prefill_is_over = False
+        self.is_prefilled = False  # the prompt is computed and a token exists
+        self.handoff = handoff
+        self.report: PrefillReport | None = None
+
+    @property
+    def waits_for_report(self) -> bool:
+        return self._withheld is not None
+
+    @property
+    def waits_for_commit(self) -> bool:
+        return self.handoff is not None and self.handoff.state is HandoffState.STREAMING
+
+    def end_choice(self, choice: int) -> None:
+        """The client needs no more of this answer."""
+        self._open.discard(choice)
+        self._unwanted.add(choice)
+
+    def is_unwanted(self, choice: int) -> bool:
+        return choice in self._unwanted
+
+    def on_prefill_message(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
+        """Raises InternalError when an index is missing or a finish reason is unknown."""
+        if message.HasField("report"):
+            self.report = report_from_wire(message.report)
+            self._commit()
+            return self.release()
+        if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
+            return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
+        if not message.HasField("first_token"):
+            return None
+        self.is_prefilled = True
+        tokens = [sampled_from_wire(message.first_token)]
+        if self.handoff is None:
+            return self._delta(message.choice, tokens, message.finish_reason)
+        if self.handoff.state is HandoffState.RESERVED:
+            self.handoff.move(HandoffState.STREAMING)
+        return self._delta(message.choice, tokens, "") if self._passes_first_token else None
+
+    def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
+        """Raises InternalError when an index is missing or a finish reason is unknown."""
+        self._commit()
+        return self._delta(message.choice, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
+
+    def _delta(self, choice: int, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
+        new = self._new_tokens(choice, tokens)
+        if finish_reason and not self.is_unwanted(choice):
+            return self._finish(choice, _finish_reason(finish_reason), new)
+        return Delta(new, choice=choice) if new else None
+
+    def on_prefill_end(self, error: MooncakeError | None) -> Delta | None:
+        """The prefill node's call has ended. That only matters while the answers still depend on it."""
+        self._prefill_is_over = True
+        if not self._open:
+            return self.release()
+        if self.handoff is not None and self.handoff.state is HandoffState.COMMITTED:
+            return None
+        raise error or HandoffFailed("the prefill node ended its call without a report")
+
+    def on_decode_end(self, error: MooncakeError | None) -> None:
+        if self._open:
+            raise error or HandoffFailed("the decode node ended its call without a finish reason")
+
+    def release(self) -> Delta | None:
+        """The withheld delta, if there is one: the report has arrived, or comes too late."""
+        delta, self._withheld = self._withheld, None
+        return delta
+
+    def _commit(self) -> None:
+        self.is_prefilled = True
+        if self.handoff is not None and not self.handoff.has_ended:
+            self.handoff.move(HandoffState.COMMITTED)
+
+    def _finish(self, choice: int, reason: FinishReason, new: tuple[SampledToken, ...]) -> Delta | None:
+        """The very last delta waits for the prefill node's report."""
+        self._open.discard(choice)
+        if self._open or self.report is not None or self._prefill_is_over:
+            return Delta(new, reason, choice=choice)
+        self._withheld = Delta((), reason, choice=choice)
+        return Delta(new, choice=choice) if new else None
+
+    def _new_tokens(self, choice: int, tokens: list[SampledToken]) -> tuple[SampledToken, ...]:
+        """Tokens not seen yet. Both nodes may send the first token."""
+        if choice >= len(self._next_index):
+            raise InternalError(f"there is no answer {choice}")
+        if self.is_unwanted(choice):
+            return ()
+        new = []
+        for token in tokens:
+            expected = self._next_index[choice]
+            if token.index < expected:
+                continue
+            if token.index > expected:
+                raise InternalError(f"token {expected} is missing: got {token.index}")
+            new.append(token)
+            self._next_index[choice] += 1
+        return tuple(new)
+
+
+def _finish_reason(text: str) -> FinishReason:
+    try:
+        return FinishReason(text)
+    except ValueError:
+        raise InternalError(f"a node gave the finish reason {text!r}") from None

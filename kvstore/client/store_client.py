@@ -1,0 +1,408 @@
+"""The client of one store: puts and gets blocks of bytes by key, without superfluous copies, and verifies them.
+
+    async with await StoreClient.connect("127.0.0.1:50060") as store:
+        await store.put(key, data)
+        assert await store.get(key) == data
+
+This module handles whole blocks; ``ranges`` handles parts of blocks, and the reservations and leases that both
+need. ``calls`` sends the calls; ``near`` and ``far`` are shortcuts for whole blocks. What a store
+does not have is None or a shorter list, not an error; all errors are those of ``mooncake.errors``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import cast
+
+from typing_extensions import Buffer
+
+from kvstore.checksum import Checksums, checksums_of, first_mismatch
+from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
+from kvstore.client.far import INLINE_BYTES as FAR_INLINE_BYTES
+from kvstore.client.far import FarStore
+from kvstore.client.near import NearStore
+from kvstore.client.ranges import RangeClient
+from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
+from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks
+from mooncake.rpc import store_pb2 as pb
+from mooncake.rpc.convert import segment_from_wire
+from mooncake.rpc.server import Channels
+
+UNHEARD = -1  # the store's incarnation is not known yet
+
+
+def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
+    """Which shortcuts a client of an engine like this may use: ``copies_inline``, ``is_keyed``."""
+    is_free = max_mb_per_s == 0
+    return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
+
+
+class StoreClient(RangeClient):
+    """Talks to one store. Belongs to one event loop.
+
+    Every call takes ``timeout_s`` and ends within it. Besides the errors listed at each method, all may raise
+    NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        transfer: TransferEngine,
+        channels: Channels,
+        tenant: str = "",
+        copies_inline: bool = False,
+        is_keyed: bool = False,
+    ) -> None:
+        """``address`` is the store's gRPC address. The engine and the channels are shared and closed by their owner;
+        ``connect`` makes a client with its own. Stored blocks count against the quota of ``tenant``. With
+        ``copies_inline``, blocks of a store on this host are read in place, and short copies run on the event loop;
+        not for an engine that must not use shared memory. With ``is_keyed``, whole blocks of remote stores are read
+        and put over TCP in one message. Neither is for a rate-limited engine."""
+        super().__init__(address, transfer, channels, tenant, copies_inline)
+        self._far = FarStore(transfer, tenant) if is_keyed else None
+        self._near = NearStore(self._calls, self._far, tenant)
+        self._life = 0  # the store's incarnation when its shortcuts were last looked up; 0: never
+        self._is_meeting = False
+        self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str,
+        *,
+        name: str = "client",
+        transports: tuple[str, ...] = ("shm", "tcp"),
+        streams: int = 2,
+        max_mb_per_s: float = 0.0,
+        tenant: str = "",
+        secret: str = "",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> StoreClient:
+        """A client with its own transfer engine, once the store answers. ``secret`` is the content of the store's
+        ``transfer.secret_file``. Raises NodeUnavailable when it does not answer, and InvalidRequest when the secret
+        is wrong."""
+        transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
+        channels = Channels()
+        client = cls(address, transfer, channels, tenant, *ways(transports, max_mb_per_s))
+        client._owned.push_async_callback(channels.close)
+        client._owned.callback(transfer.close)
+        try:
+            await client.knock(timeout_s=timeout_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def close(self) -> None:
+        """Ends background work, and closes what ``connect`` opened."""
+        self._near.return_ahead()
+        await self._calls.close()
+        self._near.close()
+        if self._far is not None:
+            self._far.close()
+        await self._owned.aclose()
+
+    async def __aenter__(self) -> StoreClient:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Whole blocks
+
+    async def put(
+        self,
+        key: bytes,
+        data: Buffer,
+        parent: bytes = b"",
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> bool:
+        """Store ``data`` (contiguous, at most one slot). True when it is stored afterwards, even if it was before;
+        False when another writer is writing it or the store did not accept the bytes.
+
+        ``parent`` is the key of the block it builds on: a store evicts it before its parent. With ``durable`` it
+        returns once the block would survive a crash of the store, and raises OutOfBlocks when it was stored but could
+        not be written to the SSD (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
+        """
+        view = memoryview(data).cast("B")
+        name, sums = (key, parent), checksums_of([view])
+        [stored] = await self.put_all([name], [view], [sums], durable=durable, timeout_s=timeout_s)
+        return stored
+
+    async def put_blocks(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        blocks: Sequence[Buffer],
+        checksums: Sequence[Checksums],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> int:
+        """Store several blocks of one length, given (key, parent) and the checksums of each block's equal ranges.
+
+        Returns how many of them were newly stored. Raises OutOfBlocks when there was room for none.
+        """
+        if not (len(names) == len(blocks) == len(checksums)):
+            raise InvalidRequest("put_blocks needs a name, bytes and checksums for each block")
+        if not names:
+            return 0
+        views = [memoryview(block).cast("B") for block in blocks]
+        deadline = time.monotonic() + timeout_s
+        if len({view.nbytes for view in views}) != 1 or len({len(sums) for sums in checksums}) != 1:
+            raise InvalidRequest("put_blocks needs blocks of one length and one number of ranges")
+        _, sealed = await self._put(names, views, checksums, deadline)
+        return sum(sealed.values())
+
+    async def get(self, key: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes | None:
+        """The bytes stored under ``key``, or None. Raises KVLoadFailed: LeaseExpired, or ChecksumMismatch (the block
+        has then been dropped from the store)."""
+        data = bytearray()
+
+        def room(_: int, length: int) -> memoryview:
+            nonlocal data
+            data = bytearray(length)
+            return memoryview(data)
+
+        return bytes(data) if await self._get(key, room, timeout_s) is not None else None
+
+    async def get_into(self, key: bytes, into: Buffer, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """Like ``get``, but into the caller's memory (contiguous, writable). Returns the length, or None.
+
+        Raises InvalidRequest when the block is longer than ``into``. After any error the content of ``into`` is
+        undefined.
+        """
+        view = memoryview(into).cast("B")
+        return await self._get(key, lambda _, length: room_in(view, length), timeout_s)
+
+    # Batches, for ``kvstore.client.pool``
+
+    async def put_all(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        *,
+        durable: bool = False,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[bool]:
+        """``put`` for several blocks of one length. Returns for each whether it is stored afterwards."""
+        stored, sealed = await self._put(names, views, checksums, time.monotonic() + timeout_s, durable)
+        return [sealed.get(index, is_stored) for index, is_stored in enumerate(stored)]
+
+    async def put_in_place(
+        self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> bool | None:
+        """``put`` into a slot granted in advance: one pass over the bytes, and one message. None when there is no
+        such slot, or it has expired: then the block must be reserved first."""
+        if self._near.board is not None:
+            return await self._near.put(name, view, ranges, timeout_s)
+        if self._far is not None and self._far.is_open:
+            return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
+        return None
+
+    def get_here(self, key: bytes, into: object) -> int | None:
+        """A block in this host's DRAM, if it fits into this buffer, without yielding to the event loop. None in all
+        other cases, which the caller handles."""
+        board = self._near.board
+        return board.get(key, into) if board is not None else None
+
+    async def get_one(self, key: bytes, into: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
+        """``get_all`` for one block, in fewer steps when it is short. Raises InvalidRequest when it is longer."""
+
+        def room(_: int, length: int) -> memoryview:
+            return room_in(into, length)
+
+        deadline, is_near = time.monotonic() + timeout_s, self._near.board is not None
+        if not is_near and self._far is not None and self._far.is_open and 0 < into.nbytes <= FAR_INLINE_BYTES:
+            length = await self._far.get(key, into, deadline)
+            if length is None:
+                [length], _ = await self._get_leased([key], room, deadline)
+            return length
+        length = self.get_here(key, into)
+        if length is None:
+            [length] = await self.get_all([key], room, timeout_s=timeout_s)
+        return length
+
+    async def get_all(
+        self,
+        keys: Sequence[bytes],
+        room: Callable[[int, int], memoryview],
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> list[int | None]:
+        """Read the stored blocks of ``keys`` into the memory that ``room(index, length)`` returns for each.
+
+        Returns the lengths; None for blocks that are not stored, and for corrupt ones, which have then been dropped.
+        """
+        deadline = time.monotonic() + timeout_s
+        if self._far is not None and self._near.board is None and self._far.is_open:
+            lengths = await self._far.read(keys, room, deadline)
+        else:
+            lengths = await self._near.read(keys, room)
+        for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
+            asked, _ = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
+            for index, length in zip(missing, asked, strict=True):
+                lengths[index] = length
+        return lengths
+
+    async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
+        [length], corrupt = await self._get_leased([key], room, time.monotonic() + timeout_s)
+        if corrupt:
+            raise ChecksumMismatch(f"block {key.hex()[:16]} of {self.address} differs from what was sealed")
+        return length
+
+    async def _get_leased(
+        self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
+    ) -> tuple[list[int | None], list[bytes]]:
+        """The lengths of blocks that arrived intact (None for the rest), and the keys of corrupt ones, which have
+        been dropped."""
+        lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
+        lengths: list[int | None] = [None] * len(keys)
+        corrupt: list[bytes] = []
+        try:
+            found = [(index, block) for index, block in enumerate(lease.blocks) if block.length]
+            views = [room(index, block.length) for index, block in found]
+            ranges = [ReadRange(block.slot, 0, view) for (_, block), view in zip(found, views, strict=True)]
+            if ranges:
+                await self.read_ranges(lease, ranges, timeout_s=left_s(deadline))
+            for (index, block), view in zip(found, views, strict=True):
+                if first_mismatch(view, block.checksums) is None:
+                    lengths[index] = block.length
+                else:
+                    corrupt.append(keys[index])
+        finally:
+            await self.finish(lease, corrupt)
+        return lengths, corrupt
+
+    # Queries
+
+    async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
+        """Whether each key is stored now. Protects nothing: it may be gone by the time the answer arrives."""
+        deadline = time.monotonic() + timeout_s
+        known = self._near.exists(keys)
+        if self._far is not None and self._near.board is None and self._far.is_open:
+            known = await self._far.exists(keys, deadline)
+        for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
+            request = pb.ExistsRequest(keys=[keys[index] for index in missing])
+            response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
+            for index, is_stored in zip(missing, response.stored, strict=True):
+                known[index] = is_stored
+        return cast(list[bool], known)
+
+    async def remove(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Make blocks unreadable. Those being read keep their slots until then. Returns how many there were."""
+        deadline, removed = time.monotonic() + timeout_s, 0
+        for part in in_batches(keys):
+            request = pb.RemoveRequest(keys=part)
+            removed += (await self._calls.call(self._calls.stub.Remove(request, timeout=left_s(deadline)))).removed
+        return removed
+
+    async def pin(
+        self, keys: Sequence[bytes], *, hard: bool = False, ttl_s: float = 600.0, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> int:
+        """Keep blocks in the store's DRAM for ``ttl_s``: never evicted when ``hard``, otherwise last of all. Blocks
+        that are only on the SSD are loaded. Returns how many are pinned. Raises OutOfBlocks when hard pins would
+        hold more than half of the store; what was pinned in batches before stays pinned."""
+        return await self._pin(keys, pb.PinRequest.HARD if hard else pb.PinRequest.SOFT, ttl_s, timeout_s)
+
+    async def unpin(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Returns how many were pinned."""
+        return await self._pin(keys, pb.PinRequest.NONE, 0.0, timeout_s)
+
+    async def _pin(
+        self, keys: Sequence[bytes], level: pb.PinRequest.Level.ValueType, ttl_s: float, timeout_s: float
+    ) -> int:
+        deadline, pinned = time.monotonic() + timeout_s, 0
+        for part in in_batches(keys):
+            request = pb.PinRequest(keys=part, level=level, ttl_s=ttl_s)
+            pinned += (await self._calls.call(self._calls.stub.Pin(request, timeout=left_s(deadline)))).pinned
+        return pinned
+
+    async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
+        self._life = self._life or UNHEARD
+        response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
+        if self._life != response.segment.incarnation:
+            self._near.close()  # the board of an earlier incarnation
+            self._life = response.segment.incarnation
+        await self._calls.open_fast_rpc(response.fast_rpc_port)
+        if self._copies_inline:
+            await self._near.open(response)
+        if self._far is not None and response.HasField("segment"):
+            self._far.open(segment_from_wire(response.segment))
+        return stats_from_wire(response)
+
+    async def knock(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        """Look up the shortcuts. Raises InvalidRequest when the store's data plane refuses us."""
+        deadline = time.monotonic() + timeout_s
+        await self.stats(timeout_s=timeout_s)
+        if self._far is not None and self._near.board is None:
+            await self._far.knock(deadline)
+
+    def _met(self, incarnation: int) -> None:
+        """Look up the shortcuts again if the store was restarted."""
+
+        async def meet() -> None:
+            try:
+                await self.stats()
+            finally:
+                self._is_meeting = False
+
+        if self._life and incarnation not in (0, self._life) and not self._is_meeting:
+            self._is_meeting = True
+            self._calls.later(meet())
+
+    async def _put(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        deadline: float,
+        durable: bool = False,
+    ) -> tuple[list[bool], dict[int, bool]]:
+        """Returns whether each was stored before, and, by index, whether each reserved one was sealed. Raises
+        OutOfBlocks when there was room for none."""
+        stored: list[bool] = []
+        sealed: dict[int, bool] = {}
+        full: OutOfBlocks | None = None
+        for at in in_batches(range(len(names))):
+            part = slice(at[0], at[-1] + 1)
+            try:
+                here, new = await self._put_part(names[part], views[part], checksums[part], deadline, durable)
+            except OutOfBlocks as error:
+                full, here, new = error, [False] * len(at), {}
+            stored += here
+            sealed.update((at[index], is_sealed) for index, is_sealed in new.items())
+        if full is not None and not any(stored) and not any(sealed.values()):
+            raise full
+        return stored, sealed
+
+    async def _put_part(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        deadline: float,
+        durable: bool,
+    ) -> tuple[list[bool], dict[int, bool]]:
+        """``_put`` for one batch. On any error the reservations are aborted."""
+        slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
+        mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
+        if not mine:
+            return stored, {}
+        ranges = [WriteRange(slot.index, 0, views[index], slot.epoch) for index, slot in mine.items()]
+        try:
+            await self._write(next(iter(mine.values())).segment, ranges, deadline)
+            seal_s = left_s(deadline)
+        except BaseException:
+            self._abort_later(slots)  # nothing is being written any more
+            raise
+        sealings = [(slot, checksums[index]) for index, slot in mine.items()]
+        sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)
+        return stored, dict(zip(mine, sealed, strict=True))

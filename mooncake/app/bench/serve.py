@@ -1,0 +1,338 @@
+"""``mooncake bench serve``: a cluster of processes on this machine, as its clients see it, compared with one engine
+that does prefill and decode in one process, under the same traffic.
+
+Clients, conductor and nodes share this machine's cores, while real nodes have their own machines. The gain of
+separation shows in TBT; throughput here can at best equal that of the single engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from json import dumps as json_text  # a JSON string is also a TOML string
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.progress import Progress
+
+from mooncake.app.bench.peers.engine import PeerEngine
+from mooncake.app.bench.peers.hf_folder import write_hf_folder
+from mooncake.app.bench.peers.own import OwnEngine
+from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
+from mooncake.app.flags import Flags, names, numbers
+from mooncake.app.latency import percentile
+from mooncake.app.local import LocalCluster
+from mooncake.app.preflight import available_cores
+from mooncake.app.role_main import run_async, unless_stopped
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import Config, EngineSection, load_config
+from mooncake.engine.engine import EngineConfig
+from mooncake.errors import ConfigError
+from mooncake.types import PrefillReport
+
+COUPLED = ServedByEngine.name
+SMALL_TOKENS = 16
+FIRST_TOKENS = 4  # tokens of a request that measures TTFT: enough to include the hand-off
+LONG_ANSWERS = 8  # factor on the answer length when all answers must run at the same time
+MAX_MODEL_LEN = 4096
+KV_GB = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    config: Config
+    transports: tuple[str, ...]
+    concurrency: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    long_tokens: int
+    requests: int  # per client
+    reps: int
+    small_requests: int
+    vllm_python: str
+    peer_model: str
+    seed: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises MooncakeError for a wrong option, an unreadable model, or a cluster that does not start or fails.
+
+    Raises Cancelled after Ctrl-C, once the results so far are reported.
+    """
+    options = parse(args)
+    report = Report("serve", _config(options), options.seed)
+    with report.measuring("measuring") as shown:
+        run_async(unless_stopped(measure(options, report, shown)))
+        measure_vllm(options, report, shown)
+    compare(report, options)
+    report.finish(options.json)
+
+
+def _flags() -> Flags:
+    flags = Flags("bench serve", __doc__)
+    add = flags.add
+    add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
+    flags.overrides()
+    flags.model("")  # default: the configuration's model
+    flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
+    add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
+    add("--prompt", type=int, default=256, metavar="TOKENS")
+    add("--new", type=int, default=48, metavar="TOKENS")
+    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
+    add("--requests", type=int, default=2, help="requests per client, one after the other")
+    add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")
+    flags.reps(3, "long prompts")
+    flags.vllm_python("compare TTFT with vLLM in this interpreter's environment")
+    flags.peer_model()
+    flags.seed()
+    flags.quick("a minute instead of ten: shm, 1 and 4 clients, short prompts")
+    flags.json_file()
+    return flags
+
+
+def parse(args: list[str]) -> Options:
+    given = _flags().read(args)
+    if given.quick:
+        given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
+        given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
+    overrides = [*given.set, *([f"model.path={json_text(given.model)}"] if given.model else [])]
+    concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
+    if min(given.requests, given.small) < 1 or given.new < 2:
+        raise ConfigError("--requests and --small must be at least 1, --new at least 2")
+    config = load_config(given.config, overrides)
+    longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
+    needed = max(given.long + FIRST_TOKENS, given.prompt + LONG_ANSWERS * given.new)  # by requests sent after minutes
+    if min(given.prompt, given.long) < 1 or needed > longest:
+        raise ConfigError(
+            f"--prompt plus {LONG_ANSWERS} times --new, or --long, would be up to {needed} tokens; there is room for 1 "
+            f"to {longest}"
+        )
+    transports = names("--transports", given.transports, ("shm", "tcp"))
+    return Options(
+        config=replace(
+            config,
+            model=replace(config.model, max_model_len=longest),
+            conductor=replace(config.conductor, http_port=0, grpc_port=0),
+        ),
+        transports=transports,
+        concurrency=concurrency,
+        prompt_tokens=given.prompt,
+        new_tokens=given.new,
+        long_tokens=given.long,
+        requests=given.requests,
+        reps=given.reps,
+        small_requests=given.small,
+        vllm_python=given.vllm_python,
+        peer_model=given.peer_model,
+        seed=given.seed,
+        json=given.json,
+    )
+
+
+def _config(options: Options) -> dict[str, object]:
+    """Everything that affects the results, without paths."""
+    config = options.config
+    return {
+        "model": Path(config.model.path).name,
+        "dtype": config.model.dtype,
+        "prefill_nodes": config.cluster.prefill,
+        "decode_nodes": config.cluster.decode,
+        "prefill_threads": config.prefill.threads,
+        "decode_threads": config.decode.threads,
+        "engine_threads": available_cores(),
+        "chunk_tokens": config.prefill.chunk_tokens,
+        "block_tokens": config.block.tokens,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_tokens": options.long_tokens,
+        "requests": options.requests,
+        "reps": options.reps,
+    }
+
+
+async def measure(options: Options, report: Report, shown: Progress) -> None:
+    model = options.config.model
+    checkpoint = open_checkpoint(model.path, model.max_model_len)
+    tell(shown, "loading the model")
+    engine = ServedByEngine(_own_engine(checkpoint, options))
+    try:
+        await ServeBench(engine, checkpoint.config.vocab_size, options, report, shown).run()
+    finally:
+        await engine.close()
+    for transport in options.transports:
+        tell(shown, f"starting a cluster over {transport}")
+        config = replace(options.config, transfer=replace(options.config.transfer, transports=(transport,)))
+        async with LocalCluster(config) as cluster:
+            threads = {
+                "prefill_threads": cluster.config.prefill.threads,
+                "decode_threads": cluster.config.decode.threads,
+            }
+            report.config |= threads
+            served = ServedByCluster(_cluster(transport), cluster.grpc_address)
+            try:
+                await ServeBench(served, checkpoint.config.vocab_size, options, report, shown).run()
+            finally:
+                await served.close()
+
+
+def _own_engine(checkpoint: Checkpoint, options: Options) -> OwnEngine:
+    config = options.config
+    engine = EngineConfig(
+        block_tokens=config.block.tokens,
+        chunk_tokens=config.prefill.chunk_tokens,
+        max_sequences=config.decode.max_sequences,
+        max_model_len=config.model.max_model_len,
+        keep_events=False,
+    )
+    return OwnEngine(checkpoint, config.precision(checkpoint.coding), available_cores(), engine, KV_GB)
+
+
+def _cluster(transport: str) -> str:
+    return f"cluster, {transport}"
+
+
+@dataclass(slots=True)
+class ServeBench:
+    """All measurements of one server: a cluster or the single engine."""
+
+    served: Served
+    vocab_size: int
+    options: Options
+    report: Report
+    shown: Progress
+
+    async def run(self) -> None:
+        traffic = Traffic(self.vocab_size, self.options.seed)  # the same prompts for every server
+        for _ in range(2):  # warm-up
+            await self.served.ask(traffic.prompt(self.options.prompt_tokens), FIRST_TOKENS)
+        await self._measure_small(traffic)
+        await self._measure_ttft(traffic)
+        for clients in self.options.concurrency:
+            await self._measure_load(traffic, clients)
+        await self._measure_disturbed(traffic)
+
+    async def _measure_small(self, traffic: Traffic) -> None:
+        """Requests of one token: the overhead of a request, with little to compute."""
+        self._tell("requests of one token")
+        answers = [await self.served.ask(traffic.prompt(SMALL_TOKENS), 1) for _ in range(self.options.small_requests)]
+        shape = {"prompt": SMALL_TOKENS}
+        self._add("one-token request", "ms", [answer.total_ms for answer in answers], shape)
+        outside = [answer.total_ms - _node_ms(answer.report) for answer in answers if answer.report is not None]
+        self._add("one-token request outside of the prefill node", "ms", outside, shape)
+
+    async def _measure_ttft(self, traffic: Traffic) -> None:
+        cold: list[Answer] = []
+        hit: list[Answer] = []
+        for _ in range(self.options.reps):
+            self._tell("long prompts")
+            prompt = traffic.prompt(self.options.long_tokens)
+            cold.append(await self.served.ask(prompt, FIRST_TOKENS))
+            hit.append(await self.served.ask(prompt, FIRST_TOKENS))
+        shape = {"prompt": self.options.long_tokens}
+        for kind, answers in (("cold", cold), ("repeated", hit)):
+            reports = [answer.report for answer in answers if answer.report is not None]
+            self._add(f"TTFT, {kind}", "ms", [answer.ttft_ms for answer in answers], shape)
+            self._add(f"KV handed over, {kind}", "MB", [report.sent_bytes / 1e6 for report in reports], shape)
+            exposed = [report.timings.handoff_ms for report in reports]
+            self._add(f"hand-off not hidden by prefill, {kind}", "ms", exposed, shape)
+
+    async def _measure_load(self, traffic: Traffic, clients: int) -> None:
+        options = self.options
+        self._tell(f"{clients} clients")
+        run = await traffic.closed_loop(
+            self.served, clients, options.requests, options.prompt_tokens, options.new_tokens
+        )
+        shape = {"clients": clients}
+        self._add("output", "tok/s", [run.tokens_per_s], shape, more_is_better=True)
+        self._add("requests", "/s", [run.requests_per_s], shape, more_is_better=True)
+        self._add("TTFT p50", "ms", [_percentile([answer.ttft_ms for answer in run.answers], 0.5)], shape)
+        self._add_gaps(run, shape)
+
+    async def _measure_disturbed(self, traffic: Traffic) -> None:
+        """Token gaps of running answers while a long prompt is computed."""
+        options, clients = self.options, min(8, max(self.options.concurrency))
+        self._tell("a long prompt arrives")
+        run, num_running = await traffic.disturbed(
+            self.served, clients, options.prompt_tokens, LONG_ANSWERS * options.new_tokens, options.long_tokens
+        )
+        shape = {"clients": clients, "arriving": options.long_tokens}
+        self._add("answers under way when it arrives", "", [num_running], shape, more_is_better=True)
+        self._add_gaps(run, shape)
+
+    def _add_gaps(self, run: Run, shape: Mapping[str, int]) -> None:
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            self._add(f"TBT {name}", "ms", [_percentile(run.gaps_ms, share)], shape)
+
+    def _add(
+        self, name: str, unit: str, values: Sequence[float], shape: Mapping[str, int], *, more_is_better: bool = False
+    ) -> None:
+        if values:
+            self.report.add(Figure(self.served.name, name, unit, tuple(values), more_is_better, dict(shape)))
+
+    def _tell(self, what: str) -> None:
+        tell(self.shown, f"{self.served.name}, {what}")
+
+
+def _node_ms(report: PrefillReport) -> float:
+    """The time of a request in the prefill node, by its own report."""
+    timings = report.timings
+    return timings.queue_ms + timings.prefill_ms + timings.handoff_ms
+
+
+def _percentile(values: Sequence[float], share: float) -> float:
+    return percentile(sorted(values), share)
+
+
+def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
+    """TTFT of long prompts in vLLM, right after ours and in the same dtype."""
+    if not options.vllm_python:
+        return
+    checkpoint = open_checkpoint(options.config.model.path)
+    traffic = Traffic(checkpoint.config.vocab_size, options.seed)
+    with ExitStack() as stack:
+        model = options.peer_model or str(checkpoint.path)
+        if model.endswith(".gguf"):
+            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
+            write_hf_folder(checkpoint.path, Path(model), options.config.model.dtype)
+        tell(shown, "starting vllm")
+        peer = PeerEngine("vllm", options.vllm_python, model, options.config.model.dtype, available_cores())
+        stack.enter_context(peer)
+        peer.run([traffic.prompt(64)], 4)
+        cold, hit = [], []
+        for _ in range(options.reps):
+            tell(shown, "vllm, long prompts")
+            prompts = [traffic.prompt(options.long_tokens)]
+            cold.append(1e3 * peer.run(prompts, 1))
+            hit.append(1e3 * peer.run(prompts, 1))
+    shape: dict[str, Value] = {"prompt": options.long_tokens}
+    report.add(Figure("vllm", "TTFT, cold", "ms", tuple(cold), params=shape))
+    report.add(Figure("vllm", "TTFT, repeated", "ms", tuple(hit), params=shape))
+    report.config["vllm"] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+
+
+def compare(report: Report, options: Options) -> None:
+    """Add the ratios to the report. ``cluster`` without a transport is the first transport's."""
+    first = _cluster(options.transports[0])
+    most = max(options.concurrency)
+
+    def add(ratio: str, name: str, ours: str, theirs: str, **shape: Value) -> None:
+        report.compare(ratio, report.find(ours, name, **shape), report.find(theirs, name, **shape))
+
+    for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+        add(f"{ratio}_cluster_vs_engine", name, first, COUPLED)
+        add(f"{ratio}_vs_vllm", name, first, "vllm")
+    for clients in options.concurrency:
+        add(f"output_{clients}_cluster_vs_engine", "output", first, COUPLED, clients=clients)
+        add(f"ttft_p50_{clients}_cluster_vs_engine", "TTFT p50", first, COUPLED, clients=clients)
+        add(f"tbt_p99_{clients}_cluster_vs_engine", "TBT p99", first, COUPLED, clients=clients)
+    add("tbt_p99_disturbed_cluster_vs_engine", "TBT p99", first, COUPLED, arriving=options.long_tokens)
+    if {"shm", "tcp"} <= set(options.transports):
+        add("handoff_tcp_vs_shm", "hand-off not hidden by prefill, cold", _cluster("tcp"), _cluster("shm"))
+        add(f"output_{most}_tcp_vs_shm", "output", _cluster("tcp"), _cluster("shm"), clients=most)
+    report.notes.append(
+        f"{available_cores()} cores for everything: the cluster's nodes, its conductor and the clients share them"
+    )

@@ -1,0 +1,133 @@
+"""``mooncake bench speculation``: the same answers with and without guesses, for repetitive and for free text.
+
+Both alternate (A B A B) over the same prompts. Answers are checked to be equal, token for token.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.flags import Flags
+from mooncake.errors import ConfigError, InternalError
+from mooncake.llm import LLM
+from mooncake.types import SamplingParams
+
+PASSAGE = (
+    "The lighthouse keeper wrote down the weather every evening: the wind, the height of the waves, the colour of the "
+    "sky at dusk, and the names of the ships that passed. On the first of March the wind came from the north-east and "
+    "three ships went by, the Aurora, the Halcyon and the Mary Celeste, all of them heading south with the tide. "
+)
+COPYING = (
+    f"Repeat the text between the marks word for word.\n---\n{PASSAGE}---\nHere is the text again:\n---\n{PASSAGE}---\n"
+    "And once more:\n---\n"
+)
+FREE = ("Once upon a time there was", "The best way to learn a new language is", "In the year 2150, cities")
+NOTES = (
+    "copying: greedy, a passage is repeated; free: sampled at temperature 1, which seldom repeats itself",
+    "every answer with guesses was equal to the one without, token for token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    model: str
+    dtype: str
+    tokens: int
+    guesses: int
+    reps: int
+    max_s: float
+    threads: int
+    seed: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, InternalError when an answer differs, Cancelled after Ctrl-C."""
+    options = parse(args)
+    config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
+    config["model"] = Path(options.model).name  # no path in the report
+    report = Report("speculation", config, options.seed, notes=list(NOTES))
+    with report.measuring("speculation") as shown:
+        tell(shown, "loading")
+        engines = {
+            "plain": _engine(options, 0),
+            "guesses": _engine(options, options.guesses),
+        }
+        greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
+        drawn = replace(greedy, temperature=1.0, seed=options.seed + 1)
+        for batch in (1, 4):
+            _measure(report, engines, "copying", [COPYING] * batch, greedy, options, shown_as=batch)
+            free = [FREE[i % len(FREE)] for i in range(batch)]
+            _measure(report, engines, "free", free, drawn, options, shown_as=batch)
+            tell(shown, f"batch {batch} is done")
+    for batch in (1, 4):
+        for task in ("copying", "free"):
+            report.compare(
+                f"{task}_b{batch}",
+                report.find("guesses", task, batch=batch),
+                report.find("plain", task, batch=batch),
+            )
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    flags = Flags("bench speculation", __doc__)
+    add = flags.add
+    flags.model()
+    flags.plain_dtype()
+    add("--tokens", type=int, default=64, help="tokens per answer")
+    add("--guesses", type=int, default=16, help="maximum guesses per step")
+    flags.reps(3, "turns of each")
+    flags.turns_within(120.0)
+    flags.threads()
+    flags.seed()
+    flags.json_file()
+    options = Options(**vars(flags.read(args)))
+    if min(options.tokens, options.guesses) < 1:
+        raise ConfigError("--tokens and --guesses must be positive")
+    return options
+
+
+def _engine(options: Options, guesses: int) -> LLM:
+    return LLM(
+        options.model,
+        options.dtype,
+        kv_gb=0.4,
+        max_model_len=2048,
+        threads=options.threads,
+        speculative_tokens=guesses,
+    )
+
+
+def _measure(
+    report: Report,
+    engines: dict[str, LLM],
+    task: str,
+    prompts: list[str],
+    sampling: SamplingParams,
+    options: Options,
+    *,
+    shown_as: int,
+) -> None:
+    """Tokens per second over whole answers; a warm-up turn caches the prompt."""
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    wanted: list[list[int]] | None = None
+    samplings = [replace(sampling, seed=sampling.seed + number) for number in range(len(prompts))]
+    deadline_s = time.monotonic() + options.max_s / 4  # there are four tasks
+    for rep in range(options.reps + 1):
+        if rep > 1 and time.monotonic() > deadline_s:
+            break
+        for name, llm in engines.items():
+            began_s = time.perf_counter()
+            answers = [answer.token_ids for answer in llm.generate(prompts, samplings, use_tqdm=False)]
+            elapsed_s = time.perf_counter() - began_s
+            if wanted is not None and answers != wanted:
+                raise InternalError(f"answers with {name} differ from those without")
+            wanted = answers
+            if rep:
+                rates[name].append(sum(map(len, answers)) / elapsed_s)
+    for name, values in rates.items():
+        report.add(Figure(name, task, "tok/s", tuple(values), more_is_better=True, params={"batch": shown_as}))

@@ -1,0 +1,356 @@
+"""``mooncake bench store``: put, get and exists through ``kvstore.Client``, over TCP and over shared memory.
+
+Compared, alternately, with Mooncake's own store (``put_from``, ``get_into``; it has no checksums, ours are verified on
+both sides) and with the limits, a bare socket and a memory copy. The store and the other end of the socket are separate
+processes; every block crosses between processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from rich.progress import Progress
+
+import kvstore
+from kvstore.node import StoreNode
+from kvstore.transfer.sockets import tune
+from mooncake.app.bench.memory import Memory, pages, random_pages
+from mooncake.app.bench.peers.process import PeerProcess
+from mooncake.app.bench.peers.spawned import spawned
+from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.flags import Flags, names
+from mooncake.config import load_config
+from mooncake.errors import InternalError
+from mooncake.prefault import prefault
+
+POOL_BYTES = 2 << 30  # the same as the other store's
+MEMORY_BYTES = 256 << 20  # of the client, which blocks are put from and read into; as many stored bytes are read
+EXISTS = 250
+BATCH = 16
+MAX_REMOVED = 4096  # keys per call
+DEADLINE_S = 30.0
+OURS, THEIRS, SOCKET, COPY = "ours", "mooncake-store", "socket", "memcpy"
+SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
+_REQUEST = struct.Struct("<?II")  # is_get, offset, bytes
+SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
+NOTES = (
+    f"GB = 1e9 bytes; one caller, one block per call except in batches; {MEMORY_BYTES >> 20} MiB of stored blocks are "
+    f"read in turn into as much memory, and as much is put into a store of {POOL_BYTES >> 30} GiB; copy and socket "
+    "have as much memory at both ends: more than caches hold",
+    "ours is the store with its default configuration and blocks of the given size; blocks put in a turn are removed "
+    "before the next one, in both stores, and each turn begins with a warm-up call",
+    "socket: a request of nine bytes and the block back, or the block and a byte back; neither checksums nor keys",
+    "ours: xxh3 computed by the writer and verified by the reader, over TCP also at seal; the other store has none",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    mooncake_python: str
+    transports: tuple[str, ...]
+    seconds: float
+    reps: int
+    seed: int
+    json: Path | None
+
+
+class Answer(msgspec.Struct):
+    calls: int
+    seconds: float
+    p50_us: float
+
+
+class Subject(Protocol):
+    name: str
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        """Repeat the operation for ``seconds``; None when the subject does not have it."""
+        ...
+
+
+def main(args: list[str]) -> None:
+    """Raises ConfigError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C."""
+    options = parse(args)
+    config: dict[str, object] = {
+        "seconds": options.seconds,
+        "reps": options.reps,
+        "peer": bool(options.mooncake_python),
+    }
+    report = Report("store", config, options.seed)
+    report.notes.extend(NOTES)
+    with report.measuring("store") as shown:
+        measure(options, report, shown)
+    compare(report)
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    flags = Flags("bench store", __doc__)
+    add = flags.add
+    flags.mooncake_python()
+    flags.transports("tcp,shm", "our transports, each measured")
+    add("--seconds", type=float, default=0.4, help="seconds per repetition")
+    flags.reps(4, "turns of each")
+    flags.seed()
+    flags.json_file()
+    flags.quick()
+    given = flags.read(args)
+    if given.quick:
+        given.seconds, given.reps = 0.02, 1
+    transports = names("--transports", given.transports, ("tcp", "shm"))
+    return Options(given.mooncake_python, transports, given.seconds, given.reps, given.seed, given.json)
+
+
+def measure(options: Options, report: Report, shown: Progress) -> None:
+    with ExitStack() as stack:
+        tell(shown, "starting")
+        memory = random_pages(MEMORY_BYTES, options.seed)
+        others: list[Subject] = []
+        if options.mooncake_python:
+            peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
+            others.append(_Theirs(stack.enter_context(peer)))
+        others.append(_Socket(stack.enter_context(spawned(tuple, _drain, is_killed=True)), memory))
+        others.append(_Copy(memory))
+        kept: dict[tuple[str, str, int], list[Answer]] = {}
+        for size in SIZES:
+            with ExitStack() as of_size:
+                address = of_size.enter_context(spawned(str, _keep, size, is_killed=True))
+                ours = [of_size.enter_context(_Ours(t, address, memory)) for t in options.transports]
+                operations = ["get", "put", "get batch"] + ["exists"] * (size == SIZES[0])
+                for rep, operation in itertools.product(range(options.reps), operations):
+                    for subject in [*ours, *others]:
+                        tell(shown, f"{subject.name}: {operation} {size >> 10} KiB, {rep + 1}/{options.reps}")
+                        answer = subject.turn(operation, size, options.seconds)
+                        if answer is not None:
+                            kept.setdefault((subject.name, operation, size), []).append(answer)
+    for (name, operation, size), answers in kept.items():
+        times = tuple(answer.p50_us for answer in answers)
+        if operation == "exists":
+            report.add(Figure(name, f"exists, {EXISTS} keys", "us", times))
+            continue
+        params = {"KiB": size >> 10}
+        moved = size * (BATCH if operation == "get batch" else 1)
+        rates = tuple(answer.calls * moved / answer.seconds / 1e9 for answer in answers)
+        report.add(Figure(name, operation, "GB/s", rates, more_is_better=True, params=params))
+        report.add(Figure(name, f"{operation}, one call", "us", times, params=params))
+
+
+def compare(report: Report) -> None:
+    for size in SIZES:
+        label = f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB"
+        for operation in ("get", "put"):
+            params = {"KiB": size >> 10}
+            names = (f"{OURS} tcp", f"{OURS} shm", THEIRS, SOCKET, COPY)
+            ours, shm, theirs, bare, copy = (report.find(name, operation, **params) for name in names)
+            report.compare(f"{operation}_{label}_vs_mooncake", ours, theirs)
+            report.compare(f"{operation}_{label}_vs_socket", ours, bare)
+            report.compare(f"socket_{operation}_{label}_vs_mooncake", bare, theirs)
+            report.compare(f"memcpy_{operation}_{label}_vs_mooncake", copy, theirs)
+            report.compare(f"shm_{operation}_{label}_vs_mooncake", shm, theirs)
+            report.compare(f"shm_{operation}_{label}_vs_memcpy", shm, copy)
+    name = f"exists, {EXISTS} keys"
+    for label, transport in (("", "tcp"), ("shm_", "shm")):
+        ours = report.find(f"{OURS} {transport}", name)
+        report.compare(f"{label}exists_250_time_vs_mooncake", ours, report.find(THEIRS, name))
+
+
+# The subjects
+
+
+class _Ours:
+    """A client in this process, on its own event loop."""
+
+    def __init__(self, transport: str, address: str, memory: Memory) -> None:
+        self.name = f"{OURS} {transport}"
+        self._transport = transport
+        self._address = address
+        self._memory = memory
+        self._loop = asyncio.new_event_loop()
+        self._puts = 0
+        self._stored: set[str] = set()  # keys to remove before the next turn
+
+    def __enter__(self) -> _Ours:
+        transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # the default on the same host
+        connecting = kvstore.Client.connect(self._address, transports=transports, namespace=self._transport)
+        self._client = self._loop.run_until_complete(connecting)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run_until_complete(self._client.close())
+        self._loop.close()
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        return self._loop.run_until_complete(self._turn(operation, size, seconds))
+
+    async def _turn(self, operation: str, size: int, seconds: float) -> Answer:
+        call = await self._prepare(operation, size)
+        await call(0)  # warm-up
+        taken: list[float] = []
+        started = time.perf_counter()
+        while not taken or time.perf_counter() < started + seconds:
+            began = time.perf_counter()
+            await call(len(taken))
+            taken.append(time.perf_counter() - began)
+        elapsed = time.perf_counter() - started
+        return Answer(len(taken), elapsed, sorted(taken)[len(taken) // 2] * 1e6)
+
+    async def _prepare(self, operation: str, size: int) -> Callable[[int], Awaitable[None]]:
+        pool = self._client
+        views = [self._memory[at : at + size] for at in range(0, MEMORY_BYTES, size)]
+        while self._stored:
+            await pool.remove([self._stored.pop() for _ in range(min(len(self._stored), MAX_REMOVED))])
+
+        async def put(key: str, number: int) -> None:
+            if not await pool.put(key, views[number % len(views)]):
+                raise InternalError("a block was not stored")
+            self._stored.add(key)
+
+        if operation == "exists":
+            keys = [f"exists {number}" for number in range(EXISTS)]
+            for key in keys:
+                await put(key, 0)
+
+            async def exists(number: int) -> None:
+                if not all(await pool.exists(keys)):
+                    raise InternalError("a block was not there")
+
+            return exists
+        if operation == "put":
+
+            async def put_next(number: int) -> None:
+                self._puts += 1
+                await put(f"put {self._puts}", number)
+
+            return put_next
+        keys = [f"get {number}" for number in range(len(views))]
+        for number, key in enumerate(keys):
+            await put(key, number)
+        if operation == "get":
+
+            async def get(number: int) -> None:
+                at = number % len(views)
+                if await pool.get_into(keys[at], views[at]) != size:
+                    raise InternalError("a block was not there")
+
+            return get
+
+        async def get_batch(number: int) -> None:
+            which = [(number * BATCH + i) % len(views) for i in range(BATCH)]
+            into = [views[at] for at in which]
+            if await pool.get_batch_into([keys[at] for at in which], into) != [size] * BATCH:
+                raise InternalError("a block was not there")
+
+        return get_batch
+
+
+class _Copy:
+    name = COPY
+
+    def __init__(self, memory: Memory) -> None:
+        self._source = memory
+        self._target = pages(memory.nbytes)
+        self._target.fill(0)
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation not in ("get", "put"):
+            return None
+
+        def copy(at: int) -> None:
+            np.copyto(self._target[at : at + size], self._source[at : at + size])
+
+        return _repeated(copy, size, seconds)
+
+
+class _Socket:
+    """The fewest system calls that move a block over TCP: the practical limit."""
+
+    name = SOCKET
+
+    def __init__(self, address: tuple[str, int], memory: Memory) -> None:
+        self._memory = memory.data
+        self._sock = socket.create_connection(address, DEADLINE_S)
+        tune(self._sock)
+        self._sock.setblocking(True)
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation not in ("get", "put"):
+            return None
+
+        def get(at: int) -> None:
+            self._sock.sendall(_REQUEST.pack(True, at, size))
+            self._sock.recv_into(self._memory[at : at + size], size, socket.MSG_WAITALL)
+
+        def put(at: int) -> None:
+            self._sock.sendmsg([_REQUEST.pack(False, at, size)], (), socket.MSG_MORE)
+            self._sock.sendall(self._memory[at : at + size])
+            self._sock.recv(1)
+
+        return _repeated(get if operation == "get" else put, size, seconds)
+
+
+def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
+    """Repeat ``call`` for ``seconds``, at one offset of the memory after the other."""
+    places = MEMORY_BYTES // size
+    taken: list[float] = []
+    call(0)  # warm-up
+    started = time.perf_counter()
+    while not taken or time.perf_counter() < started + seconds:
+        began = time.perf_counter()
+        call(len(taken) % places * size)
+        taken.append(time.perf_counter() - began)
+    return Answer(len(taken), time.perf_counter() - started, sorted(taken)[len(taken) // 2] * 1e6)
+
+
+class _Theirs:
+    """``store_script.py`` under Mooncake's Python."""
+
+    def __init__(self, peer: PeerProcess) -> None:
+        self.name = peer.name
+        self._peer = peer
+
+    def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
+        if operation == "get batch":
+            return None
+        return self._peer.ask({"operation": operation, "size": size, "seconds": seconds}, Answer)
+
+
+def _drain(control: Connection) -> None:
+    """The other end of ``_Socket``."""
+    memory = random_pages(MEMORY_BYTES, 0).data
+    listener = socket.create_server(("127.0.0.1", 0))
+    control.send(listener.getsockname())
+    sock, _ = listener.accept()
+    tune(sock)
+    while request := sock.recv(_REQUEST.size, socket.MSG_WAITALL):
+        is_get, at, size = _REQUEST.unpack(request)
+        if is_get:
+            sock.sendall(memory[at : at + size])
+        else:
+            sock.recv_into(memory[at : at + size], size, socket.MSG_WAITALL)
+            sock.sendall(b"k")
+
+
+def _keep(control: Connection, block_bytes: int) -> None:
+    """Run a store node with the default configuration, and send its address."""
+
+    async def serve() -> None:
+        size = f"store.dram_gb={POOL_BYTES / 1e9 + 1e-6}"
+        node = StoreNode(load_config(None, [size]), block_bytes, join_cluster=False)
+        await node.start()
+        await asyncio.to_thread(prefault, node.segment.array)
+        control.send(node.control_address)
+        await asyncio.get_running_loop().create_future()
+
+    asyncio.run(serve())

@@ -1,0 +1,382 @@
+"""Families other than Llama's with gated MLPs: Gemma, mixtures of experts, Granite, Hunyuan, OLMo and EXAONE 4.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.families.rope_settings import read_rope
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
+
+# Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
+
+
+def _read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    head_dim = settings.integer("head_dim", 256)
+    rope = read_rope(settings, head_dim)
+    if rope.scaling:
+        raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+    return {
+        **_read_gemma(settings, every=2),
+        "head_dim": head_dim,
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "local_rope_theta": rope.theta,
+        "score_cap": _cap(settings, "attn_logit_softcapping", 50.0),
+        "logit_cap": _cap(settings, "final_logit_softcapping", 30.0),
+    }
+
+
+def _cap(settings: Settings, key: str, default: float) -> float:
+    """Null means no cap; a missing key means the family's default."""
+    cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
+    if not 0 <= cap < 1e6:
+        raise ModelError(f"{settings.source}: {key} must be a positive number or null, got {cap}")
+    return cap
+
+
+def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    theta, local = _gemma3_rope(settings)
+    return {
+        **_read_gemma(settings, every=settings.integer("sliding_window_pattern", 6)),
+        "head_dim": settings.integer("head_dim", 256),
+        "max_model_len": settings.integer("max_position_embeddings"),
+        "rope_theta": theta,
+        "local_rope_theta": local,
+        "qk_norm": True,
+    }
+
+
+def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
+    """``every``: one layer in this many is global, unless a list says which."""
+    for key in ("attention_bias", "use_bidirectional_attention"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    num_layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
+    return {
+        "num_layers": num_layers,
+        "hidden_size": settings.integer("hidden_size"),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
+        "layer_windows": windows_in_turn(settings, num_layers, every, 4096),
+        "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
+    }
+
+
+def _gemma3_rope(settings: Settings) -> tuple[float, float]:
+    """Theta of the global and of the local layers, from the keys of either generation of config.json."""
+    parameters = settings.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        scaling = settings.get("rope_scaling")
+        if isinstance(scaling, dict) and (scaling.get("rope_type") or "default") != "default":
+            raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+        return settings.number("rope_theta", 1_000_000.0), settings.number("rope_local_base_freq", 10_000.0)
+    widely, locally = (_rope_of_kind(settings, parameters, kind) for kind in ("full_attention", "sliding_attention"))
+    return widely.number("rope_theta", 1_000_000.0), locally.number("rope_theta", 10_000.0)
+
+
+def _rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
+    """Of layers of this kind, without scaling."""
+    own = parameters.get(kind)
+    rope = Settings(own if isinstance(own, dict) else {}, settings.source)
+    if (rope.get("rope_type") or "default") != "default":
+        raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
+    return rope
+
+
+def _gemma_layer(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    names = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+    return {
+        **attention_shapes(config),
+        **gated_shapes("mlp", hidden, config.intermediate_size),
+        **{f"{n}.weight": (hidden,) for n in names},
+    }
+
+
+# Mixtures of experts: Qwen3's (Qwen team 2025) and Mixtral (Jiang et al. 2024)
+
+
+def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**read_qwen_moe(settings, shapes, num_experts=128, experts_per_token=8), "qk_norm": True}
+
+
+def read_qwen_moe(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], num_experts: int, experts_per_token: int
+) -> dict[str, object]:
+    """``num_experts`` and ``experts_per_token`` are defaults."""
+    if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
+        raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
+    if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
+        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
+    return {
+        **read_silu(settings, shapes),
+        "intermediate_size": settings.integer("moe_intermediate_size"),
+        "num_experts": settings.integer("num_experts", settings.integer("num_local_experts", num_experts)),
+        "experts_per_token": settings.integer("num_experts_per_tok", experts_per_token),
+        "norm_expert_weights": settings.flag("norm_topk_prob", False),
+    }
+
+
+def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **read_silu(settings, shapes, default_theta=1e6),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "sliding_window": settings.integer("sliding_window", 0) or None,
+        "num_experts": settings.integer("num_local_experts", settings.integer("num_experts", 8)),
+        "experts_per_token": settings.integer("num_experts_per_tok", 2),
+        "norm_expert_weights": True,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names in a layer's mixture, relative to the layer; ``gate``, ``up`` and ``down`` relative to each expert."""
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+
+
+_NAMES = {
+    "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
+    "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+    "minimax_m2": ExpertNames(
+        "block_sparse_moe.gate",
+        "block_sparse_moe.experts",
+        *("w1", "w3", "w2"),
+        choice_bias="block_sparse_moe.e_score_correction_bias",
+    ),
+}
+
+
+def expert_names(config: ModelConfig) -> ExpertNames:
+    return _NAMES.get(config.architecture, ExpertNames())
+
+
+def moe_layer(config: ModelConfig) -> Shapes:
+    experts = expert_shapes(config, config.intermediate_size)
+    return attention_shapes(config) | layer_norms(config) | router_shape(config) | experts
+
+
+def router_shape(config: ModelConfig) -> Shapes:
+    return {f"{expert_names(config).router}.weight": (config.num_experts, config.hidden_size)}
+
+
+def expert_shapes(config: ModelConfig, inner: int) -> Shapes:
+    """Of experts that are published one by one, each ``inner`` wide."""
+    hidden, names = config.hidden_size, expert_names(config)
+    shapes: Shapes = {}
+    for expert in range(config.num_experts):
+        at = f"{names.experts}.{expert}"
+        shapes |= {f"{at}.{name}.weight": (inner, hidden) for name in (names.gate, names.up)}
+        shapes[f"{at}.{names.down}.weight"] = (hidden, inner)
+    return shapes
+
+
+# Granite (Granite team, IBM 2024) and Hunyuan's dense models (Tencent 2025)
+
+
+def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    factors = {
+        "attention_scale": settings.number("attention_multiplier", 1.0),
+        "embedding_factor": settings.number("embedding_multiplier", 1.0),
+        "residual_factor": settings.number("residual_multiplier", 1.0),
+        "logit_divisor": settings.number("logits_scaling", 1.0),
+    }
+    if wrong := [value for value in factors.values() if not 0 < value < 1e6]:
+        raise ModelError(f"{settings.source}: multipliers and logits_scaling must be positive, got {wrong[0]}")
+    return {**_read_dense(settings, shapes), **factors}
+
+
+def _read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    values = _read_dense(_with_stretched_theta(settings), shapes)
+    return {**values, "qk_norm": True}
+
+
+def _with_stretched_theta(settings: Settings) -> Settings:
+    """Its positions are scaled by ``alpha``, which only changes theta, and not, as its name says, dynamically."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
+    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
+    alpha = rope.number("alpha", 0.0)
+    if (rope.get("rope_type") or rope.get("type")) != "dynamic" or not 0 < alpha < 1e9:
+        return settings
+    heads = settings.integer("num_attention_heads")
+    dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    theta = rope.number("rope_theta", settings.number("rope_theta", 10_000.0)) * alpha ** (dim / max(dim - 2, 1))
+    return Settings({**settings.tree, "rope_parameters": {"rope_theta": theta}}, settings.source)
+
+
+def _pre_normed_layer(config: ModelConfig) -> Shapes:
+    return _dense_layer(config) | layer_norms(config)
+
+
+def _hunyuan_layer(config: ModelConfig) -> Shapes:
+    names = {"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+    return {
+        ".".join(names.get(part, part) for part in name.split(".")): shape
+        for name, shape in _pre_normed_layer(config).items()
+    }
+
+
+# OLMo-2 and OLMo-3 (OLMo team 2025) and EXAONE 4 (LG AI Research 2025)
+
+
+def _read_olmo2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**_read_dense(settings, shapes), "qk_norm": True}
+
+
+def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Its positions are scaled in layers without a window only."""
+    parameters = settings.get("rope_parameters")
+    by_kind = parameters if isinstance(parameters, dict) else {}
+    if "full_attention" in by_kind:
+        settings = Settings({**settings.tree, "rope_parameters": by_kind["full_attention"]}, settings.source)
+    values = _read_dense(settings, shapes, default_theta=500_000.0)
+    local = _rope_of_kind(settings, by_kind, "sliding_attention")
+    return {
+        **values,
+        "qk_norm": True,
+        "layer_windows": windows_in_turn(settings, settings.integer("num_hidden_layers"), 4, 4096),
+        "local_rope_theta": local.number("rope_theta", settings.number("rope_theta", 500_000.0)),
+    }
+
+
+def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """If some layers have a window, the others do not rotate."""
+    values = {**_read_dense(settings, shapes), "qk_norm": True}
+    if settings.get("sliding_window") is None:
+        return values
+    every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
+    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 4096)
+    still = tuple(layer for layer, window in enumerate(windows) if not window)
+    return {**values, "layer_windows": windows, "still_layers": still}
+
+
+def _post_normed_layer(config: ModelConfig) -> Shapes:
+    norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+
+
+def _olmo_layer(config: ModelConfig) -> Shapes:
+    return _post_normed_layer(config) | norms_over_heads(config)
+
+
+def norms_over_heads(config: ModelConfig) -> Shapes:
+    """Of all queries together, and of all keys."""
+    return {
+        "self_attn.q_norm.weight": (config.num_heads * config.head_dim,),
+        "self_attn.k_norm.weight": (config.num_kv_heads * config.head_dim,),
+    }
+
+
+def _read_dense(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    values = read_silu(settings, shapes, default_theta)
+    return {**values, "intermediate_size": settings.integer("intermediate_size")}
+
+
+def _dense_layer(config: ModelConfig) -> Shapes:
+    return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+
+
+# Shared by several families
+
+
+def read_silu(
+    settings: Settings,
+    shapes: Mapping[str, tuple[int, ...]],
+    default_theta: float = 10_000.0,
+    partial: bool = False,
+) -> dict[str, object]:
+    if activation(settings, "hidden_act", "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    heads = settings.integer("num_attention_heads")
+    head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
+    rope = read_rope(settings, head_dim, default_theta, partial)
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": settings.integer("hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rotary_dim": rope.rotary_dim,
+        "rms_eps": settings.number("rms_norm_eps", 1e-6),
+        "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+    }
+
+
+def windows_in_turn(settings: Settings, num_layers: int, every: int, default: int) -> tuple[int, ...]:
+    """Each layer's window, 0 for none; without a list, one layer in ``every`` is global."""
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
+    window = settings.integer("sliding_window", default)
+    kinds = settings.get("layer_types")
+    if kinds is None:
+        if every < 1:
+            raise ModelError(f"{settings.source}: sliding_window_pattern must be positive, got {every}")
+        kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
+        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    if window < 1 and "sliding_attention" in kinds:
+        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+def layer_norms(config: ModelConfig) -> Shapes:
+    """Before attention and the MLP."""
+    return {f"{name}.weight": (config.hidden_size,) for name in ("input_layernorm", "post_attention_layernorm")}
+
+
+def attention_shapes(config: ModelConfig) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.o_proj.weight": (hidden, query),
+        **({f"self_attn.{name}_norm.weight": (dim,) for name in "qk"} if config.qk_norm else {}),
+        **(
+            {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
+            if config.qkv_bias
+            else {}
+        ),
+    }
+
+
+GATED_FAMILIES: dict[str, Family] = {
+    "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", llama_top),
+    "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
+    "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
+    "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
+    "granite": Family(read_granite, _pre_normed_layer, "model.layers", llama_top),
+    "hunyuan_v1_dense": Family(_read_hunyuan, _hunyuan_layer, "model.layers", llama_top),
+    "olmo2": Family(_read_olmo2, _olmo_layer, "model.layers", llama_top),
+    "olmo3": Family(_read_olmo3, _olmo_layer, "model.layers", llama_top),
+    "exaone4": Family(_read_exaone4, _post_normed_layer, "model.layers", llama_top),
+}

@@ -1,0 +1,271 @@
+"""The GPT line and its relatives: GPT-2, OPT, GPT-NeoX, StarCoder2 and Falcon. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.rope_settings import read_rope
+from mooncake.model_config import ModelConfig, Settings
+
+# GPT-2 (Radford et al. 2019)
+
+
+def _read_gpt2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
+    return {
+        "num_layers": settings.integer("n_layer"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("n_inner", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("n_positions"),
+        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
+        "activation": activation(settings, "activation_function", "gelu_new"),
+        "attention_scale": 0.0 if settings.flag("scale_attn_weights", True) else 1.0,
+        "qkv_bias": True,
+        "rotary_dim": 0,
+    }
+
+
+def _gpt2_layer(config: ModelConfig) -> Shapes:
+    """Its matrices are stored ``[in, out]``."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **norm_shapes("ln_1", hidden),
+        **{"attn.c_attn.weight": (hidden, 3 * hidden), "attn.c_attn.bias": (3 * hidden,)},
+        **{"attn.c_proj.weight": (hidden, hidden), "attn.c_proj.bias": (hidden,)},
+        **norm_shapes("ln_2", hidden),
+        **{"mlp.c_fc.weight": (hidden, inner), "mlp.c_fc.bias": (inner,)},
+        **{"mlp.c_proj.weight": (inner, hidden), "mlp.c_proj.bias": (hidden,)},
+    }
+
+
+def _gpt2_top(config: ModelConfig) -> Shapes:
+    return {
+        "transformer.wte.weight": (config.vocab_size, config.hidden_size),
+        "transformer.wpe.weight": (config.max_model_len, config.hidden_size),
+        **norm_shapes("transformer.ln_f", config.hidden_size),
+        **head_shapes("lm_head", config),
+    }
+
+
+# OPT (Zhang et al. 2022)
+
+
+def _read_opt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    if not settings.flag("do_layer_norm_before", True):
+        raise ModelError(f"{settings.source} norms after each layer (as OPT-350M alone does), which is not supported")
+    if settings.integer("word_embed_proj_dim", hidden) != hidden:
+        raise ModelError(f"{settings.source} projects its embeddings (as OPT-350M alone does), which is not supported")
+    if settings.flag("_remove_final_layer_norm", False) or not settings.flag("enable_bias", True):
+        raise ModelError(f"{settings.source} leaves out norms or biases that OPT has, which is not supported")
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("ffn_dim"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("max_position_embeddings"),
+        "rms_eps": 1e-5,
+        "activation": activation(settings, "activation_function", "relu"),
+        "qkv_bias": True,
+        "rotary_dim": 0,
+    }
+
+
+OPT_POSITION_OFFSET = 2
+"""Rows of OPT's position table that no position uses: a leftover of its training code."""
+
+
+def _opt_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **{
+            key: shape
+            for name in ("q", "k", "v")
+            for key, shape in linear_shapes(f"self_attn.{name}_proj", hidden, hidden).items()
+        },
+        **linear_shapes("self_attn.out_proj", hidden, hidden),
+        **norm_shapes("self_attn_layer_norm", hidden),
+        **linear_shapes("fc1", inner, hidden),
+        **linear_shapes("fc2", hidden, inner),
+        **norm_shapes("final_layer_norm", hidden),
+    }
+
+
+def _opt_top(config: ModelConfig) -> Shapes:
+    positions = config.max_model_len + OPT_POSITION_OFFSET
+    return {
+        "model.decoder.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+        "model.decoder.embed_positions.weight": (positions, config.hidden_size),
+        **norm_shapes("model.decoder.final_layer_norm", config.hidden_size),
+        **head_shapes("lm_head", config),
+    }
+
+
+# GPT-NeoX (Black et al. 2022; Pythia)
+
+
+def _read_gpt_neox(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    head_dim = hidden // max(1, heads)
+    if not settings.flag("attention_bias", True):
+        raise ModelError(f"{settings.source} has no attention_bias, which is not supported")
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        raise ModelError(f"{settings.source} scales its positions by {kind!r}, which is not supported for this family")
+    share = rope.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("max_position_embeddings"),
+        "rope_theta": rope.number("rope_theta", settings.number("rotary_emb_base", 10_000.0)),
+        "rms_eps": settings.number("layer_norm_eps", 1e-5),
+        "activation": activation(settings, "hidden_act", "gelu"),
+        "tie_embeddings": settings.flag("tie_word_embeddings", False),
+        "qkv_bias": True,
+        "rotary_dim": int(head_dim * share),
+        "parallel_residual": settings.flag("use_parallel_residual", True),
+    }
+
+
+def _gpt_neox_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **norm_shapes("input_layernorm", hidden),
+        **linear_shapes("attention.query_key_value", 3 * hidden, hidden),
+        **linear_shapes("attention.dense", hidden, hidden),
+        **norm_shapes("post_attention_layernorm", hidden),
+        **linear_shapes("mlp.dense_h_to_4h", inner, hidden),
+        **linear_shapes("mlp.dense_4h_to_h", hidden, inner),
+    }
+
+
+def _gpt_neox_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("gpt_neox.final_layer_norm", config.hidden_size)
+    return {"gpt_neox.embed_in.weight": table, **norm, **head_shapes("embed_out", config)}
+
+
+# StarCoder2 (Lozhkov et al. 2024)
+
+
+def _read_starcoder2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    if not settings.flag("use_bias", True):
+        raise ModelError(f"{settings.source} leaves out the biases that StarCoder2 has, which is not supported")
+    rope = read_rope(settings, hidden // max(1, heads))
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("norm_epsilon", 1e-5),
+        "activation": activation(settings, "hidden_act", "gelu_pytorch_tanh"),
+        "qkv_bias": True,
+        "sliding_window": settings.integer("sliding_window", 0) or None,
+    }
+
+
+def _starcoder2_layer(config: ModelConfig) -> Shapes:
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        **norm_shapes("input_layernorm", hidden),
+        **linear_shapes("self_attn.q_proj", query, hidden),
+        **linear_shapes("self_attn.k_proj", kv, hidden),
+        **linear_shapes("self_attn.v_proj", kv, hidden),
+        **linear_shapes("self_attn.o_proj", hidden, query),
+        **norm_shapes("post_attention_layernorm", hidden),
+        **linear_shapes("mlp.c_fc", inner, hidden),
+        **linear_shapes("mlp.c_proj", hidden, inner),
+    }
+
+
+def _starcoder2_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("model.norm", config.hidden_size)
+    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
+# Falcon (Almazrouei et al. 2023)
+
+
+def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    is_new = settings.flag("new_decoder_architecture", False)  # 40B, 180B and 2-11B
+    if settings.flag("alibi", False) or settings.flag("bias", False):
+        raise ModelError(f"{settings.source} asks for alibi or biases (as Falcon-RW does), which is not supported")
+    if not settings.flag("parallel_attn", True) or not (is_new or settings.flag("multi_query", True)):
+        raise ModelError(f"{settings.source} is of an older form of Falcon, which is not supported")
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    settings = Settings({"max_position_embeddings": 2048, **settings.tree}, settings.source)
+    rope = read_rope(settings, hidden // max(1, heads))
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("ffn_hidden_size", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else 1,
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
+        "activation": activation(settings, "activation", "gelu"),
+        "parallel_residual": True,
+        "mlp_has_norm": is_new and settings.integer("num_ln_in_parallel_attn", 2) == 2,
+    }
+
+
+def _falcon_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    norms = ("ln_attn", "ln_mlp") if config.mlp_has_norm else ("input_layernorm",)
+    return {
+        **{key: shape for name in norms for key, shape in norm_shapes(name, hidden).items()},
+        "self_attention.query_key_value.weight": (
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            hidden,
+        ),
+        "self_attention.dense.weight": (hidden, hidden),
+        "mlp.dense_h_to_4h.weight": (inner, hidden),
+        "mlp.dense_4h_to_h.weight": (hidden, inner),
+    }
+
+
+def _falcon_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("transformer.ln_f", config.hidden_size)
+    return {"transformer.word_embeddings.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
+GPT_FAMILIES: dict[str, Family] = {
+    "gpt2": Family(_read_gpt2, _gpt2_layer, "transformer.h", _gpt2_top, prefix="transformer."),
+    "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
+    "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
+    "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
+    "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
+}

@@ -1,0 +1,122 @@
+"""Families that rotate neighbouring elements of a head with each other: GLM-4, Command R and GPT-J. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, linear_shapes, llama_top, norm_shapes
+from mooncake.families.gated import attention_shapes, read_silu, windows_in_turn
+from mooncake.model_config import ModelConfig, Settings
+
+# GLM-4 (GLM team 2024; "glm4" from 0414 on)
+
+
+def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    settings = Settings({"partial_rotary_factor": 0.5, **settings.tree}, settings.source)
+    return {
+        **read_silu(settings, shapes, partial=True),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qkv_bias": settings.flag("attention_bias", True),
+    }
+
+
+def _glm_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    norms = ["input_layernorm", "post_attention_layernorm"]  # and of what attention and the MLP add:
+    norms += ["post_self_attn_layernorm", "post_mlp_layernorm"] if config.architecture == "glm4" else []
+    return {
+        **attention_shapes(config),
+        "mlp.gate_up_proj.weight": (2 * inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        **{f"{name}.weight": (hidden,) for name in norms},
+    }
+
+
+# Command R ("cohere", Cohere 2024) and Command R7B and A ("cohere2", Cohere 2024, 2025)
+
+
+def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.flag("attention_bias", False):
+        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    scale = settings.number("logit_scale", 0.0625)
+    if not 0 < scale < 1e6:
+        raise ModelError(f"{settings.source}: logit_scale must be positive, got {scale}")
+    if settings.get("model_max_length"):  # Command R and R+: more than the positions that their other key names
+        length = {"max_position_embeddings": settings.integer("model_max_length")}
+        settings = Settings({**settings.tree, **length}, settings.source)
+    return {
+        **read_silu(settings, shapes, default_theta=500_000.0),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "rms_eps": settings.number("layer_norm_eps", 1e-5),
+        "tie_embeddings": settings.flag("tie_word_embeddings", True),
+        "logit_divisor": 1 / scale,
+        "parallel_residual": True,
+        "qk_norm": settings.flag("use_qk_norm", False),
+    }
+
+
+def _read_cohere2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    every = settings.integer("sliding_window_pattern", 4)
+    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 4096)
+    still = tuple(layer for layer, window in enumerate(windows) if not window)
+    return {**_read_cohere(settings, shapes), "layer_windows": windows, "still_layers": still}
+
+
+def _cohere_layer(config: ModelConfig) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    layer = attention_shapes(config) | gated_shapes("mlp", hidden, config.intermediate_size)
+    if config.qk_norm:  # a weight for each head
+        layer["self_attn.q_norm.weight"] = config.num_heads, dim
+        layer["self_attn.k_norm.weight"] = config.num_kv_heads, dim
+    return {**layer, "input_layernorm.weight": (hidden,)}
+
+
+# GPT-J (Wang and Komatsuzaki 2021)
+
+
+def _read_gptj(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
+    head_dim, rotary_dim = hidden // max(1, heads), settings.integer("rotary_dim", 64)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
+    return {
+        "num_layers": settings.integer("n_layer"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("n_inner", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("n_positions"),
+        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
+        "activation": activation(settings, "activation_function", "gelu_new"),
+        "tie_embeddings": False,
+        "rotary_dim": rotary_dim,
+        "parallel_residual": True,
+    }
+
+
+def _gptj_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **norm_shapes("ln_1", hidden),
+        **{f"attn.{name}_proj.weight": (hidden, hidden) for name in ("q", "k", "v", "out")},
+        **linear_shapes("mlp.fc_in", inner, hidden),
+        **linear_shapes("mlp.fc_out", hidden, inner),
+    }
+
+
+def _gptj_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    norm = norm_shapes("transformer.ln_f", config.hidden_size)
+    return {"transformer.wte.weight": table, **norm, **linear_shapes("lm_head", *table)}
+
+
+INTERLEAVED_FAMILIES: dict[str, Family] = {
+    "glm": Family(_read_glm, _glm_layer, "model.layers", llama_top),
+    "glm4": Family(_read_glm, _glm_layer, "model.layers", llama_top),
+    "cohere": Family(_read_cohere, _cohere_layer, "model.layers", llama_top),
+    "cohere2": Family(_read_cohere2, _cohere_layer, "model.layers", llama_top),
+    "gptj": Family(_read_gptj, _gptj_layer, "transformer.h", _gptj_top, prefix="transformer."),
+}

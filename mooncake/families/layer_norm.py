@@ -1,0 +1,124 @@
+"""Families with layer norms of which a part of each head rotates: Phi, StableLM and Nemotron. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.gated import attention_shapes
+from mooncake.families.rope_settings import read_rope
+from mooncake.model_config import ModelConfig, Settings
+
+
+def _read(settings: Settings, eps_key: str, default_activation: str, default_share: float) -> dict[str, object]:
+    """``default_share``: of each head's elements, those that rotate."""
+    for key in ("qk_layernorm", "attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings = Settings({"partial_rotary_factor": default_share, **settings.tree}, settings.source)
+    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    head_dim = settings.integer("head_dim", hidden // max(1, heads))
+    rope = read_rope(settings, head_dim, partial=True)
+    return {
+        "num_layers": settings.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("intermediate_size"),
+        "num_heads": heads,
+        "num_kv_heads": settings.integer("num_key_value_heads", heads),
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": rope.max_model_len,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rotary_dim": rope.rotary_dim,
+        "rms_eps": settings.number(eps_key, 1e-5),
+        "activation": activation(settings, "hidden_act", default_activation),
+        "tie_embeddings": settings.flag("tie_word_embeddings", False),
+    }
+
+
+def _top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    return {
+        "model.embed_tokens.weight": table,
+        **norm_shapes("model.norm", config.hidden_size),
+        **head_shapes("lm_head", config),
+    }
+
+
+# Phi-1, Phi-1.5 (Li et al. 2023) and Phi-2 (Microsoft 2023)
+
+
+def _read_phi(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**_read(settings, "layer_norm_eps", "gelu_new", 0.5), "qkv_bias": True, "parallel_residual": True}
+
+
+def _phi_layer(config: ModelConfig) -> Shapes:
+    hidden, inner, attention = config.hidden_size, config.intermediate_size, attention_shapes(config)
+    del attention["self_attn.o_proj.weight"]
+    return {
+        **attention,
+        **linear_shapes("self_attn.dense", hidden, config.num_heads * config.head_dim),
+        **norm_shapes("input_layernorm", hidden),
+        **linear_shapes("mlp.fc1", inner, hidden),
+        **linear_shapes("mlp.fc2", hidden, inner),
+    }
+
+
+def _phi_top(config: ModelConfig) -> Shapes:
+    table = (config.vocab_size, config.hidden_size)
+    return {
+        "model.embed_tokens.weight": table,
+        **norm_shapes("model.final_layernorm", config.hidden_size),
+        **({} if config.tie_embeddings else linear_shapes("lm_head", *table)),
+    }
+
+
+# StableLM (Stability AI 2023, 2024)
+
+
+def _read_stablelm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    values = _read(settings, "layer_norm_eps", "silu", 0.25)
+    if values["activation"] != "silu":
+        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    return {
+        **values,
+        "qkv_bias": settings.flag("use_qkv_bias", False),
+        "parallel_residual": settings.flag("use_parallel_residual", False),
+    }
+
+
+def _stablelm_layer(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    return {
+        **attention_shapes(config),
+        **norm_shapes("input_layernorm", hidden),
+        **({} if config.parallel_residual else norm_shapes("post_attention_layernorm", hidden)),
+        **gated_shapes("mlp", hidden, config.intermediate_size),
+    }
+
+
+# Nemotron (NVIDIA 2024; Minitron)
+
+
+def _read_nemotron(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return _read(settings, "norm_eps", "relu2", 0.5)
+
+
+def _nemotron_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **attention_shapes(config),
+        **norm_shapes("input_layernorm", hidden),
+        **norm_shapes("post_attention_layernorm", hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+
+
+LAYER_NORM_FAMILIES: dict[str, Family] = {
+    "phi": Family(_read_phi, _phi_layer, "model.layers", _phi_top),
+    "stablelm": Family(_read_stablelm, _stablelm_layer, "model.layers", _top),
+    "nemotron": Family(_read_nemotron, _nemotron_layer, "model.layers", _top),
+}

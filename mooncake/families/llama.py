@@ -1,0 +1,97 @@
+"""The Llama family: how to read its config.json, and which weights it has. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Shapes
+from mooncake.families.layer_settings import LCKV, read_layers
+from mooncake.families.rope_settings import read_rope
+from mooncake.model_config import ModelConfig, Settings
+
+REARRANGED = ("phi3", "ernie4_5")
+"""Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "ministral", "smollm3", "seed_oss", *REARRANGED, LCKV)
+
+_REFUSED = {"seed_oss": ("attention_out_bias", "mlp_bias"), "ernie4_5": ("use_bias",)}
+_WIDE_HEADS = ("qwen3", "seed_oss", "ernie4_5")  # of 128 elements, if config.json does not say
+_THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0}
+
+_KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
+
+
+def read_llama(
+    family: str,
+    settings: Settings,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> ModelConfig:
+    """The configuration of a model of one of ``FAMILIES``. Raises ModelError for what is unsupported."""
+    for key in _REFUSED.get(family, ("attention_bias", "mlp_bias")):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    if (activation := settings.get("hidden_act") or "silu") != "silu":
+        raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
+    num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
+    head_dim = settings.integer("head_dim", 128 if family in _WIDE_HEADS else hidden_size // max(1, num_heads))
+    rope = read_rope(settings, head_dim, _THETAS.get(family, 10_000.0), partial=family == "phi3")
+    if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
+        raise ModelError(f"{settings.source} scales its positions differently from longrope, the family's only way")
+    layers = read_layers(settings, family)
+    return ModelConfig(
+        architecture=family,
+        num_layers=settings.integer("num_hidden_layers"),
+        hidden_size=hidden_size,
+        intermediate_size=settings.integer("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=settings.integer("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        vocab_size=settings.integer("vocab_size"),
+        max_model_len=rope.max_model_len,
+        rope_theta=rope.theta,
+        rope_scaling=rope.scaling,
+        rms_eps=settings.number("rms_norm_eps", 1e-6),
+        tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
+        qkv_bias=family == "qwen2" or (family == "seed_oss" and settings.flag("attention_bias", True)),
+        qk_norm=family == "qwen3",
+        sliding_window=layers.sliding_window,
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        rotary_dim=rope.rotary_dim,
+        layer_windows=layers.layer_windows,
+        kv_sources=layers.kv_sources,
+        still_layers=layers.still_layers,
+    )
+
+
+def llama_shapes(config: ModelConfig) -> Shapes:
+    """Name and shape of every weight of a model of one of ``FAMILIES``."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    projections: Shapes = {f"{name}_proj": (query if name == "q" else kv, hidden) for name in "qkv"}
+    gates: Shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    if config.architecture == "phi3":
+        projections, gates = {"qkv_proj": (query + 2 * kv, hidden)}, {"gate_up_proj": (2 * inner, hidden)}
+    layer: Shapes = {
+        "input_layernorm.weight": (hidden,),
+        **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
+        "self_attn.o_proj.weight": (hidden, query),
+        "post_attention_layernorm.weight": (hidden,),
+        **{f"mlp.{name}.weight": shape for name, shape in gates.items()},
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    if config.qkv_bias:
+        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
+    if config.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    queries_alone = {name: shape for name, shape in layer.items() if not name.startswith(_KEYS_AND_VALUES)}
+    for number in range(config.num_layers):
+        own = layer if config.owns_kv(number) else queries_alone
+        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in own.items()}
+    return shapes

@@ -1,0 +1,126 @@
+"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, OLMoE and Granite's. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, llama_top
+from mooncake.families.gated import (
+    attention_shapes,
+    layer_norms,
+    moe_layer,
+    norms_over_heads,
+    read_granite,
+    read_qwen_moe,
+    read_silu,
+    router_shape,
+    windows_in_turn,
+)
+from mooncake.model_config import ModelConfig, Settings
+
+# gpt-oss (OpenAI 2025)
+
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""In all published models: the gate's slope, and the limit to which gate and up are clamped."""
+
+
+def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if not settings.flag("attention_bias", True):
+        raise ModelError(f"{settings.source} leaves out the biases that gpt-oss has, which is not supported")
+    if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+    for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
+        if (value := settings.number(key, known)) != known:
+            raise ModelError(f"{settings.source} asks for a {key} of {value}; supported: {known}")
+    return {
+        **read_silu(settings, shapes, default_theta=150_000.0),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "layer_windows": windows_in_turn(settings, settings.integer("num_hidden_layers"), 2, 128),
+        "qkv_bias": True,
+        "num_experts": settings.integer("num_local_experts", 128),
+        "experts_per_token": settings.integer("num_experts_per_tok", 4),
+        "norm_expert_weights": True,
+    }
+
+
+def _gpt_oss_layer(config: ModelConfig) -> Shapes:
+    """Experts are in one tensor, each ``[inputs, outputs]``, with gates and ups interleaved."""
+    hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
+    return {
+        **attention_shapes(config),
+        "self_attn.o_proj.bias": (hidden,),
+        "self_attn.sinks": (config.num_heads,),
+        **linear_shapes("mlp.router", count, hidden),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * inner),
+        "mlp.experts.down_proj": (count, inner, hidden),
+        "mlp.experts.down_proj_bias": (count, hidden),
+        **{f"{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")},
+    }
+
+
+# Qwen2-MoE and Qwen1.5-MoE (Qwen team 2024)
+
+
+def _read_qwen2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4),
+        "qkv_bias": settings.flag("qkv_bias", True),
+        "shared_expert_size": settings.integer("shared_expert_intermediate_size"),
+    }
+
+
+def _qwen2_moe_layer(config: ModelConfig) -> Shapes:
+    shared = gated_shapes("mlp.shared_expert", config.hidden_size, config.shared_expert_size)
+    return {**moe_layer(config), **shared, "mlp.shared_expert_gate.weight": (1, config.hidden_size)}
+
+
+# OLMoE (Muennighoff et al. 2024) and Granite's mixtures (Granite team, IBM 2024)
+
+
+def _read_olmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    for key in ("attention_bias", "clip_qkv"):
+        if settings.get(key):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    return {
+        **read_silu(settings, shapes),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qk_norm": True,
+        "num_experts": settings.integer("num_experts", 64),
+        "experts_per_token": settings.integer("num_experts_per_tok", 8),
+        "norm_expert_weights": settings.flag("norm_topk_prob", False),
+    }
+
+
+def _olmoe_layer(config: ModelConfig) -> Shapes:
+    return moe_layer(config) | norms_over_heads(config)
+
+
+def _read_granite_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **read_granite(settings, shapes),
+        "num_experts": settings.integer("num_local_experts", 8),
+        "experts_per_token": settings.integer("num_experts_per_tok", 2),
+        "norm_expert_weights": True,
+    }
+
+
+def _granite_moe_layer(config: ModelConfig) -> Shapes:
+    """Experts are in one tensor, each with gates above ups."""
+    hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
+    return {
+        **attention_shapes(config),
+        **layer_norms(config),
+        **router_shape(config),
+        "block_sparse_moe.input_linear.weight": (count, 2 * inner, hidden),
+        "block_sparse_moe.output_linear.weight": (count, hidden, inner),
+    }
+
+
+MIXTURE_FAMILIES: dict[str, Family] = {
+    "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
+    "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
+    "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
+    "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
+}

@@ -1,0 +1,80 @@
+"""All families but Llama's (``llama``) by their names in config.json. Torch-free.
+
+Each is one entry of ``OTHER_FAMILIES``: a reader from its settings to a ``ModelConfig``, and the names and shapes of
+its weights as Hugging Face publishes them. The arithmetic of each family is in ``mooncake.model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.families.family import Family, Shapes
+from mooncake.families.gated import GATED_FAMILIES
+from mooncake.families.gpt import GPT_FAMILIES
+from mooncake.families.interleaved import INTERLEAVED_FAMILIES
+from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
+from mooncake.families.mixtures import MIXTURE_FAMILIES
+from mooncake.families.routed import ROUTED_FAMILIES
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
+
+OTHER_FAMILIES: dict[str, Family] = {
+    **GPT_FAMILIES,
+    **LAYER_NORM_FAMILIES,
+    **GATED_FAMILIES,
+    **ROUTED_FAMILIES,
+    **MIXTURE_FAMILIES,
+    **INTERLEAVED_FAMILIES,
+}
+
+
+def read_config(
+    family: str,
+    settings: Settings,
+    bos_id: int | None,
+    eos_ids: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> ModelConfig:
+    """The configuration of a model of one of ``OTHER_FAMILIES``. Raises ModelError for what is unsupported."""
+    values = OTHER_FAMILIES[family].read(settings, shapes)
+    base: dict[str, object] = {
+        "architecture": family,
+        "rope_theta": 10_000.0,
+        "rope_scaling": None,
+        "tie_embeddings": settings.flag("tie_word_embeddings", True),
+        "qkv_bias": False,
+        "qk_norm": False,
+        "sliding_window": None,
+        "bos_id": bos_id,
+        "eos_ids": eos_ids,
+    }
+    return ModelConfig(**(base | values))  # type: ignore[arg-type]
+
+
+def weight_shapes_of(config: ModelConfig) -> Shapes:
+    """Name and shape of every weight of a model of one of ``OTHER_FAMILIES``."""
+    family = OTHER_FAMILIES[config.architecture]
+    shapes = dict(family.top_shapes(config))
+    layer = family.layer_shapes(config)
+    first = family.first_shapes(config) if family.first_shapes else layer
+    for number in range(config.num_layers):
+        is_first = config.routing is not None and number < config.routing.num_dense_layers
+        own = first if is_first else layer
+        shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in own.items()}
+    return shapes
+
+
+def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Shapes) -> Shapes:
+    """Drops what predicts further tokens (DeepSeek-V3 2024, section 2.2): the layers published after the last one, or
+    ERNIE's with names of their own."""
+    at, last = OTHER_FAMILIES[config.architecture].layers_at, config.num_layers
+    count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
+    behind = ("model.mtp_", *(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS))))
+    return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
+
+
+def published_name(architecture: str, name: str) -> str:
+    """A weight's full name, if its publisher omitted the family's prefix."""
+    family = OTHER_FAMILIES.get(architecture)
+    if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
+        return name
+    return family.prefix + name

@@ -1,0 +1,1 @@
+"""One model over several processes: by heads and experts, by layers, or by tokens of prompts."""
