@@ -153,7 +153,9 @@ class Registry:
         Raises ConfigError when something differs that nodes must have in common, or the cluster is full; StaleEpoch
         when it was itself replaced.
         """
-        self._check_same_cluster(info)
+        if not info.node_id or not info.control_address:
+            raise ConfigError("a node must register with an id and a control address")
+        self.check_same_cluster(info)
         self._refuse_replaced(info.node_id, info.incarnation)
         old = self._nodes.get(info.node_id)
         if old is None and len(self._nodes) >= MAX_NODES:
@@ -257,9 +259,8 @@ class Registry:
         if incarnation in self._replaced.get(node_id, ()):
             raise StaleEpoch(f"another process has registered as {node_id!r} since; this one is no longer part")
 
-    def _check_same_cluster(self, info: NodeInfo) -> None:
-        if not info.node_id or not info.control_address:
-            raise ConfigError("a node must register with an id and a control address")
+    def check_same_cluster(self, info: NodeInfo) -> None:
+        """Raises ConfigError when something differs that nodes must have in common."""
         others = [
             f"{name} = {value} where this cluster has {self._settings[name]}"
             for name, value in info.settings

@@ -33,6 +33,10 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             conductor_incarnation=self._core.incarnation, heartbeat_interval_s=self._core.heartbeat_interval_s
         )
 
+    async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:  # noqa: N802
+        self._core.registry.check_same_cluster(info_from_wire(request.node))
+        return pb.CheckResponse()
+
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         known = self._core.heartbeat(
             request.node_id, request.incarnation, load_from_wire(request.load), request.draining

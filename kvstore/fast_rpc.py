@@ -22,10 +22,12 @@ from kvstore.transfer.sockets import keep_alive
 from mooncake.errors import DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.errors import error_from_parts, parts_of_error
+from mooncake.rpc.limits import share_of_files
 from mooncake.rpc.server import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
 
+MAX_CALLERS = 8192  # connections, and at most a quarter of the process's files; others are refused, and use gRPC
 MAX_CALLS = 256  # of one connection at once; more wait in its socket
 MAX_FRAMES = 256  # of one connection in a row, before others have a turn
 OPEN_TIMEOUT_S = 2.0
@@ -135,16 +137,21 @@ class _Frames(asyncio.Protocol, ABC):
 class _Caller(_Frames):
     """The store's end of one connection."""
 
-    def __init__(self, servicer: Servicer, callers: set[_Caller]) -> None:
+    def __init__(self, servicer: Servicer, callers: set[_Caller], most: int) -> None:
+        """``callers`` are those of the server, ``most`` as many as there may be."""
         super().__init__()
         self._servicer = servicer
         self._callers = callers
+        self._most = most
         self._running: set[asyncio.Task[None]] = set()
         self._is_unread = False  # the client does not read its answers
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._callers.add(self)
+        if len(self._callers) >= self._most:
+            self.abort()
+        else:
+            self._callers.add(self)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._callers.discard(self)
@@ -204,15 +211,18 @@ class _Caller(_Frames):
 class FastRpcServer:
     """Listens beside the gRPC server, on the same loop."""
 
-    def __init__(self, servicer: Servicer) -> None:
+    def __init__(self, servicer: Servicer, max_callers: int = MAX_CALLERS) -> None:
         self._servicer = servicer
+        self._max_callers = share_of_files(max_callers)
         self._callers: set[_Caller] = set()
         self._server: asyncio.Server | None = None
 
     async def start(self, host: str) -> int:
         """Returns the port. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Caller(self._servicer, self._callers), host, 0)
+        self._server = await loop.create_server(
+            lambda: _Caller(self._servicer, self._callers, self._max_callers), host, 0
+        )
         return int(self._server.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:

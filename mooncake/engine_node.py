@@ -12,13 +12,13 @@ from typing import Protocol
 
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.report import add_transports
-from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.engine import StepHook
 from mooncake.engine.host import CachePlan, EngineHost, plan_cache
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
-from mooncake.membership import Membership, first_end
+from mooncake.membership import Membership, check_settings, first_end
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer, join_address
@@ -86,11 +86,13 @@ class EngineNode:
             config, section = self.config, self._section
             checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
             plan = plan_cache(config, section, checkpoint)
+            self.host = EngineHost(config, section, checkpoint, plan)
+            await check_settings(config, EngineNode._info(self))  # without what the role adds: it has no memory yet
             self._open_transfer()
             self._roles = self._make_roles(plan)
             for role in self._roles:
                 self._cleanup.callback(role.stop)
-            await self._start_engine(checkpoint, plan)
+            await self._start_engine()
             await self._serve()
             await self._join()
         except BaseException:
@@ -106,8 +108,7 @@ class EngineNode:
         )
         self._cleanup.callback(self._transfer.close)
 
-    async def _start_engine(self, checkpoint: Checkpoint, plan: CachePlan) -> None:
-        self.host = EngineHost(self.config, self._section, checkpoint, plan)
+    async def _start_engine(self) -> None:
         self._cleanup.push_async_callback(self.host.stop)
         await self.host.start(self._hook, self._memory)
 

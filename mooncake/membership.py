@@ -39,6 +39,27 @@ RPC_TIMEOUT_S = 2.0
 _IDLE_POLL_S = 0.02
 
 
+async def check_settings(config: Config, info: pb.NodeInfo) -> None:
+    """Ask the conductor whether it would refuse this node, before the node spends minutes on loading its model.
+
+    Raises ConfigError when the settings differ from the cluster's, Unauthenticated for another API key. A conductor
+    that does not answer says nothing: it decides when the node joins.
+    """
+    address, metadata = config.conductor_address, bearer(config.conductor.api_key)
+    channels = Channels(tls=tls_of(config))
+    try:
+        await ClusterStub(channels.get(address)).Check(
+            pb.CheckRequest(node=info), timeout=RPC_TIMEOUT_S, metadata=metadata
+        )
+    except grpc.RpcError as failure:
+        error = error_from_rpc(failure, f"conductor {address}")
+        if isinstance(error, (ConfigError, Unauthenticated)):
+            raise error from None
+        log.debug("%s loads its model unasked: %s", info.node_id, error)
+    finally:
+        await channels.close()
+
+
 class Membership:
     """``report`` is called on the event loop before each message and returns load, transports and the samples since
     the previous call (at first, those of the warm-up). This class adds the node's identity."""

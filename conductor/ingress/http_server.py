@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import math
-import resource
 import socket
 import ssl
 import time
@@ -25,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from conductor.ingress.handshake import Handshakes, TlsProtocol
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError
+from mooncake.rpc.limits import share_of_files
 
 MAX_HEADER_BYTES = 64 << 10
 UNREAD_TIMEOUT_S = 60.0  # for a client to read what was sent
@@ -43,8 +43,7 @@ class ConnectionLimits:
 
     @property
     def num_open(self) -> int:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return self.max_open if most == resource.RLIM_INFINITY else min(self.max_open, most // 4)
+        return share_of_files(self.max_open)
 
 
 class OneOfAKind(logging.Filter):

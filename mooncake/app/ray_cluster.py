@@ -30,7 +30,7 @@ from mooncake.app.preflight import (
     hold_ports,
     resolve,
 )
-from mooncake.app.ray_head import TOKEN_SETTINGS, PrivateRay, check_answers, is_loopback, take_back_sigterm
+from mooncake.app.ray_head import TOKEN_SETTINGS, PrivateRay, check_answers, found, is_loopback, take_back_sigterm
 from mooncake.app.ray_node import RayNode
 from mooncake.app.readiness import Readiness
 from mooncake.config import Config
@@ -168,6 +168,7 @@ class RayCluster:
                 num_cpus=max(available_cores(), int(sum(need["CPU"] for need in needs)) + 1), go_on=self._go_on
             )
         else:
+            self._ray_address = found(self._ray_address)
             check_answers(self._ray_address)
         self._connect()
         self._place(needs)
@@ -204,8 +205,6 @@ class RayCluster:
                 f"({TOKEN_SETTINGS})"
             ) from None
         self._is_joined = True
-        if self._ray_address == "auto":
-            self._ray_address = str(ray.get_runtime_context().gcs_address)
         self._loop.call_soon_threadsafe(take_back_sigterm)
 
     def _place(self, needs: list[dict[str, float]]) -> None:

@@ -119,12 +119,7 @@ class PrivateRay:
 
 def check_answers(ray_address: str) -> None:
     """Raise NodeUnavailable unless a Ray's head answers within ``JOIN_S`` where ``ray.init`` will look for it, and
-    accepts our token; and InvalidRequest when that is no address.
-
-    "auto" names no address: Ray looks for one on this machine, and says at once when there is none.
-    """
-    if ray_address == "auto":
-        return
+    accepts our token; and InvalidRequest when that is no address."""
     address = _as_ray_reads(ray_address.removeprefix("ray://"))
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         check = channel.unary_unary(
@@ -138,6 +133,19 @@ def check_answers(ray_address: str) -> None:
             where = ray_address if address == ray_address else f"{ray_address}, which it reads as {address}"
             raise NodeUnavailable(f"no Ray answers at {where}") from None
         _check_token(channel, ray_address)
+
+
+def found(ray_address: str) -> str:
+    """The address that Ray takes "auto" for: of a Ray that runs on this machine. Others name themselves. Raises
+    NodeUnavailable."""
+    if ray_address != "auto":
+        return ray_address
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        return str(get_ray_address_from_environment("auto", None))
+    except ConnectionError:
+        raise NodeUnavailable("no Ray runs on this machine (RAY_ADDRESS=auto)") from None
 
 
 def _check_token(channel: grpc.Channel, ray_address: str) -> None:

@@ -39,6 +39,11 @@ class ClusterStub:
                 request_serializer=mooncake_dot_rpc_dot_cluster__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.RegisterResponse.FromString,
                 _registered_method=True)
+        self.Check = channel.unary_unary(
+                '/mooncake.v1.Cluster/Check',
+                request_serializer=mooncake_dot_rpc_dot_cluster__pb2.CheckRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.CheckResponse.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/mooncake.v1.Cluster/Heartbeat',
                 request_serializer=mooncake_dot_rpc_dot_cluster__pb2.HeartbeatRequest.SerializeToString,
@@ -61,6 +66,13 @@ class ClusterServicer:
 
     def Register(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Check(self, request, context):
+        """Fails as Register would, and changes nothing: for a node that has not loaded its model yet.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -91,6 +103,11 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Register,
                     request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.RegisterRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_cluster__pb2.RegisterResponse.SerializeToString,
+            ),
+            'Check': grpc.unary_unary_rpc_method_handler(
+                    servicer.Check,
+                    request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.CheckRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_cluster__pb2.CheckResponse.SerializeToString,
             ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
@@ -135,6 +152,33 @@ class Cluster:
             '/mooncake.v1.Cluster/Register',
             mooncake_dot_rpc_dot_cluster__pb2.RegisterRequest.SerializeToString,
             mooncake_dot_rpc_dot_cluster__pb2.RegisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Check(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Cluster/Check',
+            mooncake_dot_rpc_dot_cluster__pb2.CheckRequest.SerializeToString,
+            mooncake_dot_rpc_dot_cluster__pb2.CheckResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,6 +32,8 @@ class ClusterStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClusterAsyncStub: ...
     Register: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]
+    Check: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.CheckRequest, _cluster_pb2.CheckResponse]
+    """Fails as Register would, and changes nothing: for a node that has not loaded its model yet."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]
     Status: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]
     SetRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]
@@ -41,6 +43,8 @@ class ClusterStub:
 class ClusterAsyncStub(ClusterStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.UnaryUnaryMultiCallable[_cluster_pb2.RegisterRequest, _cluster_pb2.RegisterResponse]  # type: ignore[assignment]
+    Check: _aio.UnaryUnaryMultiCallable[_cluster_pb2.CheckRequest, _cluster_pb2.CheckResponse]  # type: ignore[assignment]
+    """Fails as Register would, and changes nothing: for a node that has not loaded its model yet."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]  # type: ignore[assignment]
     SetRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]  # type: ignore[assignment]
@@ -53,6 +57,14 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.RegisterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.RegisterResponse, _abc.Awaitable[_cluster_pb2.RegisterResponse]]: ...
+
+    @_abc_1.abstractmethod
+    def Check(
+        self,
+        request: _cluster_pb2.CheckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cluster_pb2.CheckResponse, _abc.Awaitable[_cluster_pb2.CheckResponse]]:
+        """Fails as Register would, and changes nothing: for a node that has not loaded its model yet."""
 
     @_abc_1.abstractmethod
     def Heartbeat(

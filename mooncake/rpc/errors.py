@@ -56,7 +56,8 @@ _HANDSHAKES = {
     "CERTIFICATE_VERIFY_FAILED": "its certificate is not signed by anyone who is trusted here",
     "Hostname Verification Check failed": "its certificate has another name than the one that was called",
     "Expected SETTINGS frame": "it does not speak gRPC: is this the port for HTTP?",
-    "Socket closed": "it hangs up: it may want TLS (commands: MOONCAKE_SSL_CA_CERTS), or want to see a certificate",
+    "Socket closed": "it hangs up: it may want TLS (commands: MOONCAKE_SSL_CA_CERTS), want to see a certificate, or "
+    "have too many connections",
 }
 
 

@@ -4,6 +4,7 @@ limits."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -17,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
+from mooncake.rpc.limits import OpenStreams, RpcLimits, pings
 from mooncake.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -28,24 +30,28 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 TAKEN_KEY = "mooncake-taken"  # in a stream's initial metadata: the server has accepted the call
-KEEPALIVE_MS = 10_000
+KEEPALIVE_S = 10.0  # of silence before a peer with calls is pinged, and for its answer
 _SERVER_OPTIONS = (
     *_OPTIONS,
     # By default servers treat pings on quiet streams as abuse; a queued request is quiet.
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2),
+    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
-    ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, reported in one sentence."""
+    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, reported in one sentence.
+
+    It wraps every call, and so counts the streams, too.
+    """
+
+    def __init__(self, streams: OpenStreams) -> None:
+        self._streams = streams
 
     async def intercept_service(
         self,
@@ -61,13 +67,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             unary = _guard_unary(handler.unary_unary, read, method)
             return grpc.unary_unary_rpc_method_handler(unary, response_serializer=serializer)
         if handler.unary_stream is not None and inspect.isasyncgenfunction(handler.unary_stream):
-            stream = _guard_stream(handler.unary_stream, read, method)
+            stream = _guard_stream(handler.unary_stream, read, method, self._streams)
             return grpc.unary_stream_rpc_method_handler(stream, response_serializer=serializer)
         if handler.unary_stream is not None:  # it writes by itself
-            writing = _guard_unary(handler.unary_stream, read, method)
+            writing = _guard_unary(handler.unary_stream, read, method, self._streams.one)
             return grpc.unary_stream_rpc_method_handler(writing, response_serializer=serializer)
         if handler.stream_stream is not None:
-            stream = _guard_stream(handler.stream_stream, lambda requests: _read_each(requests, read), method)
+            read_all = lambda requests: _read_each(requests, read)  # noqa: E731
+            stream = _guard_stream(handler.stream_stream, read_all, method, self._streams)
             return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
         return handler
 
@@ -92,23 +99,32 @@ async def _read_each(requests: AsyncIterator[bytes], read: Read) -> AsyncIterato
         yield read(data)
 
 
-def _guard_unary(inner: Callable[..., Awaitable[Any]], read: Read, method: str) -> Callable[..., Awaitable[Any]]:
+def _guard_unary(
+    inner: Callable[..., Awaitable[Any]],
+    read: Read,
+    method: str,
+    counted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+) -> Callable[..., Awaitable[Any]]:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await inner(read(request), context)
+            with counted():
+                return await inner(read(request), context)
         except Exception as error:
             await _abort(context, error, method)
 
     return guarded
 
 
-def _guard_stream(inner: Callable[..., AsyncIterator[Any]], read: Read, method: str) -> Callable[..., Any]:
+def _guard_stream(
+    inner: Callable[..., AsyncIterator[Any]], read: Read, method: str, streams: OpenStreams
+) -> Callable[..., Any]:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
-            message = read(request)
-            await context.send_initial_metadata(((TAKEN_KEY, "1"),))
-            async for response in inner(message, context):
-                yield response
+            with streams.one():
+                message = read(request)
+                await context.send_initial_metadata(((TAKEN_KEY, "1"),))
+                async for response in inner(message, context):
+                    yield response
         except Exception as error:
             await _abort(context, error, method)
 
@@ -129,9 +145,11 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
 class RpcServer:
     """A grpc.aio server with its health service. ``add`` the servicers, then ``start``."""
 
-    def __init__(self, *guards: grpc.aio.ServerInterceptor) -> None:
+    def __init__(self, *guards: grpc.aio.ServerInterceptor, limits: RpcLimits | None = None) -> None:
         """``guards`` see each call before the servicers; their errors are mapped in the same way."""
-        self._server = grpc.aio.server(interceptors=[ErrorInterceptor(), *guards], options=_SERVER_OPTIONS)
+        limits = limits or RpcLimits()
+        errors = ErrorInterceptor(OpenStreams(limits.max_streams))
+        self._server = grpc.aio.server(interceptors=[errors, *guards], options=(*_SERVER_OPTIONS, *limits.options))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
@@ -175,10 +193,12 @@ class RpcServer:
 class Channels:
     """Channels by address, opened once and kept while in use. One owner, one event loop."""
 
-    def __init__(self, keep_s: float = KEEP_S, tls: Tls | None = None) -> None:
+    def __init__(self, keep_s: float = KEEP_S, tls: Tls | None = None, keepalive_s: float = KEEPALIVE_S) -> None:
         """A channel without a call for ``keep_s`` disconnects, and stops trying to reach a vanished peer; it is
-        forgotten once nobody asks for it either. Raises ConfigError for unusable files of ``tls``."""
-        options = (*_CHANNEL_OPTIONS, ("grpc.client_idle_timeout_ms", int(keep_s * 1e3)))
+        forgotten once nobody asks for it either. A peer that has been silent for ``keepalive_s`` and does not answer
+        for as long again fails the channel's calls. Raises ConfigError for unusable files of ``tls``."""
+        idle = (("grpc.client_idle_timeout_ms", int(keep_s * 1e3)),)
+        options = (*_CHANNEL_OPTIONS, *idle, *pings(keepalive_s, keepalive_s))
         self._channels = Recent(opener(tls, options), keep_s, may_go=_is_idle)
 
     def __len__(self) -> int:

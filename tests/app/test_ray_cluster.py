@@ -153,14 +153,15 @@ def test_two_private_rays_share_a_machine_and_neither_lets_strangers_wait() -> N
             check_answers(address)
 
         stranger = {name: value for name, value in os.environ.items() if name not in PRIVATE_ENV[:2]}
-        command = [sys.executable, str(ROOT / "deploy" / "ray_cluster.py"), "--address", address]
-        for settings, sentence in (
-            ({}, f"the Ray at {address} wants a token (RAY_AUTH_MODE=token"),
-            ({"RAY_AUTH_MODE": "token", "HOME": "/nonexistent"}, "Ray couldn't find an authentication token"),
+        command = [sys.executable, str(ROOT / "deploy" / "ray_cluster.py"), "--address"]
+        for to_join, settings, sentence in (
+            (address, {}, f"the Ray at {address} wants a token (RAY_AUTH_MODE=token"),
+            (address, {"RAY_AUTH_MODE": "token", "HOME": "/nonexistent"}, "Ray couldn't find an authentication token"),
+            ("auto", {}, "wants a token (RAY_AUTH_MODE=token"),  # either of the two
         ):
             began_s = time.monotonic()
             done = subprocess.run(
-                command, env=stranger | settings, capture_output=True, text=True, timeout=60, check=False
+                [*command, to_join], env=stranger | settings, capture_output=True, text=True, timeout=60, check=False
             )
             assert time.monotonic() - began_s < 15  # Ray itself tries for 20 s
             assert sentence in done.stderr and done.stderr.count("\n") == 1

@@ -1,9 +1,12 @@
-"""Nodes whose settings differ from their cluster's are refused as they join, in a sentence that says what differs."""
+"""Nodes whose settings differ from their cluster's are refused before they load a model, or as they join: in a sentence
+that says what differs."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +29,10 @@ LONG_ROPE = {
 }
 
 
-async def test_each_setting_that_nodes_must_share_is_compared(tmp_path: Path) -> None:
+async def test_each_setting_that_nodes_must_share_is_compared_before_a_model_is_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mooncake.engine.host")
     write_tiny_model(tmp_path / "model")
     write_tiny_model(tmp_path / "trained", seed=1)
     write_tiny_model(tmp_path / "deep", num_hidden_layers=3)
@@ -39,6 +45,7 @@ async def test_each_setting_that_nodes_must_share_is_compared(tmp_path: Path) ->
         with pytest.raises(ConfigError) as error:
             await cluster.join(build, name, *settings)
         assert error.value.message.startswith(f"node '{name}' has ")
+        assert "reading" not in caplog.text, "with a large model that is minutes"
         return error.value.message
 
     try:
@@ -68,6 +75,9 @@ async def test_each_setting_that_nodes_must_share_is_compared(tmp_path: Path) ->
         ]
         assert await cluster.states() == {"store-2": "live", "store-3": "live"}
         await asyncio.gather(*(store.stop() for store in stores))
+        node = await cluster.join(PrefillNode, "prefill-2")
+        assert "reading model for cpu" in caplog.text
+        await node.stop()
     finally:
         await cluster.stop()
 
@@ -90,4 +100,25 @@ async def test_those_of_some_models_are_compared_too(
         with pytest.raises(ConfigError, match=words):
             await cluster.join(PrefillNode, "prefill-1", setting)
     finally:
+        await cluster.stop()
+
+
+async def test_a_node_that_no_conductor_answers_loads_its_model_and_is_refused_when_it_joins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_tiny_model(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    cluster = InProcessCluster(tmp_path, "block.tokens=8", f"conductor.grpc_port={port}")
+    settings = [f"node.conductor=127.0.0.1:{port}", "block.tokens=16"]
+    node = await cluster.join(PrefillNode, "prefill-1", *settings)
+    await cluster.start()
+    try:
+        async with asyncio.timeout(10):
+            while "node 'prefill-1' has block.tokens = 16 where this cluster has 8" not in caplog.text:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await cluster.states() == {}
+    finally:
+        await node.stop()
         await cluster.stop()

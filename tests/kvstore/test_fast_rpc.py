@@ -209,6 +209,31 @@ FRAME = struct.Struct("<IBI")
 ACQUIRE, EXISTS = 3, 5
 
 
+async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grpc() -> None:
+    shop, server, channels = Shop(), RpcServer(), Channels()
+    server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
+    calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
+    fast_rpc, request = FastRpcServer(shop, max_callers=2), store_pb2.ExistsRequest(keys=[b"k"])
+    port = shop.fast_rpc_port = await fast_rpc.start("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
+        await asyncio.sleep(0.1)
+        await calls.open_fast_rpc(port)
+        async with asyncio.timeout(10):
+            while isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
+        silent.pop().close()
+        async with asyncio.timeout(10):
+            while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
+    await calls.close()
+    await channels.close()
+    await fast_rpc.stop()
+    await server.stop()
+
+
 class CountingShelf(Shelf):
     """Counts its calls, and blocks ``acquire`` until its door is open."""
 

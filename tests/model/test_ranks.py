@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel"])
 def test_a_rank_that_dies_as_it_starts_is_told_at_once(folder: Path, way: str) -> None:
     def kill_the_first() -> None:
-        while not (found := workers_of(os.getpid(), f"model.{way}")):
+        while not (found := workers_of(os.getpid(), f"model.parallel.{way}")):
             time.sleep(0.01)
         os.kill(found[0], signal.SIGKILL)
 
@@ -72,7 +72,7 @@ def test_a_rank_that_cannot_load_its_part_says_why(folder: Path, tmp_path: Path,
     workers = Workers("ranks", leave_group)
     port = workers.open_store()
     try:
-        workers.start(f"mooncake.model.{way}", [msgspec.json.encode(setup).decode(), 1, port], [memory.fd])
+        workers.start(f"mooncake.model.parallel.{way}", [msgspec.json.encode(setup).decode(), 1, port], [memory.fd])
         workers.join(2)
         with pytest.raises(ModelError, match="nowhere"):
             workers.await_ready()
