@@ -24,7 +24,7 @@ from mooncake.config import Config
 NEW = 12
 SMALL = ("block.tokens=8", "store.dram_gb=0.02", "prefill.chunk_tokens=16", "model.dtype=float32")
 PREFILL, DECODE = "prefill.tensor_parallel=2", "decode.tensor_parallel=2"
-MODULE = "model.tensor_parallel"
+MODULE = "model.parallel.tensor_parallel"
 FAMILIES = {
     "qwen3": {"num_attention_heads": 12, "head_dim": 16},
     "one-head": {"num_attention_heads": 4, "num_key_value_heads": 1},  # of keys, which both ranks need

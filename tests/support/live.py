@@ -64,8 +64,10 @@ def stages_of(node: int) -> list[int]:
 
 def workers_of(node: int, module: str) -> list[int]:
     """The processes that run ``module`` for a node, started by any of its threads."""
-    tasks = Path(f"/proc/{node}/task").iterdir()
-    children = [pid for task in tasks for pid in map(int, (task / "children").read_text().split())]
+    children: list[int] = []
+    for task in Path(f"/proc/{node}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            children += map(int, (task / "children").read_text().split())
     return [pid for pid in children if module in command_of(pid)]
 
 
