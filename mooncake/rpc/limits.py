@@ -41,7 +41,7 @@ class RpcLimits:
 def pings(after_s: float, answer_s: float) -> tuple[tuple[str, int], ...]:
     """gRPC's options for a peer that is silent while a call is open: it is pinged, and given up without an answer.
 
-    With grpc.keepalive_timeout_ms alone, whose default is less, the answer is awaited for a minute.
+    With grpc.keepalive_timeout_ms alone gRPC awaits the answer for a minute, the default of its other time-out.
     """
     return (
         ("grpc.keepalive_time_ms", int(after_s * 1e3)),
