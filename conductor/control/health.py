@@ -17,6 +17,9 @@ from enum import StrEnum
 from typing import NamedTuple
 
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
+JITTER_MS = (
+    2.0  # what a busy machine adds to a step now and then: a step of one millisecond that takes three is no fault
+)
 
 
 class Health(StrEnum):
@@ -68,7 +71,8 @@ class HealthLimits:
 
 
 class _StepSpeed:
-    """How a node's steps compare with their predictions: ln(measured / predicted), recent and long-term mean."""
+    """How a node's steps compare with their predictions: ln(measured / predicted), recent and long-term mean; both
+    times with ``JITTER_MS`` added."""
 
     __slots__ = ("baseline", "count", "deviation", "recent")
 
@@ -144,7 +148,7 @@ class HealthTracker:
         speed = self._speeds.get(node_id)
         if speed is not None and ms > 0.0 and predicted_ms > 0.0:
             learning = 0.0 if self._is_slow(speed) else 0.1 if self.may_be_slow(node_id) else 1.0
-            speed.add(math.log(ms / predicted_ms), learning)
+            speed.add(math.log((ms + JITTER_MS) / (predicted_ms + JITTER_MS)), learning)
 
     def checksum_error(self, node_id: str, now: float) -> None:
         """A block that the node wrote or stored had the wrong bytes."""
