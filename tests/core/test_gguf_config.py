@@ -189,7 +189,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many used": ("qwen3moe", {"expert_used_count": 7}, "a token cannot use 7 of 6 experts"),
     "norm a word": ("qwen3moe", {"expert_weights_norm": "yes"}, "qwen3moe.expert_weights_norm must be true or false"),
     "shared": ("granite", EXPERTS | {"expert_shared_feed_forward_length": 8}, "experts that all tokens use"),
-    "one part": ("gpt-oss", {"split.count": 3}, "is one of 3 parts of a model; `llama-gguf-split --merge` joins them"),
     "end": ("gemma2", {"tokenizer.ggml.eot_token_id": 97}, "the token id 97 is outside the vocabulary of 97"),
 }
 

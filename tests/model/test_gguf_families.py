@@ -103,6 +103,33 @@ def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_grou
     assert greedy(converted.checkpoint, keeps_groups) == expected
 
 
+@pytest.mark.parametrize(
+    ("family", "kind", "tensors_a_file"),
+    [("gemma3", Kind.F32, 1), ("qwen3-moe", Kind.Q8_0, 7), ("granite-moe", Kind.F16, 11), ("phi3", Kind.Q8_0, 2)],
+)
+def test_a_model_in_parts_gives_the_tokens_of_the_whole(
+    family: str, kind: Kind, tensors_a_file: int, tmp_path: Path
+) -> None:
+    """Also where a weight is made of tensors in two of them."""
+    converted = Converted(family, tmp_path, kind, tensors_a_file=tensors_a_file)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2 and converted.path == parts[0]
+    expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
+    for part, keeps_groups in ((parts[-1], True), (parts[1], False)):
+        assert greedy(open_checkpoint(str(part)), keeps_groups) == expected
+
+
+def test_cached_weights_are_those_of_all_parts(tmp_path: Path) -> None:
+    Converted("gemma3", tmp_path, Kind.Q8_0, tensors_a_file=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    before = dict(load_weights(open_checkpoint(str(parts[0])), "float32"))
+    content = bytearray(parts[-1].read_bytes())
+    content[-5] ^= 64
+    parts[-1].write_bytes(content)
+    after = load_weights(open_checkpoint(str(parts[0])), "float32")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["model.norm.weight"]
+
+
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "gpt-oss", "cohere"])
 def test_files_of_half_precision_are_the_same_model_too(family: str, tmp_path: Path) -> None:
     converted = Converted(family, tmp_path, Kind.F16)

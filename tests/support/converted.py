@@ -95,9 +95,11 @@ class Converted:
         kind: Kind = Kind.F32,
         expert_kind: Kind | None = None,
         tokenizer: Mapping[str, Any] = MappingProxyType({}),
+        tensors_a_file: int = 0,
         **changes: Any,
     ) -> None:
-        """``tokenizer``: metadata by their whole keys; ``changes`` of config.json."""
+        """``tokenizer``: metadata by their whole keys; ``tensors_a_file``: at most, 0 for one file; ``changes`` of
+        config.json."""
         self.published = Published(family, folder / "published")
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
@@ -109,8 +111,8 @@ class Converted:
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
-        self._num_guessing, self._tokenizer = 0, tokenizer
-        self.path = folder / "model.gguf"
+        self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
+        self.path = folder / "model.gguf"  # of several files: the first
         self._write(weights)
 
     @property
@@ -155,7 +157,8 @@ class Converted:
 
     def _write(self, weights: Tensors) -> None:
         architecture = ARCHITECTURES[self.family]
-        writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
+        path = self.path.with_name("model.gguf")
+        writer = gguf.GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=self._tensors_a_file)
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         self._write_metadata(writer)
         for key, value in self._tokenizer.items():
@@ -171,6 +174,7 @@ class Converted:
         for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
             writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
         finish(writer)
+        self.path = writer.format_shard_names(path)[0]
 
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
