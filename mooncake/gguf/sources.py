@@ -16,17 +16,28 @@ _CHOICE_BIAS = ".e_score_correction_bias"
 _TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
 _PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_LATENT = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
-# Tables that can be computed.
-_SPARE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.\w+")
+# Tables that can be computed; and halves of attn_kv_b, which some files have besides.
+_SPARE = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd\.\w+|attn_[kv]_b\.weight)"
+)
 
 
 def sources(config: ModelConfig, file: GGUF, names: Iterable[str]) -> dict[str, Source]:
     """Of each weight."""
     found = {name: _source(config.architecture, name) for name in names}
-    return {name: _of_fused(config, file, source) for name, source in found.items()}
+    return {name: _of_fused(config, file, _of_halves(file, source)) for name, source in found.items()}
+
+
+def _of_halves(file: GGUF, source: Source) -> Source:
+    """Keys and values of latent attention, which only older files have in one tensor."""
+    match = _LATENT.fullmatch(source.tensors[0])
+    if match is None or source.tensors[0] in file.tensors:
+        return source
+    return Source((f"{match[1]}k_b.weight", f"{match[1]}v_b.weight"), "absorbed")
 
 
 def _of_fused(config: ModelConfig, file: GGUF, source: Source) -> Source:
@@ -74,8 +85,8 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
     it means a different architecture."""
     used = set()
     for name, source in sources(config, file, needed).items():
-        expected = source.stored_shape(needed[name], config)
-        for tensor in source.tensors:
+        for which, tensor in enumerate(source.tensors):
+            expected = source.stored_shape(needed[name], config, which)
             found = file.tensors.get(tensor)
             if found is None:
                 raise ModelError(f"{file.path} lacks the weight {name} ({tensor})")

@@ -89,6 +89,8 @@ class _Reader:
         if source.form == "in turn":
             both = np.stack([first, *others], axis=2).reshape(len(first), -1, *first.shape[2:])
             return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
+        if source.form == "absorbed":
+            return np.concatenate([first.swapaxes(1, 2), *others], axis=1).reshape(shape)
         if source.form == "stacked":
             return np.concatenate([first, *others], axis=1)
         if source.form == "rows":

@@ -52,6 +52,8 @@ ARCHITECTURES = {
     "exaone4": MODEL_ARCH.EXAONE4,
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "dots1": MODEL_ARCH.DOTS1,
+    "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
@@ -76,12 +78,14 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
             *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
+            *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
 
 
@@ -112,6 +116,7 @@ class Converted:
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
         self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
+        self._is_older = False
         self.path = folder / "model.gguf"  # of several files: the first
         self._write(weights)
 
@@ -154,6 +159,11 @@ class Converted:
             parts = [weights.pop(name.replace("q_proj", f"{part}_proj")) for part in "qkv"]
             weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
         self._write(weights)
+
+    def write_as_older_converters_did(self) -> None:
+        """Latent attention as ordinary heads, whose keys and values are one matrix, and nothing about groups."""
+        self._is_older = True
+        self._write(load_file(self.published.folder / "model.safetensors"))
 
     def _write(self, weights: Tensors) -> None:
         architecture = ARCHITECTURES[self.family]
@@ -223,6 +233,11 @@ class Converted:
             gate, up = tensor.split(config.intermediate_size, dim=-2)
             yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
             yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
+        elif "kv_b_proj" in name and not self._is_older:
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield name.replace("kv_b", "k_b"), keys.mT
+            yield name.replace("kv_b", "v_b"), values
         elif "query_key_value" in name:
             yield name, self._ungrouped(tensor)
         else:
@@ -265,7 +280,9 @@ class Converted:
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
             return
         writer.add_feed_forward_length(config.intermediate_size)
-        if family != "gpt_neox":
+        if family in _LATENT:
+            self._write_latent(writer)
+        elif family != "gpt_neox":
             writer.add_head_count_kv(config.num_key_value_heads)
         if family in ("stablelm", "gpt_neox"):
             writer.add_parallel_residual(config.use_parallel_residual)
@@ -274,12 +291,40 @@ class Converted:
         else:
             names = "layer_norm_eps", "norm_epsilon", "norm_eps"
             writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
-        if family not in ("granite", "granitemoe", "phi3", "starcoder2", "phi", "stablelm", "gpt_neox", "glm"):
+        if family not in (
+            "granite",
+            "granitemoe",
+            "phi3",
+            "starcoder2",
+            "phi",
+            "stablelm",
+            "gpt_neox",
+            "glm",
+            *_LATENT,
+        ):
             writer.add_key_length(config.head_dim)
             writer.add_value_length(config.head_dim)
         self._write_rope(writer)
         self._write_experts(writer)
         self._write_particulars(writer)
+
+    def _write_latent(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        rank, key_dim = config.kv_lora_rank, config.qk_nope_head_dim + config.qk_rope_head_dim
+        writer.add_kv_lora_rank(rank)
+        if config.q_lora_rank:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+        writer.add_head_count_kv(config.num_attention_heads if self._is_older else 1)
+        writer.add_key_length(key_dim if self._is_older else rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.v_head_dim if self._is_older else rank)
+        if not self._is_older:
+            writer.add_key_length_mla(key_dim)
+            writer.add_value_length_mla(config.v_head_dim)
+        is_v2 = self.family == "deepseek_v2"
+        if not (is_v2 and self._is_older):
+            kinds = gguf.ExpertGatingFuncType
+            writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
 
     def _write_rope(self, writer: gguf.GGUFWriter) -> None:
         config = self.config
@@ -301,6 +346,8 @@ class Converted:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
             writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
             writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+            if rope.get("mscale_all_dim"):
+                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if rope.get("rope_type") == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
@@ -329,14 +376,16 @@ class Converted:
         if self.family == "minimax_m2":
             writer.add_expert_feed_forward_length(config.intermediate_size)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if self.family in ("glm4_moe", "dots1"):
+        if self.family in ("glm4_moe", "dots1", *_LATENT):
             writer.add_leading_dense_block_count(config.first_k_dense_replace)
             writer.add_expert_shared_count(config.n_shared_experts)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
-            writer.add_expert_weights_norm(config.norm_topk_prob)
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
-        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe"):
+            if config.norm_topk_prob or self.family not in _LATENT:
+                writer.add_expert_weights_norm(config.norm_topk_prob)
+            if config.n_group and not self._is_older:
+                writer.add_expert_group_count(config.n_group)
+                writer.add_expert_group_used_count(config.topk_group)
+        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", *_LATENT):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if self.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
