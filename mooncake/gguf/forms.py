@@ -20,8 +20,8 @@ Form = Literal[
 "stacked"     the weight has the rows of one tensor above those of another, in each expert (Granite's gate and up)
 "ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX)
 "rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
-"absorbed"    each head has the rows of one tensor [heads, inputs, outputs] above those of another [heads, outputs, inputs]
-              (latent attention's keys and values)
+"absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
+              [heads, outputs, inputs] (latent attention's keys and values)
 """
 
 

@@ -78,7 +78,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
             *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
-            *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "moonlight"),
+            *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
         )
     },
@@ -111,12 +111,12 @@ class Converted:
         self.config = AutoConfig.from_pretrained(where)
         self.family = str(self.config.model_type)
         self._kinds = kind, expert_kind or kind
+        self._is_older = False
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
         self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
-        self._is_older = False
         self.path = folder / "model.gguf"  # of several files: the first
         self._write(weights)
 
@@ -134,10 +134,18 @@ class Converted:
         return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        stored = np.ascontiguousarray(self._as_stored(name, tensor.float()).numpy())
+        if "kv_b_proj" in name:
+            [(_, keys), (_, values)] = self._changed(name, tensor.float())
+            halves = self._rounded_as(name, keys).mT, self._rounded_as(name, values)
+            return torch.cat(halves, dim=1).reshape(tensor.shape).contiguous()
+        return self._as_stored(name, self._rounded_as(name, self._as_stored(name, tensor.float()))).contiguous()
+
+    def _rounded_as(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is in the file."""
+        stored = np.ascontiguousarray(tensor.numpy())
         kind = self._kind(name, stored.shape)
-        values = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind).reshape(stored.shape)
-        return self._as_stored(name, torch.from_numpy(np.array(values, np.float32))).contiguous()
+        values = gguf.quants.dequantize(quantized(stored, kind), kind).reshape(stored.shape)
+        return torch.from_numpy(np.array(values, np.float32))
 
     def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Some matrices are stored transposed; the same undoes it."""
@@ -180,7 +188,7 @@ class Converted:
             assert mapped is not None, name
             kind = Kind.F32 if name.startswith("rope_") else self._kind(name, tuple(tensor.shape))
             values = np.ascontiguousarray(tensor.float().numpy())
-            writer.add_tensor(mapped, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(mapped, quantized(values, kind), raw_dtype=kind)
         for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
             writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
         finish(writer)
@@ -414,3 +422,28 @@ class Converted:
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Each head's halves in turn: the order in which llama.cpp rotates neighbours."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Rows of blocks; what has been quantised before does not change. The package has no quantiser for Q4_K."""
+    return _q4_k(values) if kind is Kind.Q4_K else gguf.quants.quantize(values, kind)
+
+
+def _q4_k(values: np.ndarray) -> np.ndarray:
+    """Scales are given, and not fitted: step [8] of each of a block's groups, and what is subtracted from it."""
+    factors, offsets = np.arange(16, 40, 3, np.uint8), np.arange(15, 39, 3, np.uint8)  # each of 6 bits
+    step, low = np.float32(2**-9) * factors, np.float32(2**-6) * offsets
+    groups = values.reshape(-1, 8, 32)
+    codes = np.clip(np.rint((groups + low[:, None]) / step[:, None]), 0, 15).astype(np.uint8)
+    first, last = (slice(0, 4), slice(4, 8))
+    scales = np.concatenate(
+        [
+            factors[first] | factors[last] >> 4 << 6,
+            offsets[first] | offsets[last] >> 4 << 6,
+            factors[last] & 15 | (offsets[last] & 15) << 4,
+        ]
+    )
+    head = np.concatenate([np.array([2**-9, 2**-6], np.float16).view(np.uint8), scales])
+    nibbles = codes[:, ::2] | codes[:, 1::2] << 4
+    blocks = np.concatenate([np.tile(head, (len(groups), 1)), nibbles.reshape(len(groups), -1)], axis=1)
+    return blocks.reshape(*values.shape[:-1], -1)
