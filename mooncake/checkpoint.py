@@ -34,7 +34,7 @@ from mooncake.families.registry import (
     without_guessing_layers,
 )
 from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.parts import name_of, open_gguf
 from mooncake.gguf.sources import check_tensors, sources
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
@@ -144,6 +144,7 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
         return GGUFCheckpoint(_demo_model())
     where = Path(path).expanduser()
     if where.is_dir():
+        _refuse_folder_of_gguf(where)
         return HFCheckpoint(where, max_model_len)
     if where.is_file():
         return GGUFCheckpoint(where, max_model_len)
@@ -151,6 +152,12 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
         what = f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"'
         raise ModelError(what + (f"; `hf download {path}` prints such a folder" if _REPOSITORY.fullmatch(path) else ""))
     raise ModelError(f"{path} is neither an HF folder nor a .gguf file")
+
+
+def _refuse_folder_of_gguf(folder: Path) -> None:
+    files = sorted(folder.glob("**/*.gguf")) if not (folder / "config.json").exists() else []
+    if files:
+        raise ModelError(f"{folder} holds GGUF files: give the one that is meant, such as {files[0]}")
 
 
 def _demo_model() -> Path:
@@ -165,12 +172,12 @@ def _demo_model() -> Path:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """One .gguf file with weights, tokenizer and chat template."""
+    """One .gguf file with weights, tokenizer and chat template, or such a file in several parts."""
 
     def __init__(self, path: Path, max_model_len: int = 0) -> None:
-        self.path = path
-        self.file = GGUFFile(path)
-        self.name = re.sub(r"[-.](I?Q\d\w*|F16|F32|BF16)$", "", path.stem, flags=re.IGNORECASE)
+        self.file = open_gguf(path)
+        self.path = self.file.path
+        self.name = re.sub(r"[-.](I?Q\d\w*|F16|F32|BF16)$", "", name_of(self.path), flags=re.IGNORECASE)
         config = read_gguf_config(self.file)
         check_tensors(config, self.file, weight_shapes(config))
         self.config = config.for_context(max_model_len)
@@ -191,9 +198,9 @@ class GGUFCheckpoint(Checkpoint):
         return tokenizer_from_gguf(self.file, self.config.eos_ids)
 
     def _identity(self) -> Iterable[bytes]:
-        yield _file_identity(
-            self.path, self.file.header_bytes, ((t.offset, t.num_bytes) for t in self.file.tensors.values())
-        )
+        for file in self.file.files:
+            tensors = ((tensor.offset, tensor.num_bytes) for tensor in file.tensors.values())
+            yield _file_identity(file.path, file.header_bytes, tensors)
 
 
 class HFCheckpoint(Checkpoint):

@@ -17,9 +17,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
-JITTER_MS = (
-    2.0  # what a busy machine adds to a step now and then: a step of one millisecond that takes three is no fault
-)
+JITTER_MS = 2.0  # what a busy machine may add to a step: one of 1 ms that takes 2 is no fault
 
 
 class Health(StrEnum):

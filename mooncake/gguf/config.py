@@ -5,7 +5,7 @@ from __future__ import annotations
 from mooncake.errors import ModelError
 from mooncake.families.family import unsupported
 from mooncake.gguf.families import READERS
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.file import GGUF
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.tokens import end_ids
 from mooncake.model_config import ModelConfig
@@ -20,20 +20,17 @@ GROUPED_KINDS = {
 _FLOAT_KINDS = frozenset({"F32", "F16", "BF16", "F64"})
 
 
-def keeps_groups(file: GGUFFile) -> bool:
+def keeps_groups(file: GGUF) -> bool:
     """Whether all its quantised tensors are of such kinds."""
     kinds = {tensor.kind.name for tensor in file.tensors.values()} - _FLOAT_KINDS
     return bool(kinds) and kinds <= GROUPED_KINDS.keys()
 
 
-def read_gguf_config(file: GGUFFile) -> ModelConfig:
+def read_gguf_config(file: GGUF) -> ModelConfig:
     """Raises ModelError for anything missing, wrong or unsupported."""
     architecture = file.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in READERS:
         raise unsupported(f"the architecture {architecture!r} of {file.path}", READERS)
-    parts = file.get("split.count")
-    if isinstance(parts, int) and parts > 1:
-        raise ModelError(f"{file.path} is one of {parts} parts of a model; `llama-gguf-split --merge` joins them")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelError(f"{file.path} has no token embedding (token_embd.weight)")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mooncake.errors import ModelError
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
+from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
 from mooncake.gguf.rope import rope_theta
@@ -256,6 +257,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "olmoe": olmoe,
     "glm4moe": glm_moe,
     "dots1": dots,
+    "deepseek2": deepseek,
     "minimax-m2": minimax,
     "ernie4_5-moe": ernie_moe,
     "granite": _granite,

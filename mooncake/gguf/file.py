@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Protocol
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -57,6 +58,26 @@ class TensorInfo:
     num_bytes: int
 
 
+class GGUF(Protocol):
+    """What readers need of a model: one file, or several (``parts``)."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def files(self) -> tuple[GGUFFile, ...]:
+        """All its files, in order."""
+
+    def get(self, key: str) -> Value | None:
+        """The value of a metadata key, or None without such a key. Raises ModelError."""
+
+    def tensor_bytes(self, tensor: TensorInfo) -> memoryview:
+        """The tensor's bytes in its file; pages are read when touched."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Array:
     """A skipped array: where its items begin, and their type."""
@@ -87,6 +108,10 @@ class GGUFFile:
             raise ModelError(f"{path} is truncated: its header does not end") from None
         except (UnicodeDecodeError, ValueError) as error:
             raise ModelError(f"{path} is not a valid GGUF file: {error}") from None
+
+    @property
+    def files(self) -> tuple[GGUFFile, ...]:
+        return (self,)
 
     def get(self, key: str) -> Value | None:
         """The value of a metadata key, or None when the file has no such key."""

@@ -7,7 +7,9 @@ from typing import Literal
 
 from mooncake.model_config import ModelConfig
 
-Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped", "rows"]
+Form = Literal[
+    "as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped", "rows", "absorbed"
+]
 """How the file's tensors differ from the published weight.
 
 "plus one"    1 was added (Gemma's and Nemotron's norms)
@@ -18,6 +20,8 @@ Form = Literal["as is", "plus one", "turned", "transposed", "expert", "in turn",
 "stacked"     the weight has the rows of one tensor above those of another, in each expert (Granite's gate and up)
 "ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX)
 "rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
+"absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
+              [heads, outputs, inputs] (latent attention's keys and values)
 """
 
 
@@ -28,8 +32,12 @@ class Source:
     expert: int = 0
     first_row: int = 0
 
-    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig) -> tuple[int, ...]:
-        """That of each tensor, for a weight of this ``shape``."""
+    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig, which: int = 0) -> tuple[int, ...]:
+        """That of the tensor ``which``, for a weight of this ``shape``."""
+        if self.form == "absorbed":
+            assert config.latent is not None
+            latent, heads = config.latent, config.num_heads
+            return (heads, latent.value_dim, latent.rank) if which else (heads, latent.rank, latent.nope_dim)
         if self.form == "expert":
             return (config.num_experts, *shape)
         if self.form == "transposed":

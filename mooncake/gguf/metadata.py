@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.file import GGUF
 
 
 class Metadata:
     """The keys below one architecture's prefix. Look-ups raise ModelError, in a sentence that names file and key, for a
     value of another type, and for a missing one without a default."""
 
-    def __init__(self, file: GGUFFile, prefix: str) -> None:
+    def __init__(self, file: GGUF, prefix: str) -> None:
         self.file = file
         self.prefix = prefix
 

@@ -7,7 +7,7 @@ from mooncake.gguf.fields import Fields, decoder_fields, layer_windows
 from mooncake.gguf.metadata import Metadata
 from mooncake.model_config import Routing
 
-_GATING = {"biased_softmax": 1, "sigmoid": 2}  # ``gguf.ExpertGatingFuncType``
+GATING = {"biased_softmax": 1, "softmax": 1, "sigmoid": 2}  # ``gguf.ExpertGatingFuncType``
 
 
 def expert_fields(meta: Metadata) -> Fields:
@@ -63,7 +63,7 @@ def olmoe(meta: Metadata) -> Fields:
 def glm_moe(meta: Metadata) -> Fields:
     """GLM-4.5 and what is built like it. Layers that guess further tokens come last and are left out."""
     guessing = meta.integer("nextn_predict_layers", 0)
-    values = {**decoder_fields(meta, partial=True), **_routed(meta, normed=True)}
+    values = {**decoder_fields(meta, partial=True), **routed_fields(meta, normed=True)}
     return {
         **values,
         "architecture": "glm4_moe",
@@ -76,7 +76,7 @@ def glm_moe(meta: Metadata) -> Fields:
 def dots(meta: Metadata) -> Fields:
     return {
         **decoder_fields(meta),
-        **_routed(meta, normed=False),
+        **routed_fields(meta, normed=False),
         "architecture": "dots1",
         "qk_norm": True,
     }
@@ -84,33 +84,34 @@ def dots(meta: Metadata) -> Fields:
 
 def minimax(meta: Metadata) -> Fields:
     """All layers have experts."""
-    values = {**decoder_fields(meta, partial=True), **_routed(meta, normed=True)}
+    values = {**decoder_fields(meta, partial=True), **routed_fields(meta, normed=True)}
     return {**values, "architecture": "minimax_m2", "qk_norm": True}
 
 
 def ernie_moe(meta: Metadata) -> Fields:
     if meta.integer("interleave_moe_layer_step", 1) != 1:
         raise ModelError(f"{meta.source} gives only some layers experts, which is not supported")
-    values = {**decoder_fields(meta), **_routed(meta, normed=True, scoring="biased_softmax")}
+    values = {**decoder_fields(meta), **routed_fields(meta, normed=True, scoring="biased_softmax")}
     return {**values, "architecture": "ernie4_5_moe"}
 
 
-def _routed(meta: Metadata, normed: bool, scoring: str = "sigmoid") -> Fields:
-    """``normed``: the chosen experts' weights sum to one, unless the file says otherwise."""
-    known = _GATING[scoring]
+def routed_fields(meta: Metadata, normed: bool, scoring: str = "sigmoid", groups: tuple[int, int] = (1, 1)) -> Fields:
+    """``normed``: the chosen experts' weights sum to one; ``groups``: how many there are of experts, and how many of
+    them a token uses. Both unless the file says otherwise."""
+    known = GATING[scoring]
     if (gating := meta.integer("expert_gating_func", known)) != known:
         raise meta.wrong("expert_gating_func", f"must be {known} for this architecture, got {gating}")
     count, used = meta.integer("expert_count"), meta.integer("expert_used_count")
-    groups, top = meta.integer("expert_group_count", 1), meta.integer("expert_group_used_count", 1)
-    if not 1 <= top <= groups or count % groups or used > top * (count // groups):
-        raise ModelError(f"{meta.source}: {count} experts cannot be chosen from {top} of {groups} groups")
+    num_groups, top = meta.integer("expert_group_count", groups[0]), meta.integer("expert_group_used_count", groups[1])
+    if not 1 <= top <= num_groups or count % num_groups or used > top * (count // num_groups):
+        raise ModelError(f"{meta.source}: {count} experts cannot be chosen from {top} of {num_groups} groups")
     size = meta.integer("expert_feed_forward_length")
     routing = Routing(
         num_dense_layers=meta.integer("leading_dense_block_count", 0),
         expert_size=size,
         scoring=scoring,
         factor=meta.positive("expert_weights_scale", 1.0),
-        num_groups=groups,
+        num_groups=num_groups,
         top_groups=top,
     )
     return {

@@ -49,6 +49,15 @@ _SHARED = {
     "mlp.shared_experts.down_proj": "ffn_down_shexp",
 }
 _ROUTED = {**_GATED, **_EXPERTS, **_SHARED}
+_LATENT = {
+    **_ROUTED,
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}
 _GLM = {**LLAMA, "mlp.gate_up_proj": "ffn_up"}
 
 LAYERS: dict[str, Mapping[str, str]] = {
@@ -63,6 +72,8 @@ LAYERS: dict[str, Mapping[str, str]] = {
     "minimax_m2": _SPARSE,
     "glm4_moe": {**_ROUTED, "post_attention_layernorm": "post_attention_norm"},
     "dots1": _ROUTED,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
     "qwen2_moe": {

@@ -18,6 +18,7 @@ Scaling = Mapping[str, object]
 
 THETA = "rope.freq_base"
 TRAINED_LEN = "rope.scaling.original_context_length"
+LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -30,9 +31,12 @@ def rope_theta(meta: Metadata) -> float:
     return meta.number(THETA, 10_000.0)
 
 
-def read_scaling(meta: Metadata, rotary_dim: int, truncate: bool = True) -> Scaling | None:
-    """``rotary_dim``: elements of a head that rotate. ``truncate``: YaRN's borders are whole numbers of pairs. Raises
-    ModelError for what is unsupported or invalid."""
+def read_scaling(
+    meta: Metadata, rotary_dim: int, truncate: bool = True, attention_factor: float | None = None
+) -> Scaling | None:
+    """``rotary_dim``: elements of a head that rotate. ``truncate``: YaRN's borders are whole numbers of pairs.
+    ``attention_factor``: YaRN's, as the architecture reads it out of ``LOG_MULTIPLIER``. Raises ModelError for what is
+    unsupported or invalid."""
     kind = meta.text("rope.scaling.type", "none")
     if meta.has_tensor(_FREQUENCIES):
         return _llama3(meta, rotary_dim)
@@ -41,7 +45,7 @@ def read_scaling(meta: Metadata, rotary_dim: int, truncate: bool = True) -> Scal
     if kind == "linear":
         return {"rope_type": "linear", "factor": meta.positive("rope.scaling.factor")}
     if kind == "yarn":
-        return {"rope_type": "yarn", **_yarn(meta, truncate)}
+        return {"rope_type": "yarn", **_yarn(meta, truncate, attention_factor)}
     if kind == "longrope":
         raise ModelError(f"{meta.source} scales its positions by 'longrope' and lacks the factors ({_LONG})")
     if kind != "none":
@@ -57,10 +61,10 @@ def context_of(meta: Metadata, scaling: Scaling | None) -> int:
     return length
 
 
-def _yarn(meta: Metadata, truncate: bool) -> Scaling:
-    for name in ("attn_factor", "yarn_log_multiplier"):
-        if meta.number(f"rope.scaling.{name}", 0.0):
-            raise ModelError(f"{meta.source} asks for rope.scaling.{name}, which is not supported")
+def _yarn(meta: Metadata, truncate: bool, attention_factor: float | None) -> Scaling:
+    for key in ("rope.scaling.attn_factor", *(() if attention_factor else (LOG_MULTIPLIER,))):
+        if meta.number(key, 0.0):
+            raise ModelError(f"{meta.source} asks for {key}, which is not supported")
     if meta.number("rope.scaling.yarn_ext_factor", 1.0) not in (0.0, 1.0):
         raise ModelError(f"{meta.source} asks for rope.scaling.yarn_ext_factor, which is not supported")
     if not rope_theta(meta) > 1:
@@ -73,7 +77,7 @@ def _yarn(meta: Metadata, truncate: bool) -> Scaling:
         meta.number("rope.scaling.yarn_beta_fast", 32.0),
         meta.number("rope.scaling.yarn_beta_slow", 1.0),
         truncate,
-        own or None,
+        own or attention_factor,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.file import GGUF
 from mooncake.gguf.forms import Form, Source
 from mooncake.gguf.names import LAYERS, LLAMA, PARTS, TOP
 from mooncake.model_config import MAX_LAYERS, ModelConfig
@@ -16,20 +16,31 @@ _CHOICE_BIAS = ".e_score_correction_bias"
 _TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
 _PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
+_LATENT = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
-# Tables that can be computed.
-_SPARE = re.compile(r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.attn_rot_embd\.\w+")
+# Tables that can be computed; and halves of attn_kv_b, which some files have besides.
+_SPARE = re.compile(
+    r"rope_freqs\.weight|rope_factors_(long|short)\.weight|blk\.\d+\.(attn_rot_embd\.\w+|attn_[kv]_b\.weight)"
+)
 
 
-def sources(config: ModelConfig, file: GGUFFile, names: Iterable[str]) -> dict[str, Source]:
+def sources(config: ModelConfig, file: GGUF, names: Iterable[str]) -> dict[str, Source]:
     """Of each weight."""
     found = {name: _source(config.architecture, name) for name in names}
-    return {name: _of_fused(config, file, source) for name, source in found.items()}
+    return {name: _of_fused(config, file, _of_halves(file, source)) for name, source in found.items()}
 
 
-def _of_fused(config: ModelConfig, file: GGUFFile, source: Source) -> Source:
+def _of_halves(file: GGUF, source: Source) -> Source:
+    """Keys and values of latent attention, which only older files have in one tensor."""
+    match = _LATENT.fullmatch(source.tensors[0])
+    if match is None or source.tensors[0] in file.tensors:
+        return source
+    return Source((f"{match[1]}k_b.weight", f"{match[1]}v_b.weight"), "absorbed")
+
+
+def _of_fused(config: ModelConfig, file: GGUF, source: Source) -> Source:
     """Rows of ``attn_qkv``, if that is what the file has of queries, keys and values."""
     match = _PROJECTION.fullmatch(source.tensors[0])
     if match is None or source.form != "as is" or source.tensors[0] in file.tensors:
@@ -69,13 +80,13 @@ def _form(architecture: str, kind: str, suffix: str) -> Form:
     return "ungrouped" if kind.endswith(".query_key_value") else "as is"
 
 
-def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
+def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
     """Raises ModelError for a weight that is missing or of another shape, and for a tensor that is not needed, because
     it means a different architecture."""
     used = set()
     for name, source in sources(config, file, needed).items():
-        expected = source.stored_shape(needed[name], config)
-        for tensor in source.tensors:
+        for which, tensor in enumerate(source.tensors):
+            expected = source.stored_shape(needed[name], config, which)
             found = file.tensors.get(tensor)
             if found is None:
                 raise ModelError(f"{file.path} lacks the weight {name} ({tensor})")
@@ -90,7 +101,7 @@ def check_tensors(config: ModelConfig, file: GGUFFile, needed: Shapes) -> None:
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
 
 
-def _guessing_layers(file: GGUFFile) -> int:
+def _guessing_layers(file: GGUF) -> int:
     """Layers behind the model's own that guess further tokens (DeepSeek-V3 2024, section 2.2)."""
     count = file.get(f"{file.get('general.architecture')}.nextn_predict_layers")
     return min(count, MAX_LAYERS) if isinstance(count, int) else 0

@@ -13,7 +13,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
 
 from mooncake.errors import ModelError
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.file import GGUF
 from mooncake.gguf.tokens import TokenType, Vocabulary, read_vocabulary, strings
 from mooncake.gguf.words import LLAMA3, TEKKEN, known_words, words_of
 from mooncake.text.chat_template import ChatTemplate
@@ -26,7 +26,7 @@ _RSTRIP_AFTER = ("phi3",)  # architectures whose control tokens take the white s
 _KEEPS_SPACE = ("<s>", "<unk>", "<|endoftext|>")  # but these
 
 
-def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
+def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int]) -> Tokenizer:
     """Build the tokenizer that the metadata describes. Raises ModelError."""
     kind = file.get("tokenizer.ggml.model")
     if kind is None:
@@ -60,7 +60,7 @@ def tokenizer_from_gguf(file: GGUFFile, eos_ids: Sequence[int]) -> Tokenizer:
     return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, prefix, stripping)
 
 
-def _named_id(file: GGUFFile, key: str, vocab_size: int) -> int | None:
+def _named_id(file: GGUF, key: str, vocab_size: int) -> int | None:
     value = file.get(f"tokenizer.ggml.{key}_token_id")
     return value if isinstance(value, int) and 0 <= value < vocab_size else None
 
@@ -92,7 +92,7 @@ def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre: str, sour
 # SentencePiece (Kudo and Richardson 2018), of the kind BPE
 
 
-def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary, has_prefix: bool) -> tokenizers.Tokenizer:
+def _sentencepiece(file: GGUF, vocabulary: Vocabulary, has_prefix: bool) -> tokenizers.Tokenizer:
     """``has_prefix``: texts are encoded with a space before them, which decoding removes."""
     scores = file.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from mooncake.errors import ModelError
-from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.file import GGUF
 
 
 class TokenType(IntEnum):
@@ -32,7 +32,7 @@ class Vocabulary:
         return {token: i for i, token in enumerate(self.tokens) if self.types[i] in wanted}
 
 
-def read_vocabulary(file: GGUFFile) -> Vocabulary:
+def read_vocabulary(file: GGUF) -> Vocabulary:
     """Raises ModelError if the file has none."""
     tokens, types = strings(file, "tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -40,7 +40,7 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     return Vocabulary(tokens, [int(kind) for kind in types])
 
 
-def strings(file: GGUFFile, key: str) -> list[str]:
+def strings(file: GGUF, key: str) -> list[str]:
     """Raises ModelError if the key is missing or has another type."""
     value = file.get(key)
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -56,7 +56,7 @@ _ENDS = (
 _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")  # with these, <|end|> ends a message of several
 
 
-def end_ids(file: GGUFFile) -> tuple[int, ...]:
+def end_ids(file: GGUF) -> tuple[int, ...]:
     """Ids of the tokens that end an answer: of text, of a turn, or of a message to a tool."""
     named = [file.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     ids = [i for i in named if isinstance(i, int)]

@@ -12,7 +12,7 @@ import torch
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
-from mooncake.gguf.file import GGUFFile, TensorInfo
+from mooncake.gguf.file import GGUF, TensorInfo
 from mooncake.gguf.forms import Source
 from mooncake.gguf.sources import sources
 from mooncake.kernels.grouped import GroupedCodes
@@ -28,16 +28,14 @@ KEPT_WIDE = ".e_score_correction_bias"
 _FLOATS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 
 
-def gguf_weights(
-    file: GGUFFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> Weights:
+def gguf_weights(file: GGUF, config: ModelConfig, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Weights:
     """Each weight of ``shapes``, made when it is asked for. Unsupported kinds raise ModelError then."""
     reader = _Reader(file, config, shapes, dtype)
     return WeightsOnDemand(shapes, reader.values, reader.codes, reader.experts)
 
 
 class _Reader:
-    def __init__(self, file: GGUFFile, config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> None:
+    def __init__(self, file: GGUF, config: ModelConfig, shapes: Shapes, dtype: torch.dtype) -> None:
         self._file, self._config, self._shapes, self._dtype = file, config, shapes, dtype
         self._sources = sources(config, file, shapes)
 
@@ -91,6 +89,8 @@ class _Reader:
         if source.form == "in turn":
             both = np.stack([first, *others], axis=2).reshape(len(first), -1, *first.shape[2:])
             return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
+        if source.form == "absorbed":
+            return np.concatenate([first.swapaxes(1, 2), *others], axis=1).reshape(shape)
         if source.form == "stacked":
             return np.concatenate([first, *others], axis=1)
         if source.form == "rows":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tiny_gguf import add_metadata, finish
 from mooncake.errors import ModelError
 from mooncake.gguf.config import read_gguf_config
 from mooncake.gguf.file import GGUFFile
-from mooncake.model_config import ModelConfig
+from mooncake.model_config import LatentAttention, ModelConfig
 
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 BASE: dict[str, Any] = {
@@ -35,6 +36,11 @@ METADATA: dict[str, dict[str, Any]] = {
     "qwen2moe": {RMS: 1e-6, **EXPERTS, "expert_shared_feed_forward_length": 112},
     "qwen3moe": {RMS: 1e-6, **EXPERTS},
     "gpt-oss": {RMS: 1e-5, **EXPERTS, **YARN, "attention.sliding_window": 128},
+    "deepseek2": {
+        **{RMS: 1e-6, **EXPERTS, "attention.head_count": 6, "attention.head_count_kv": 1, "rope.dimension_count": 8},
+        **{"attention.kv_lora_rank": 24, "attention.key_length": 32, "attention.value_length": 24},
+        **{"attention.key_length_mla": 20, "attention.value_length_mla": 10, "leading_dense_block_count": 1},
+    },
     "granite": {RMS: 1e-5, "logit_scale": 8.0},
     "olmo2": {RMS: 1e-6},
     "command-r": {LAYER: 1e-5, "logit_scale": 0.0625},
@@ -146,6 +152,53 @@ def test_gpt_oss_does_not_round_the_borders_of_yarn(tmp_path: Path) -> None:
     assert config(tmp_path, "gpt-oss").max_model_len == 4096
 
 
+def test_deepseek_scores_experts_as_its_file_says_or_by_their_bias(tmp_path: Path) -> None:
+    """The oldest files say nothing. In V3 and what is built like it, a bias takes part in the choice of experts."""
+    assert config(tmp_path, "deepseek2").architecture == "deepseek_v2"
+    assert config(tmp_path, "deepseek2", expert_gating_func=1).architecture == "deepseek_v2"
+    assert config(tmp_path, "deepseek2", expert_gating_func=2).architecture == "deepseek_v3"
+    biased = write(tmp_path / "b.gguf", "deepseek2", tensors={"blk.1.exp_probs_b.bias": np.zeros(6, np.float32)})
+    assert read_gguf_config(biased).architecture == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("experts", "said", "expected"),
+    [(256, (), (8, 4)), (160, (), (8, 3)), (256, (4, 2), (4, 2)), (256, (1, 1), (1, 1)), (64, (), (1, 1))],
+)
+def test_groups_of_experts_are_those_of_the_published_model_unless_the_file_says_others(
+    tmp_path: Path, experts: int, said: tuple[int, ...], expected: tuple[int, int]
+) -> None:
+    groups = dict(zip(("expert_group_count", "expert_group_used_count"), said, strict=False))
+    routing = config(tmp_path, "deepseek2", expert_count=experts, expert_gating_func=2, **groups).routing
+    assert routing is not None and (routing.num_groups, routing.top_groups) == expected
+
+
+def test_latent_attention_has_its_own_head_sizes_in_files_of_either_age(tmp_path: Path) -> None:
+    newer = config(tmp_path, "deepseek2", **{"attention.q_lora_rank": 12})
+    older = {
+        **{"attention.key_length": 20, "attention.value_length": 10, "attention.head_count_kv": 6},
+        **{"attention.key_length_mla": None, "attention.value_length_mla": None, "attention.q_lora_rank": 12},
+    }
+    assert newer.latent == LatentAttention(rank=24, rope_dim=8, nope_dim=12, value_dim=10, query_rank=12)
+    assert config(tmp_path, "deepseek2", **older) == newer
+    assert (newer.head_dim, newer.num_kv_heads) == (32, 1)
+
+
+def test_yarn_of_deepseek_sharpens_all_of_a_head(tmp_path: Path) -> None:
+    """A file has a tenth of mscale_all_dim."""
+    found = config(tmp_path, "deepseek2", **YARN, **{"rope.scaling.yarn_log_multiplier": 0.0707})
+    assert found.rope_scaling is not None and found.rope_scaling["attention_factor"] == 1.0
+    assert found.attention_scale == pytest.approx(20**-0.5 * (0.1 * 0.707 * math.log(8) + 1) ** 2, rel=1e-12)
+    plain = config(tmp_path, "deepseek2", **YARN)
+    assert plain.rope_scaling is not None and plain.attention_scale == 20**-0.5
+    assert plain.rope_scaling["attention_factor"] == pytest.approx(0.1 * math.log(8) + 1)
+    assert config(tmp_path, "deepseek2", **{"rope.scaling.yarn_log_multiplier": 0.1}).attention_scale == 20**-0.5
+
+
+def test_layers_of_deepseek_that_guess_further_tokens_are_not_counted(tmp_path: Path) -> None:
+    assert config(tmp_path, "deepseek2", nextn_predict_layers=1).num_layers == 7
+
+
 def test_experts_of_older_files_are_as_wide_as_the_others_together(tmp_path: Path) -> None:
     older = {"expert_feed_forward_length": None, "expert_shared_feed_forward_length": None}
     found = config(tmp_path, "qwen2moe", **older)
@@ -188,8 +241,32 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts uncounted": ("qwen3moe", {"expert_count": None}, "lacks the metadata qwen3moe.expert_count"),
     "too many used": ("qwen3moe", {"expert_used_count": 7}, "a token cannot use 7 of 6 experts"),
     "norm a word": ("qwen3moe", {"expert_weights_norm": "yes"}, "qwen3moe.expert_weights_norm must be true or false"),
+    "scored": ("deepseek2", {"expert_gating_func": 3}, "deepseek2.expert_gating_func must be 1 or 2"),
+    "softmax normed": ("deepseek2", {"expert_weights_norm": True}, "asks for expert_weights_norm"),
+    "odd rank": (
+        "deepseek2",
+        {"attention.kv_lora_rank": 23},
+        "attention.kv_lora_rank must be even and positive, got 23",
+    ),
+    "no rank": ("deepseek2", {"attention.kv_lora_rank": None}, "lacks the metadata deepseek2.attention.kv_lora_rank"),
+    "all rotates": (
+        "deepseek2",
+        {"attention.key_length_mla": 8},
+        "key_length_mla must be above rope.dimension_count, 8",
+    ),
+    "temperature": ("deepseek2", {"attention.temperature_scale": 0.1}, "asks for attention.temperature_scale"),
+    "sharpness": (
+        "deepseek2",
+        YARN | {"rope.scaling.yarn_log_multiplier": -1.0},
+        "deepseek2.rope.scaling.yarn_log_multiplier must be positive or 0",
+    ),
+    "sharpness elsewhere": (
+        "gpt-oss",
+        {"rope.scaling.yarn_log_multiplier": 0.1},
+        "asks for rope.scaling.yarn_log_multiplier, which is not supported",
+    ),
+    "groups": ("deepseek2", {"expert_group_count": 4}, "6 experts cannot be chosen from 1 of 4 groups"),
     "shared": ("granite", EXPERTS | {"expert_shared_feed_forward_length": 8}, "experts that all tokens use"),
-    "one part": ("gpt-oss", {"split.count": 3}, "is one of 3 parts of a model; `llama-gguf-split --merge` joins them"),
     "end": ("gemma2", {"tokenizer.ggml.eot_token_id": 97}, "the token id 97 is outside the vocabulary of 97"),
 }
 

@@ -19,6 +19,7 @@ from mooncake import LLM
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.parts import open_gguf
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.load import load_model
@@ -88,7 +89,7 @@ def test_its_tokens_are_those_of_transformers(converted: Converted) -> None:
 
 QUANTISED = (
     *("gemma3", "phi3", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
-    *("granite-moe", "glm4", "falcon-40b", "gpt2"),
+    *("granite-moe", "glm4", "falcon-40b", "gpt2", "deepseek-v2-in-groups"),
 )
 
 
@@ -101,6 +102,44 @@ def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_grou
     assert {"F32", "Q8_0", *(["MXFP4"] if expert_kind else [])} <= kinds
     expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
     assert greedy(converted.checkpoint, keeps_groups) == expected
+
+
+@pytest.mark.parametrize("keeps_groups", [True, False], ids=["codes", "values"])
+def test_latent_attention_is_quantised_too(keeps_groups: bool, tmp_path: Path) -> None:
+    """As `llama-quantize` mixes kinds: experts in Q4_K where their rows allow it. In parts, cut between the halves of
+    keys and values."""
+    converted = Converted("deepseek-v3-wide", tmp_path, Kind.Q8_0, Kind.Q4_K, tensors_a_file=1)
+    kinds = {name: tensor.kind.name for name, tensor in open_gguf(converted.path).tensors.items()}
+    half, half_of_values, gate = (kinds[f"blk.1.{name}.weight"] for name in ("attn_k_b", "attn_v_b", "ffn_gate_exps"))
+    assert (half, half_of_values, gate) == ("Q8_0", "Q8_0", "Q4_K")
+    assert greedy(converted.checkpoint, keeps_groups) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "tensors_a_file"),
+    [("gemma3", Kind.F32, 1), ("qwen3-moe", Kind.Q8_0, 7), ("granite-moe", Kind.F16, 11), ("phi3", Kind.Q8_0, 2)],
+)
+def test_a_model_in_parts_gives_the_tokens_of_the_whole(
+    family: str, kind: Kind, tensors_a_file: int, tmp_path: Path
+) -> None:
+    """Also where a weight is made of tensors in two of them."""
+    converted = Converted(family, tmp_path, kind, tensors_a_file=tensors_a_file)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert len(parts) > 2 and converted.path == parts[0]
+    expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
+    for part, keeps_groups in ((parts[-1], True), (parts[1], False)):
+        assert greedy(open_checkpoint(str(part)), keeps_groups) == expected
+
+
+def test_cached_weights_are_those_of_all_parts(tmp_path: Path) -> None:
+    Converted("gemma3", tmp_path, Kind.Q8_0, tensors_a_file=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    before = dict(load_weights(open_checkpoint(str(parts[0])), "float32"))
+    content = bytearray(parts[-1].read_bytes())
+    content[-5] ^= 64
+    parts[-1].write_bytes(content)
+    after = load_weights(open_checkpoint(str(parts[0])), "float32")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == ["model.norm.weight"]
 
 
 @pytest.mark.parametrize("family", ["gemma2", "phi3", "mixtral", "gpt-oss", "cohere"])
@@ -189,6 +228,18 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     converted = Converted("glm-4.5", tmp_path)
     expected = converted.checkpoint.config
     converted.add_guessing_layer()
+    assert converted.checkpoint.config == expected
+    assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3-wide", "moonlight"])
+def test_older_files_have_keys_and_values_of_latent_attention_in_one_matrix(family: str, tmp_path: Path) -> None:
+    converted = Converted(family, tmp_path)
+    expected = converted.checkpoint.config
+    converted.write_as_older_converters_did()
+    assert {"blk.0.attn_kv_b.weight"} == {
+        name for name in GGUFFile(converted.path).tensors if "blk.0.attn_kv_b" in name
+    }
     assert converted.checkpoint.config == expected
     assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
 

@@ -52,6 +52,8 @@ ARCHITECTURES = {
     "exaone4": MODEL_ARCH.EXAONE4,
     "glm4_moe": MODEL_ARCH.GLM4_MOE,
     "dots1": MODEL_ARCH.DOTS1,
+    "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
+    "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
@@ -76,12 +78,14 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("smollm3-in-turn", "seed-oss", "ernie-4.5", "exaone-4", "exaone-4-without-windows", "glm-4.5"),
             *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
+            *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
+_LATENT = ("deepseek_v2", "deepseek_v3")
 _TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
 
 
@@ -95,9 +99,11 @@ class Converted:
         kind: Kind = Kind.F32,
         expert_kind: Kind | None = None,
         tokenizer: Mapping[str, Any] = MappingProxyType({}),
+        tensors_a_file: int = 0,
         **changes: Any,
     ) -> None:
-        """``tokenizer``: metadata by their whole keys; ``changes`` of config.json."""
+        """``tokenizer``: metadata by their whole keys; ``tensors_a_file``: at most, 0 for one file; ``changes`` of
+        config.json."""
         self.published = Published(family, folder / "published")
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
@@ -105,12 +111,13 @@ class Converted:
         self.config = AutoConfig.from_pretrained(where)
         self.family = str(self.config.model_type)
         self._kinds = kind, expert_kind or kind
+        self._is_older = False
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
-        self._num_guessing, self._tokenizer = 0, tokenizer
-        self.path = folder / "model.gguf"
+        self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
+        self.path = folder / "model.gguf"  # of several files: the first
         self._write(weights)
 
     @property
@@ -127,10 +134,18 @@ class Converted:
         return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        stored = np.ascontiguousarray(self._as_stored(name, tensor.float()).numpy())
+        if "kv_b_proj" in name:
+            [(_, keys), (_, values)] = self._changed(name, tensor.float())
+            halves = self._rounded_as(name, keys).mT, self._rounded_as(name, values)
+            return torch.cat(halves, dim=1).reshape(tensor.shape).contiguous()
+        return self._as_stored(name, self._rounded_as(name, self._as_stored(name, tensor.float()))).contiguous()
+
+    def _rounded_as(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """As it is in the file."""
+        stored = np.ascontiguousarray(tensor.numpy())
         kind = self._kind(name, stored.shape)
-        values = gguf.quants.dequantize(gguf.quants.quantize(stored, kind), kind).reshape(stored.shape)
-        return self._as_stored(name, torch.from_numpy(np.array(values, np.float32))).contiguous()
+        values = gguf.quants.dequantize(quantized(stored, kind), kind).reshape(stored.shape)
+        return torch.from_numpy(np.array(values, np.float32))
 
     def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Some matrices are stored transposed; the same undoes it."""
@@ -153,9 +168,15 @@ class Converted:
             weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
         self._write(weights)
 
+    def write_as_older_converters_did(self) -> None:
+        """Latent attention as ordinary heads, whose keys and values are one matrix, and nothing about groups."""
+        self._is_older = True
+        self._write(load_file(self.published.folder / "model.safetensors"))
+
     def _write(self, weights: Tensors) -> None:
         architecture = ARCHITECTURES[self.family]
-        writer = gguf.GGUFWriter(self.path, MODEL_ARCH_NAMES[architecture])
+        path = self.path.with_name("model.gguf")
+        writer = gguf.GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=self._tensors_a_file)
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         self._write_metadata(writer)
         for key, value in self._tokenizer.items():
@@ -167,10 +188,11 @@ class Converted:
             assert mapped is not None, name
             kind = Kind.F32 if name.startswith("rope_") else self._kind(name, tuple(tensor.shape))
             values = np.ascontiguousarray(tensor.float().numpy())
-            writer.add_tensor(mapped, gguf.quants.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(mapped, quantized(values, kind), raw_dtype=kind)
         for layer in range(self.config.num_hidden_layers, self.config.num_hidden_layers + self._num_guessing):
             writer.add_tensor(f"blk.{layer}.nextn.enorm.weight", np.ones(self.config.hidden_size, np.float32))
         finish(writer)
+        self.path = writer.format_shard_names(path)[0]
 
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
@@ -219,6 +241,11 @@ class Converted:
             gate, up = tensor.split(config.intermediate_size, dim=-2)
             yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
             yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
+        elif "kv_b_proj" in name and not self._is_older:
+            heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
+            keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+            yield name.replace("kv_b", "k_b"), keys.mT
+            yield name.replace("kv_b", "v_b"), values
         elif "query_key_value" in name:
             yield name, self._ungrouped(tensor)
         else:
@@ -261,7 +288,9 @@ class Converted:
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
             return
         writer.add_feed_forward_length(config.intermediate_size)
-        if family != "gpt_neox":
+        if family in _LATENT:
+            self._write_latent(writer)
+        elif family != "gpt_neox":
             writer.add_head_count_kv(config.num_key_value_heads)
         if family in ("stablelm", "gpt_neox"):
             writer.add_parallel_residual(config.use_parallel_residual)
@@ -270,12 +299,40 @@ class Converted:
         else:
             names = "layer_norm_eps", "norm_epsilon", "norm_eps"
             writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
-        if family not in ("granite", "granitemoe", "phi3", "starcoder2", "phi", "stablelm", "gpt_neox", "glm"):
+        if family not in (
+            "granite",
+            "granitemoe",
+            "phi3",
+            "starcoder2",
+            "phi",
+            "stablelm",
+            "gpt_neox",
+            "glm",
+            *_LATENT,
+        ):
             writer.add_key_length(config.head_dim)
             writer.add_value_length(config.head_dim)
         self._write_rope(writer)
         self._write_experts(writer)
         self._write_particulars(writer)
+
+    def _write_latent(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        rank, key_dim = config.kv_lora_rank, config.qk_nope_head_dim + config.qk_rope_head_dim
+        writer.add_kv_lora_rank(rank)
+        if config.q_lora_rank:
+            writer.add_q_lora_rank(config.q_lora_rank)
+        writer.add_rope_dimension_count(config.qk_rope_head_dim)
+        writer.add_head_count_kv(config.num_attention_heads if self._is_older else 1)
+        writer.add_key_length(key_dim if self._is_older else rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.v_head_dim if self._is_older else rank)
+        if not self._is_older:
+            writer.add_key_length_mla(key_dim)
+            writer.add_value_length_mla(config.v_head_dim)
+        is_v2 = self.family == "deepseek_v2"
+        if not (is_v2 and self._is_older):
+            kinds = gguf.ExpertGatingFuncType
+            writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
 
     def _write_rope(self, writer: gguf.GGUFWriter) -> None:
         config = self.config
@@ -297,6 +354,8 @@ class Converted:
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
             writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
             writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
+            if rope.get("mscale_all_dim"):
+                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
         if rope.get("rope_type") == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
@@ -325,14 +384,16 @@ class Converted:
         if self.family == "minimax_m2":
             writer.add_expert_feed_forward_length(config.intermediate_size)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if self.family in ("glm4_moe", "dots1"):
+        if self.family in ("glm4_moe", "dots1", *_LATENT):
             writer.add_leading_dense_block_count(config.first_k_dense_replace)
             writer.add_expert_shared_count(config.n_shared_experts)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
-            writer.add_expert_weights_norm(config.norm_topk_prob)
-            writer.add_expert_group_count(config.n_group)
-            writer.add_expert_group_used_count(config.topk_group)
-        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe"):
+            if config.norm_topk_prob or self.family not in _LATENT:
+                writer.add_expert_weights_norm(config.norm_topk_prob)
+            if config.n_group and not self._is_older:
+                writer.add_expert_group_count(config.n_group)
+                writer.add_expert_group_used_count(config.topk_group)
+        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", *_LATENT):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if self.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -361,3 +422,28 @@ class Converted:
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """Each head's halves in turn: the order in which llama.cpp rotates neighbours."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def quantized(values: np.ndarray, kind: Kind) -> np.ndarray:
+    """Rows of blocks; what has been quantised before does not change. The package has no quantiser for Q4_K."""
+    return _q4_k(values) if kind is Kind.Q4_K else gguf.quants.quantize(values, kind)
+
+
+def _q4_k(values: np.ndarray) -> np.ndarray:
+    """Scales are given, and not fitted: step [8] of each of a block's groups, and what is subtracted from it."""
+    factors, offsets = np.arange(16, 40, 3, np.uint8), np.arange(15, 39, 3, np.uint8)  # each of 6 bits
+    step, low = np.float32(2**-9) * factors, np.float32(2**-6) * offsets
+    groups = values.reshape(-1, 8, 32)
+    codes = np.clip(np.rint((groups + low[:, None]) / step[:, None]), 0, 15).astype(np.uint8)
+    first, last = (slice(0, 4), slice(4, 8))
+    scales = np.concatenate(
+        [
+            factors[first] | factors[last] >> 4 << 6,
+            offsets[first] | offsets[last] >> 4 << 6,
+            factors[last] & 15 | (offsets[last] & 15) << 4,
+        ]
+    )
+    head = np.concatenate([np.array([2**-9, 2**-6], np.float16).view(np.uint8), scales])
+    nibbles = codes[:, ::2] | codes[:, 1::2] << 4
+    blocks = np.concatenate([np.tile(head, (len(groups), 1)), nibbles.reshape(len(groups), -1)], axis=1)
+    return blocks.reshape(*values.shape[:-1], -1)

@@ -280,6 +280,17 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             **LATENT, q_lora_rank=None, n_routed_experts=6, n_group=1, topk_group=1, routed_scaling_factor=2.446
         )
     ),
+    "deepseek-v3-wide": lambda: DeepseekV3ForCausalLM(  # rows of whole blocks of codes
+        DeepseekV3Config(
+            **LATENT
+            | {"hidden_size": 256, "num_attention_heads": 4, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+            | {"kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32},
+            q_lora_rank=32,
+            n_routed_experts=6,
+            n_group=1,
+            topk_group=1,
+        )
+    ),
     "gpt-oss": lambda: GptOssForCausalLM(
         GptOssConfig(
             **GATED,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -31,14 +33,16 @@ def write_gguf(
     add_bos: bool | None = False,
     rope_freqs: np.ndarray | None = None,
     kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    tensors_a_file: int = 0,
+    whole_keys: Mapping[str, object] = MappingProxyType({}),
     **changes: Any,
 ) -> None:
     """``pre`` names the pre-tokenizer (None: no tokenizer); ``add_bos`` None omits the key; ``kind`` is the matrices'
-    quantisation.
+    quantisation; with ``tensors_a_file`` there are several files; ``whole_keys`` are added as they are.
 
     ``changes`` of metadata below the architecture's name; None omits a key.
     """
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_a_file)
     values: dict[str, Any] = {
         "block_count": 2,
         "context_length": 256,
@@ -52,6 +56,8 @@ def write_gguf(
         values["attention.key_length"] = head_dim(architecture)
     for key, value in (values | changes).items():
         add_metadata(writer, f"{architecture}.{key}", value)
+    for key, value in whole_keys.items():
+        add_metadata(writer, key, value)
     if pre is not None:
         _add_tokenizer(writer, pre, add_bos)
     random = np.random.default_rng(0)
