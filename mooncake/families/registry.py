@@ -14,6 +14,7 @@ from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
+from mooncake.families.multimodal import name_of_text
 from mooncake.families.routed import ROUTED_FAMILIES
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
@@ -73,7 +74,8 @@ def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Sha
 
 
 def published_name(architecture: str, name: str) -> str:
-    """A weight's full name, if its publisher omitted the family's prefix."""
+    """A weight's full name, if its publisher omitted the family's prefix or published more than the language model."""
+    name = name_of_text(name)
     family = OTHER_FAMILIES.get(architecture)
     if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
         return name

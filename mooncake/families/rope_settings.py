@@ -47,9 +47,9 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     num_positions = settings.integer("max_position_embeddings")
     if not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
+    kind = _FORMER_NAMES.get(kind, kind)
     if kind == "default":
         return Rope(theta, None, rotating, num_positions)
-    kind = _FORMER_NAMES.get(kind, kind)
     if kind not in _READERS:
         why = _REFUSALS.get(kind, "")
         raise ModelError(f"{settings.source} scales its positions by {kind!r}{why}; supported: {', '.join(_READERS)}")
@@ -64,7 +64,7 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     return Rope(theta, {"rope_type": kind, **scaling}, rotating, stretched)
 
 
-_FORMER_NAMES = {"su": "longrope"}
+_FORMER_NAMES = {"su": "longrope", "mrope": "default"}  # M-RoPE, for text
 _REFUSALS = {"dynamic": ", so cached keys would have to be rotated again as their sequence grows"}
 
 

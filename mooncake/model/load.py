@@ -21,7 +21,7 @@ from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe
+from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
@@ -36,6 +36,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gemma2": Gemma,
     "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
+    "qwen3_vl_moe_text": Qwen3VlMoe,
     "mixtral": MixtureOfExperts,
     "granite": Dense,
     "hunyuan_v1_dense": Hunyuan,
