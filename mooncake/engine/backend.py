@@ -19,7 +19,7 @@ from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Cache, CausalModel
 from mooncake.errors import ConfigError, ModelError, MooncakeError
 from mooncake.kernels import Kernels
-from mooncake.kernels.cpu import num_threads
+from mooncake.kernels.cpu_threads import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM

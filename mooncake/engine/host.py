@@ -34,7 +34,7 @@ from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
-from mooncake.kernels.cpu import use_threads
+from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.batch import PieceHook
 from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups

@@ -1,1 +1,1 @@
-"""How each family of models is configured, and which weights it has: from config.json to ``ModelConfig``. Torch-free."""
+"""From config.json to ``ModelConfig``, family by family, and which weights each has. Torch-free."""

@@ -16,15 +16,10 @@ from typing import ClassVar
 import torch
 
 from mooncake.checkpoint import ModelConfig
-from mooncake.kernels.cpu import (
-    PROBLEMS,
-    STOPPED_BY_HOOK,
-    CpuKernels,
-    PanelLinear,
-    check_mirrors,
-    num_threads,
-    page_kind,
-)
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_library import PROBLEMS, STOPPED_BY_HOOK, check_mirrors, page_kind
+from mooncake.kernels.cpu_panels import PanelLinear
+from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mooncake.kernels import Kernels, reference, warn_of_unused_units
-from mooncake.kernels.cpu import CpuKernels, check_mirrors, threads_for
+from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
+from mooncake.kernels.cpu_library import check_mirrors
+from mooncake.kernels.cpu_threads import threads_for
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Coding
 from mooncake.precision import cpu_features

@@ -20,7 +20,7 @@ from tiny_model import write_tiny_model
 from mooncake.checkpoint import Checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
-from mooncake.kernels.cpu import PanelExperts, PanelLinear
+from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gated import GatedDecoder

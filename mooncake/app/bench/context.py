@@ -22,7 +22,7 @@ from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
-from mooncake.kernels.cpu import threads_for
+from mooncake.kernels.cpu_threads import threads_for
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup, shape_of

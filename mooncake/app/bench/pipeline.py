@@ -29,7 +29,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.backend import CacheSize, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
-from mooncake.kernels.cpu import use_threads
+from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.parallel.pieces import Cutter, Span, equal_cost, equal_length, fastest, predicted_ms, timetable
 from mooncake.model.parallel.pipeline import PipelineModel, StepTimes

@@ -23,7 +23,8 @@ from mooncake.engine.decoding.randomness import uniforms
 from mooncake.engine.sequence import Sequence
 from mooncake.guides import Guides
 from mooncake.kernels import Kernels, choose_kernels
-from mooncake.kernels.cpu import DRAW, CpuKernels
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_library import DRAW
 from mooncake.types import SamplingParams, TokenLogprob
 
 RUN = 256  # tokens; a draw searches the sums of such runs first

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.kernels.cpu import use_threads
+from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM

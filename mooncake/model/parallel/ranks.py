@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from mooncake.errors import ConfigError, ModelError, MooncakeError, NodeUnavailable
-from mooncake.kernels.cpu import threads_for
+from mooncake.kernels.cpu_threads import threads_for
 from mooncake.model.batch import ForwardBatch
 
 JOIN_S = 120  # for ranks that are alive to find each other

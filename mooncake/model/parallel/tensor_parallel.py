@@ -21,7 +21,7 @@ import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import InternalError, MooncakeError
-from mooncake.kernels.cpu import use_threads
+from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.load import load_part
 from mooncake.model.pages import Mappable, SharedMemory, pages_over
