@@ -153,11 +153,14 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
 
 
 _NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "exaone_moe": ExpertNames(choice_bias="mlp.e_score_correction_bias"),
+    "hy_v3": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp"),
     "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
     "minimax_m2": ExpertNames(
         "block_sparse_moe.gate",

@@ -12,7 +12,7 @@ from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
-from mooncake.model.deepseek import DeepSeek
+from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
@@ -46,7 +46,13 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
+    "glm4_moe_lite": DeepSeek,
+    "youtu": DeepSeek,
+    "mistral4": Mistral4,
     "glm4_moe": GlmMoe,
+    "solar_open": GlmMoe,
+    "exaone_moe": GlmMoe,
+    "hy_v3": GlmMoe,
     "gpt_oss": GptOss,
     "olmoe": Olmoe,
     "granitemoe": GraniteMoe,
