@@ -26,6 +26,7 @@ from mooncake.errors import ConfigError, ModelError
 from mooncake.families.family import unsupported
 from mooncake.families.layer_settings import refuse_sharing
 from mooncake.families.llama import FAMILIES, REARRANGED, llama_shapes, read_llama
+from mooncake.families.multimodal import is_multimodal, is_of_another_part, language_model
 from mooncake.families.registry import (
     OTHER_FAMILIES,
     published_name,
@@ -213,9 +214,17 @@ class HFCheckpoint(Checkpoint):
         self.path = path
         self.name = path.resolve().name
         settings = Settings(read_json(path / "config.json", "an HF folder needs one"), str(path / "config.json"))
+        has_other_parts = is_multimodal(settings)
+        if has_other_parts:
+            settings = language_model(settings)
         read_coded = quantisation_of(settings)
         self.shards = _open_shards(path)
-        tensors = {name: tensor for shard in self.shards for name, tensor in shard.tensors.items()}
+        tensors = {
+            name: tensor
+            for shard in self.shards
+            for name, tensor in shard.tensors.items()
+            if not (has_other_parts and is_of_another_part(name))
+        }
         self.coded = read_coded(tensors) if read_coded else {}
         self._generation = _read_if_there(path / "generation_config.json")
         eos_ids = _hf_eos(path, self._generation, settings)
@@ -305,18 +314,18 @@ def _hf_config(
 ) -> ModelConfig:
     """``spare`` weights may be present although the model does not need them."""
     family = settings.get("model_type")
-    bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
-    if isinstance(family, str) and family in OTHER_FAMILIES:
-        refuse_sharing(settings)
-        config = read_config(family, settings, bos_id, eos_ids, shapes)
-        named = {published_name(family, name): shape for name, shape in shapes.items()}
-        named = without_guessing_layers(config, settings, named)
-        _check_shapes(config, named, str(Path(settings.source).parent), spare)
-        return config
-    if not isinstance(family, str) or family not in FAMILIES:
+    if not isinstance(family, str) or family not in (*FAMILIES, *OTHER_FAMILIES):
         raise unsupported(f"the model_type {family!r} in {settings.source}", (*FAMILIES, *OTHER_FAMILIES))
-    config = read_llama(family, settings, bos_id, eos_ids, shapes)
-    _check_shapes(config, shapes, str(Path(settings.source).parent), spare)
+    bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
+    named = {published_name(family, name): shape for name, shape in shapes.items()}
+    if family in OTHER_FAMILIES:
+        refuse_sharing(settings)
+        config = read_config(family, settings, bos_id, eos_ids, named)
+        named = without_guessing_layers(config, settings, named)
+    else:
+        config = read_llama(family, settings, bos_id, eos_ids, named)
+    spare = {published_name(family, name) for name in spare}
+    _check_shapes(config, named, str(Path(settings.source).parent), spare)
     return config
 
 

@@ -92,6 +92,8 @@ class ModelConfig:
     mlp_has_norm: bool = True  # False: the MLP reads the output of attention's norm (small Falcons)
     latent: LatentAttention | None = None
     routing: Routing | None = None  # None: as in Qwen3 and Mixtral, in every layer
+    query_growth: float = 0.0  # Ministral 3: queries at position p are scaled by 1 + growth * ln(1 + p // span),
+    query_span: int = 0  # so that attention over long contexts stays as sharp
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
 
     @property

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
-from mooncake.families.rope_settings import read_rope
+from mooncake.families.rope_settings import Rope, read_rope
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
@@ -42,12 +42,14 @@ def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
-    theta, local = _gemma3_rope(settings)
+    head_dim = settings.integer("head_dim", 256)
+    rope, local = _gemma3_rope(settings, head_dim)
     return {
         **_read_gemma(settings, every=settings.integer("sliding_window_pattern", 6)),
-        "head_dim": settings.integer("head_dim", 256),
+        "head_dim": head_dim,
         "max_model_len": settings.integer("max_position_embeddings"),
-        "rope_theta": theta,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
         "local_rope_theta": local,
         "qk_norm": True,
     }
@@ -73,16 +75,18 @@ def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
     }
 
 
-def _gemma3_rope(settings: Settings) -> tuple[float, float]:
-    """Theta of the global and of the local layers, from the keys of either generation of config.json."""
-    parameters = settings.get("rope_parameters")
-    if not isinstance(parameters, dict):
-        scaling = settings.get("rope_scaling")
-        if isinstance(scaling, dict) and (scaling.get("rope_type") or "default") != "default":
-            raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
-        return settings.number("rope_theta", 1_000_000.0), settings.number("rope_local_base_freq", 10_000.0)
-    widely, locally = (_rope_of_kind(settings, parameters, kind) for kind in ("full_attention", "sliding_attention"))
-    return widely.number("rope_theta", 1_000_000.0), locally.number("rope_theta", 10_000.0)
+def _gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
+    """The rotation of the global layers and theta of the local ones, from the keys of either generation of
+    config.json. Only the global layers may be scaled, within ``max_position_embeddings``."""
+    given = settings.get("rope_parameters")
+    parameters = given if isinstance(given, dict) else {}
+    widely = parameters.get("full_attention") or settings.get("rope_scaling") or {}
+    widely = {"rope_theta": settings.number("rope_theta", 1_000_000.0), **(widely if isinstance(widely, dict) else {})}
+    rope = read_rope(Settings({**settings.tree, "rope_parameters": widely}, settings.source), head_dim)
+    if rope.scaling and rope.scaling["rope_type"] != "linear":
+        raise ModelError(f"{settings.source} scales its positions differently from linear, the family's only way")
+    locally = _rope_of_kind(settings, parameters, "sliding_attention")
+    return rope, locally.number("rope_theta", settings.number("rope_local_base_freq", 10_000.0))
 
 
 def _rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
@@ -149,11 +153,14 @@ class ExpertNames:
     up: str = "up_proj"
     down: str = "down_proj"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    shared: str = "mlp.shared_experts"
 
 
 _NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "exaone_moe": ExpertNames(choice_bias="mlp.e_score_correction_bias"),
+    "hy_v3": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp"),
     "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
     "minimax_m2": ExpertNames(
         "block_sparse_moe.gate",

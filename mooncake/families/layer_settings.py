@@ -85,7 +85,11 @@ def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> 
         window = 0
     elif family == "phi3":  # Phi-4-mini's window is larger than its context
         window = window if window < settings.integer("max_position_embeddings") else 0
-    elif family not in ("mistral", "ministral"):  # Qwen's first max_window_layers see everything, and the others less
+    elif family not in (
+        "mistral",
+        "ministral",
+        "ministral3",
+    ):  # Qwen's first max_window_layers see everything, and the others less
         window = window if settings.flag("use_sliding_window", False) else 0
         num_full = min(max(settings.integer("max_window_layers", num_layers), 0), num_layers)
     return [0] * num_full + [window] * (num_layers - num_full)

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
 from mooncake.families.layer_settings import LCKV, read_layers
-from mooncake.families.rope_settings import read_rope
+from mooncake.families.rope_settings import read_query_growth, read_rope
 from mooncake.model_config import ModelConfig, Settings
 
 REARRANGED = ("phi3", "ernie4_5")
 """Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "ministral", "smollm3", "seed_oss", *REARRANGED, LCKV)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "seed_oss", *REARRANGED, LCKV)
 
 _REFUSED = {"seed_oss": ("attention_out_bias", "mlp_bias"), "ernie4_5": ("use_bias",)}
-_WIDE_HEADS = ("qwen3", "seed_oss", "ernie4_5")  # of 128 elements, if config.json does not say
+_WIDE_HEADS = ("qwen3", "ministral3", "seed_oss", "ernie4_5")  # of 128 elements, if config.json does not say
 _THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0}
 
 _KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
@@ -64,6 +64,7 @@ def read_llama(
         layer_windows=layers.layer_windows,
         kv_sources=layers.kv_sources,
         still_layers=layers.still_layers,
+        **(read_query_growth(settings) if family == "ministral3" else {}),  # type: ignore[arg-type]
     )
 
 

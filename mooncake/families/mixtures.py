@@ -1,4 +1,4 @@
-"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, OLMoE and Granite's. Torch-free."""
+"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, Qwen3-VL's, OLMoE and Granite's. Torch-free."""
 
 from __future__ import annotations
 
@@ -118,9 +118,30 @@ def _granite_moe_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# The language model of Qwen3-VL's mixtures (Qwen team 2025)
+
+
+def _read_qwen3_vl_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    settings = Settings({"norm_topk_prob": True, **settings.tree}, settings.source)
+    return {**read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4), "qk_norm": True}
+
+
+def _qwen3_vl_moe_layer(config: ModelConfig) -> Shapes:
+    """Experts are in one tensor, each ``[inputs, outputs]``, with gates before ups."""
+    hidden, inner, count = config.hidden_size, config.intermediate_size, config.num_experts
+    return {
+        **attention_shapes(config),
+        **layer_norms(config),
+        **router_shape(config),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * inner),
+        "mlp.experts.down_proj": (count, inner, hidden),
+    }
+
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
     "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
     "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
+    "qwen3_vl_moe_text": Family(_read_qwen3_vl_moe, _qwen3_vl_moe_layer, "model.layers", llama_top),
     "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
 }

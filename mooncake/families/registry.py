@@ -14,7 +14,9 @@ from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
+from mooncake.families.multimodal import name_of_text
 from mooncake.families.routed import ROUTED_FAMILIES
+from mooncake.families.routed_members import ROUTED_MEMBERS
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
 OTHER_FAMILIES: dict[str, Family] = {
@@ -22,6 +24,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **LAYER_NORM_FAMILIES,
     **GATED_FAMILIES,
     **ROUTED_FAMILIES,
+    **ROUTED_MEMBERS,
     **MIXTURE_FAMILIES,
     **INTERLEAVED_FAMILIES,
 }
@@ -68,12 +71,13 @@ def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Sha
     ERNIE's with names of their own."""
     at, last = OTHER_FAMILIES[config.architecture].layers_at, config.num_layers
     count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
-    behind = ("model.mtp_", *(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS))))
+    behind = ("model.mtp_", "mtp.", *(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS))))
     return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
 
 
 def published_name(architecture: str, name: str) -> str:
-    """A weight's full name, if its publisher omitted the family's prefix."""
+    """A weight's full name, if its publisher omitted the family's prefix or published more than the language model."""
+    name = name_of_text(name)
     family = OTHER_FAMILIES.get(architecture)
     if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
         return name

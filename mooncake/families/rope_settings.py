@@ -47,9 +47,9 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     num_positions = settings.integer("max_position_embeddings")
     if not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
+    kind = _FORMER_NAMES.get(kind, kind)
     if kind == "default":
         return Rope(theta, None, rotating, num_positions)
-    kind = _FORMER_NAMES.get(kind, kind)
     if kind not in _READERS:
         why = _REFUSALS.get(kind, "")
         raise ModelError(f"{settings.source} scales its positions by {kind!r}{why}; supported: {', '.join(_READERS)}")
@@ -64,7 +64,20 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     return Rope(theta, {"rope_type": kind, **scaling}, rotating, stretched)
 
 
-_FORMER_NAMES = {"su": "longrope"}
+def read_query_growth(settings: Settings) -> dict[str, object]:
+    """``ModelConfig.query_growth`` of Mistral's models of 2025 and later. Raises ModelError for invalid numbers."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
+    if not isinstance(parameters, dict) or not parameters:
+        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_parameters)")
+    rope = Settings(parameters, settings.source)
+    growth, span = rope.number("llama_4_scaling_beta", 0.0), rope.integer("original_max_position_embeddings", 0)
+    if not 0 <= growth < 1e6 or (growth and not 0 < span <= MAX_POSITIONS):
+        what = "llama_4_scaling_beta must not be negative, and needs original_max_position_embeddings"
+        raise ModelError(f"{settings.source}: {what}, got {growth} and {span}")
+    return {"query_growth": growth, "query_span": span} if growth else {}
+
+
+_FORMER_NAMES = {"su": "longrope", "mrope": "default"}  # M-RoPE, for text
 _REFUSALS = {"dynamic": ", so cached keys would have to be rotated again as their sequence grows"}
 
 

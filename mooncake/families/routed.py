@@ -22,7 +22,7 @@ from mooncake.model_config import LatentAttention, ModelConfig, Routing, Setting
 # DeepSeek-V2 (DeepSeek 2024a) and -V3 (DeepSeek 2024b)
 
 
-def _read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     for key in ("attention_bias", "mlp_bias"):
         if settings.flag(key, False):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
@@ -87,21 +87,21 @@ def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
     if settings.flag("norm_topk_prob", False):
         raise ModelError(f"{settings.source} asks for norm_topk_prob, which is not supported for this family")
     return {
-        **_read_deepseek(settings, shapes),
-        **_read_mixture(settings, "softmax", factor=1.0, is_grouped=method != "greedy"),
+        **read_deepseek(settings, shapes),
+        **read_mixture(settings, "softmax", factor=1.0, is_grouped=method != "greedy"),
     }
 
 
-def _read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (value := settings.get(key) or only) != only:
             raise ModelError(f"{settings.source} asks for {key} {value!r}; only {only!r} is supported for this family")
     if not settings.flag("rope_interleave", True):
         raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
-    return {**_read_deepseek(settings, shapes), **_read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True)}
+    return {**read_deepseek(settings, shapes), **read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True)}
 
 
-def _attention(config: ModelConfig) -> Shapes:
+def latent_attention(config: ModelConfig) -> Shapes:
     latent, hidden = config.latent, config.hidden_size
     assert latent is not None
     queries = config.num_heads * (latent.nope_dim + latent.rope_dim)
@@ -124,22 +124,22 @@ def _attention(config: ModelConfig) -> Shapes:
     }
 
 
-def _first_layer(config: ModelConfig) -> Shapes:
-    return _attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+def latent_first_layer(config: ModelConfig) -> Shapes:
+    return latent_attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
-def _layer(config: ModelConfig) -> Shapes:
-    return _attention(config) | _mixture(config)
+def latent_layer(config: ModelConfig) -> Shapes:
+    return latent_attention(config) | _mixture(config)
 
 
 # GLM-4.5 (GLM team 2025), dots.llm1 (rednote 2025), ERNIE 4.5 (Baidu 2025) and MiniMax-M2 (MiniMax 2025)
 
 
-def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_glm_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     settings = Settings({"partial_rotary_factor": 0.5, **settings.tree}, settings.source)
     return {
         **read_silu(settings, shapes, partial=True),
-        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
+        **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
         "intermediate_size": settings.integer("intermediate_size"),
         "qkv_bias": settings.flag("attention_bias", False),
         "qk_norm": settings.flag("use_qk_norm", False),
@@ -155,7 +155,7 @@ def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
     settings = Settings({"norm_topk_prob": False, **settings.tree}, settings.source)
     return {
         **read_silu(settings, shapes),
-        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
+        **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
         "intermediate_size": settings.integer("intermediate_size"),
         "qk_norm": True,
     }
@@ -178,7 +178,7 @@ def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     settings = Settings({**settings.tree, **mixture}, settings.source)
     return {
         **read_silu(settings, shapes, default_theta=500_000.0),
-        **_read_mixture(settings, "biased_softmax", factor=1.0, is_grouped=False),
+        **read_mixture(settings, "biased_softmax", factor=1.0, is_grouped=False),
         "intermediate_size": settings.integer("intermediate_size"),
     }
 
@@ -195,32 +195,32 @@ def _read_minimax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     settings = Settings({**settings.tree, **mixture, **partial}, settings.source)
     return {
         **read_silu(settings, shapes, default_theta=5_000_000.0, partial=True),
-        **_read_mixture(settings, "sigmoid", factor=1.0, is_grouped=False),
+        **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=False),
         "intermediate_size": settings.integer("intermediate_size"),
         "qk_norm": True,
     }
 
 
 def _minimax_layer(config: ModelConfig) -> Shapes:
-    return _glm_layer(config) | norms_over_heads(config)
+    return glm_layer(config) | norms_over_heads(config)
 
 
 def _glm_attention(config: ModelConfig) -> Shapes:
     return attention_shapes(config) | layer_norms(config)
 
 
-def _glm_first_layer(config: ModelConfig) -> Shapes:
+def glm_first_layer(config: ModelConfig) -> Shapes:
     return _glm_attention(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
-def _glm_layer(config: ModelConfig) -> Shapes:
+def glm_layer(config: ModelConfig) -> Shapes:
     return _glm_attention(config) | _mixture(config)
 
 
 # Mixtures
 
 
-def _read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: bool) -> dict[str, object]:
+def read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: bool) -> dict[str, object]:
     if settings.integer("moe_layer_freq", 1) != 1:
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
     expert_size, num_experts = settings.integer("moe_intermediate_size"), settings.integer("n_routed_experts")
@@ -255,15 +255,15 @@ def _mixture(config: ModelConfig) -> Shapes:
     if routing.has_choice_bias:
         one = (1,) if config.architecture == "ernie4_5_moe" else ()
         shapes[expert_names(config).choice_bias] = (*one, config.num_experts)
-    return shapes | (gated_shapes("mlp.shared_experts", hidden, shared) if shared else {})
+    return shapes | (gated_shapes(expert_names(config).shared, hidden, shared) if shared else {})
 
 
 ROUTED_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(_read_deepseek_v2, _layer, "model.layers", llama_top, first_shapes=_first_layer),
-    "deepseek_v3": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
-    "kimi_k2": Family(_read_deepseek_v3, _layer, "model.layers", llama_top, first_shapes=_first_layer),
-    "glm4_moe": Family(_read_glm, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
-    "dots1": Family(_read_dots, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
-    "ernie4_5_moe": Family(_read_ernie, _glm_layer, "model.layers", llama_top, first_shapes=_glm_first_layer),
+    "deepseek_v2": Family(_read_deepseek_v2, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "deepseek_v3": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "kimi_k2": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "glm4_moe": Family(read_glm_moe, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "dots1": Family(_read_dots, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "ernie4_5_moe": Family(_read_ernie, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
     "minimax_m2": Family(_read_minimax, _minimax_layer, "model.layers", llama_top),
 }

@@ -24,7 +24,7 @@ from mooncake.kernels.reference import Coding, Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
-from mooncake.model.rope import Tables
+from mooncake.model.rope import Tables, query_scales
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
@@ -43,7 +43,8 @@ class _Layer(ctypes.Structure):
 
 class _Decoder(ctypes.Structure):
     _fields_: ClassVar = [
-        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm", "kept")),
+        *((name, _POINTER) for name in ("layers", "embedding", "head", "adapters", "final_norm")),
+        *((name, _POINTER) for name in ("query_scales", "kept")),
         *((name, _LONG) for name in ("num_adapters", "num_layers", "num_positions", "hidden", "intermediate", "vocab")),
         ("num_kept", _LONG),
         *((name, _INT) for name in ("num_heads", "num_kv_heads", "head_dim", "last_owner")),
@@ -109,6 +110,7 @@ class CpuDecoder:
         self._results = _Results()
         self._weights, self._adapter_weights = _Packed(kernels, coding), _Packed(kernels)
         self._tables = tables
+        self._query_scales = query_scales(config, len(tables[0][0]))
         # What follows refers by address to what is before it, which is kept as long as this decoder.
         self._layers = (_Layer * len(places))(
             *(
@@ -132,6 +134,7 @@ class CpuDecoder:
             head=head,
             adapters=ctypes.addressof(self._adapter_table),
             final_norm=self._weights.vector(weight(weights, "model.norm.weight")),
+            query_scales=None if self._query_scales is None else self._query_scales.data_ptr(),
             kept=ctypes.addressof(self._kept_layers),
             num_adapters=len(self._adapters),
             num_layers=len(places),

@@ -17,7 +17,7 @@ from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
-from mooncake.model.rope import Tables, tables_by_layer
+from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
 
 
@@ -32,6 +32,7 @@ class Step:
     hook: LayerHook
     tables: Sequence[Tables]  # of each layer
     attention: Attention | None = None
+    query_scales: torch.Tensor | None = None  # as ``rope.query_scales``
 
     def attend(
         self,
@@ -57,6 +58,8 @@ class Step:
         self.hook.after_layer(layer)
         if query_scale is not None:
             query = query * query_scale
+        if self.query_scales is not None:
+            query = query * self.query_scales[batch.positions].to(query.dtype)[:, None, None]
         if self.attention is not None:
             return self.attention(layer, query, sinks).flatten(1)
         mixed = self.kernels.paged_attention(
@@ -100,7 +103,9 @@ class Decoder(ABC):
         self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
-        self._tables = tables_by_layer(config, self.max_model_len, getattr(self.kernels, "device", None))
+        device = getattr(self.kernels, "device", None)
+        self._tables = tables_by_layer(config, self.max_model_len, device)
+        self._query_scales = query_scales(config, self.max_model_len, device)
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -132,7 +137,9 @@ class Decoder(ABC):
         attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        step = Step(self.config, self.kernels, batch, cache.unbind(1), hook, self._tables, attention)
+        step = Step(
+            self.config, self.kernels, batch, cache.unbind(1), hook, self._tables, attention, self._query_scales
+        )
         hidden = self._embed(batch) if entering is None else entering.to(self.stream)
         for index in self.places:
             hidden = self._layer(index, hidden, step)

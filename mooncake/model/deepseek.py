@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.kernels import Linear
+from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
 from mooncake.model.rope import rotary_order
 from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
@@ -98,6 +98,14 @@ class DeepSeek(RoutedDecoder[_Layer]):
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
         return self.reduce(layer.output(torch.cat(values, 1)))
+
+
+class Mistral4(DeepSeek):
+    """Mistral 4 (Mistral 2026): queries that grow with their position, and all experts in one tensor."""
+
+    def take_experts(self, prefix: str) -> Experts:
+        gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start)
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

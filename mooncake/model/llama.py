@@ -30,7 +30,7 @@ from mooncake.model.layers import (
     weight,
 )
 from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
-from mooncake.model.rope import tables_by_layer
+from mooncake.model.rope import query_scales, tables_by_layer
 
 T = TypeVar("T")
 
@@ -63,7 +63,9 @@ class CausalLM:
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels = kernels or choose_kernels()
-        self._tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
+        device = getattr(kernels, "device", None)
+        self._tables = tables_by_layer(config, self.max_model_len, device)
+        self._query_scales = query_scales(config, self.max_model_len, device)
         self._reduce = reduce or _as_it_is
         self._places = places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
@@ -227,6 +229,8 @@ class CausalLM:
         )
         if owns_kv:
             hook.after_layer(kv_layer)
+        if self._query_scales is not None:
+            query = query * self._query_scales[positions].to(query.dtype)[:, None, None]
         return query
 
     def _attend(

@@ -12,7 +12,7 @@ from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
-from mooncake.model.deepseek import DeepSeek
+from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
@@ -21,7 +21,7 @@ from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe
+from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
@@ -36,6 +36,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gemma2": Gemma,
     "gemma3_text": Gemma,
     "qwen3_moe": MixtureOfExperts,
+    "qwen3_vl_moe_text": Qwen3VlMoe,
     "mixtral": MixtureOfExperts,
     "granite": Dense,
     "hunyuan_v1_dense": Hunyuan,
@@ -45,7 +46,13 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
+    "glm4_moe_lite": DeepSeek,
+    "youtu": DeepSeek,
+    "mistral4": Mistral4,
     "glm4_moe": GlmMoe,
+    "solar_open": GlmMoe,
+    "exaone_moe": GlmMoe,
+    "hy_v3": GlmMoe,
     "gpt_oss": GptOss,
     "olmoe": Olmoe,
     "granitemoe": GraniteMoe,

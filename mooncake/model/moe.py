@@ -99,3 +99,11 @@ class GraniteMoe(MixtureOfExperts):
             self.weight(f"{prefix}block_sparse_moe.{name}_linear.weight").unbind() for name in ("input", "output")
         )
         return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+
+
+class Qwen3VlMoe(MixtureOfExperts):
+    """Qwen3-VL's language model (Qwen team 2025): all experts in one tensor, with their inputs as rows."""
+
+    def _experts(self, prefix: str) -> Experts:
+        gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").mT.unbind() for name in ("gate_up", "down"))
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start)

@@ -52,6 +52,14 @@ def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.devic
     ]
 
 
+def query_scales(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> torch.Tensor | None:
+    """float32 [P]: what queries at each position are multiplied by; None: nothing (``ModelConfig.query_growth``)."""
+    if not config.query_growth:
+        return None
+    spans = torch.floor(torch.arange(num_positions) / config.query_span)
+    return (1 + config.query_growth * torch.log(1 + spans)).to(device)
+
+
 def no_rotation(num_positions: int, head_dim: int) -> Tables:
     """Tables that leave every element unchanged, bit for bit: models with learned positions rotate nothing."""
     half = head_dim // 2

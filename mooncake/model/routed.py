@@ -48,7 +48,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
             router=self.kernels.linear(self.weight(router).float()),
             choice_bias=self.vector(bias).float().flatten() if routing.has_choice_bias else None,
             experts=self.take_experts(prefix),
-            shared=self._take_gated(prefix + "mlp.shared_experts.") if self.config.shared_expert_size else None,
+            shared=self._take_gated(f"{prefix}{names.shared}.") if self.config.shared_expert_size else None,
         )
 
     def _take_gated(self, prefix: str) -> Mlp:

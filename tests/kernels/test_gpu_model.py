@@ -104,6 +104,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
     | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
+    "ministral3": LLAMA | {"query_growth": 0.5, "query_span": 16},
+    "mistral4": LATENT
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
+    | {"routing": Routing(1, expert_size=24, scoring="softmax", factor=1.0), "query_growth": 0.5, "query_span": 16},
+    "exaone_moe": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
+    | {"layer_windows": (24, 0), "still_layers": (1,)}
+    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.5, num_groups=2, top_groups=1)},
     "ernie4_5_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 32}
     | {"routing": Routing(1, expert_size=32, scoring="biased_softmax", factor=1.0)},

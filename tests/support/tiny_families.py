@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -461,9 +461,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 class Published:
     """A random model of transformers', and the folder that its publisher would upload."""
 
-    def __init__(self, family: str, folder: Path) -> None:
+    def __init__(
+        self, family: str, folder: Path, families: Mapping[str, Callable[[], PreTrainedModel]] = FAMILIES
+    ) -> None:
         torch.manual_seed(7)
-        self.theirs = FAMILIES[family]().eval()
+        self.theirs = families[family]().eval()
         with torch.no_grad():  # published models have neither zero biases nor all-one norms
             for name, parameter in (*self.theirs.named_parameters(), *self.theirs.named_buffers()):
                 is_bias = name.endswith("e_score_correction_bias")
@@ -474,9 +476,16 @@ class Published:
 
     def rewrite(self, **changes: object) -> None:
         """Change config.json; None removes a key."""
-        file = self.folder / "config.json"
-        tree = json.loads(file.read_text()) | changes
-        file.write_text(json.dumps({key: value for key, value in tree.items() if value is not None}))
+        tree = self.tree | changes
+        (self.folder / "config.json").write_text(
+            json.dumps({key: value for key, value in tree.items() if value is not None})
+        )
+
+    @property
+    def tree(self) -> dict[str, object]:
+        """What config.json says."""
+        tree: dict[str, object] = json.loads((self.folder / "config.json").read_text())
+        return tree
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -23,6 +23,7 @@ struct Decoder {
     const PackedLinear *embedding, *head;
     const LayerAdapter* const* adapters;  // by index, then by layer; null if there are none
     const float* final_norm;
+    const float* query_scales;  // [num_positions], what queries are multiplied by once they are rotated; null: nothing
     const int64_t* kept;  // layers whose inputs are kept in the cache, after the KV of all layers
     int64_t num_adapters, num_layers, num_positions, hidden, intermediate, vocab, num_kept;
     int32_t num_heads, num_kv_heads, head_dim, last_owner;  // last_owner: the last layer with its own KV, counted from the first one here
@@ -198,7 +199,18 @@ private:
             rope_write_kv<decltype(page)>(qkv_, call_.query_stride, rope(layer), positions_, cache, slots, rows,
                                           model_.num_heads, threads_);
         });
+        scale_queries(rows);
         return layer.owns_kv && after_ && after_(layer.kv_layer) ? STOPPED_BY_HOOK : OK;
+    }
+
+    void scale_queries(int64_t rows) {
+        if (!model_.query_scales) return;
+        const int64_t width = int64_t(model_.num_heads) * model_.head_dim;
+        parallel(rows, rows < 8 ? 1 : threads_, [&](int64_t t) {
+            const float scale = model_.query_scales[positions_[t]];
+            float* query = qkv_ + t * call_.query_stride;
+            for (int64_t i = 0; i < width; i++) query[i] *= scale;
+        });
     }
 
     int attend_to(int64_t index, const DecoderLayer& layer) {

@@ -1,0 +1,141 @@
+"""Families built of the parts of those in ``routed``: GLM-4.7-Flash, Youtu, Mistral 4, Solar Open, K-EXAONE and Hy3.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, gated_shapes, llama_top
+from mooncake.families.gated import expert_names, read_silu, router_shape, windows_in_turn
+from mooncake.families.rope_settings import read_query_growth
+from mooncake.families.routed import (
+    glm_first_layer,
+    glm_layer,
+    latent_attention,
+    latent_first_layer,
+    latent_layer,
+    read_deepseek,
+    read_deepseek_v3,
+    read_glm_moe,
+    read_mixture,
+)
+from mooncake.model_config import ModelConfig, Settings
+
+# With latent attention: GLM-4.7-Flash (GLM team 2026), Youtu (Tencent 2025) and Mistral 4 (Mistral 2026)
+
+
+def _read_glm_lite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    settings = Settings({"routed_scaling_factor": 1.8, **settings.tree}, settings.source)
+    return read_deepseek_v3(_with_dense_layers(settings), shapes)
+
+
+def _read_youtu(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    _refuse_halves(settings)
+    return read_deepseek(settings, shapes)
+
+
+def _read_mistral4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Its ``partial_rotary_factor`` repeats the sizes of the two parts of a head."""
+    _refuse_halves(settings)
+    if settings.integer("n_group", 1) != 1:
+        raise ModelError(f"{settings.source} chooses experts from groups (n_group), which is not supported")
+    rope = settings.get("rope_parameters")
+    own = (
+        {key: value for key, value in rope.items() if key != "partial_rotary_factor"} if isinstance(rope, dict) else {}
+    )
+    settings = Settings({"norm_topk_prob": True, **settings.tree, "rope_parameters": own}, settings.source)
+    return {
+        **read_deepseek(settings, shapes),
+        **read_mixture(settings, "softmax", factor=1.0, is_grouped=False),
+        **read_query_growth(settings),
+    }
+
+
+def _mistral4_layer(config: ModelConfig) -> Shapes:
+    """Experts are in one tensor, each with gates above ups."""
+    hidden, routing, count = config.hidden_size, config.routing, config.num_experts
+    assert routing is not None
+    shared = config.shared_expert_size
+    return {
+        **latent_attention(config),
+        **router_shape(config),
+        "mlp.experts.gate_up_proj": (count, 2 * routing.expert_size, hidden),
+        "mlp.experts.down_proj": (count, hidden, routing.expert_size),
+        **(gated_shapes(expert_names(config).shared, hidden, shared) if shared else {}),
+    }
+
+
+def _refuse_halves(settings: Settings) -> None:
+    if not settings.flag("rope_interleave", True):
+        raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
+
+
+# With ordinary attention: Solar Open (Upstage 2026), K-EXAONE (LG AI Research 2026) and Hy3 (Tencent 2026)
+
+
+def _read_solar(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Every layer has experts, and whole heads rotate."""
+    fixed = {"use_qk_norm": False, "first_k_dense_replace": 0}
+    inner = {"intermediate_size": settings.integer("moe_intermediate_size")}
+    usual = {"partial_rotary_factor": 1.0, "rope_theta": 1_000_000.0}
+    return read_glm_moe(Settings({**usual, **settings.tree, **fixed, **inner}, settings.source), shapes)
+
+
+def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """As in EXAONE 4, if some layers have a window, the others do not rotate."""
+    every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
+    num_layers = settings.integer("num_hidden_layers")
+    windows = windows_in_turn(settings, num_layers, every, 4096) if settings.get("sliding_window") else ()
+    still = tuple(layer for layer, window in enumerate(windows) if not window)
+    return {**_read_plain(settings, shapes), "layer_windows": windows, "still_layers": still}
+
+
+def _read_hy3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.flag("mlp_bias", False):
+        raise ModelError(f"{settings.source} asks for mlp_bias, which is not supported")
+    factor = {"routed_scaling_factor": settings.number("router_scaling_factor", 2.826), "norm_topk_prob": True}
+    return _read_plain(Settings({**settings.tree, **factor}, settings.source), shapes, default_theta=11_158_840.0)
+
+
+def _read_plain(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
+    """With norms of each head, and experts that are counted as in Qwen's mixtures."""
+    if settings.flag("attention_bias", False):
+        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    mixture = {
+        "n_routed_experts": settings.integer("num_experts"),
+        "n_shared_experts": settings.integer("num_shared_experts", 1),
+    }
+    settings = _with_dense_layers(Settings({**settings.tree, **mixture}, settings.source))
+    return {
+        **read_silu(settings, shapes, default_theta),
+        **read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True),
+        "intermediate_size": settings.integer("intermediate_size"),
+        "qk_norm": True,
+    }
+
+
+def _with_dense_layers(settings: Settings) -> Settings:
+    """With ``first_k_dense_replace``, which newer configurations say by the kind of each layer's MLP."""
+    kinds = settings.get("mlp_layer_types")
+    if kinds is None:
+        return Settings({"first_k_dense_replace": 1, **settings.tree}, settings.source)
+    num_layers = settings.integer("num_hidden_layers")
+    count = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * count + ["sparse"] * (num_layers - count):
+        raise ModelError(
+            f"{settings.source}: mlp_layer_types must be dense layers, then sparse ones, {num_layers} in all"
+        )
+    return Settings({**settings.tree, "first_k_dense_replace": count}, settings.source)
+
+
+ROUTED_MEMBERS: dict[str, Family] = {
+    "glm4_moe_lite": Family(_read_glm_lite, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "youtu": Family(_read_youtu, latent_first_layer, "model.layers", llama_top),
+    "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "solar_open": Family(_read_solar, glm_layer, "model.layers", llama_top),
+    "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "hy_v3": Family(_read_hy3, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+}

@@ -1,0 +1,117 @@
+"""Families built of the parts of others: folders as publishers write them, against transformers' own models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ranks import ranks_of
+from safetensors.torch import load_file, save_file
+from tiny_families import VOCAB, YARN, Published
+from tiny_members import GROWING, MEMBERS
+from tiny_mixtures import answers
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.errors import ModelError
+from mooncake.kernels import choose_kernels, reference
+from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.model.load import load_model
+
+PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
+
+
+@pytest.fixture(params=MEMBERS, scope="module")
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
+    return Published(request.param, tmp_path_factory.mktemp(request.param), MEMBERS)
+
+
+def greedy(folder: Published, use_reference: bool = False) -> list[list[int]]:
+    kernels = reference if use_reference else choose_kernels()
+    model = load_model(folder.checkpoint, "float32", kernels=kernels)
+    return answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+
+
+@pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
+def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
+    found = greedy(published, use_reference)
+    assert found == [published.greedy(prompt) for prompt in PROMPTS]
+    assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+
+
+OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3"]
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family == "mistral4" else pytest.param(family, marks=pytest.mark.slow) for family in OVER_RANKS],
+)
+def test_two_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
+    folder = Published(family, tmp_path, MEMBERS)
+    with ranks_of(str(tmp_path), 2, 60, 16) as ranks:
+        assert answers(ranks.model, ranks.cache, PROMPTS) == [folder.greedy(prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", OVER_RANKS)
+def test_what_leaves_a_stage_is_all_that_the_next_one_needs(family: str, tmp_path: Path) -> None:
+    checkpoint = Published(family, tmp_path, MEMBERS).checkpoint
+    num_layers = checkpoint.config.num_layers
+    stages = [load_model(checkpoint, "float32", layers=layers) for layers in (range(1), range(1, num_layers))]
+    whole, cache = (KVCache(checkpoint.kv_layout(16, "float32"), 60) for _ in range(2))
+    batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), 16, torch.tensor([74, 40]))
+    wanted = load_model(checkpoint, "float32").forward(batch, whole.tensor, NoHook())
+    between = torch.empty(len(PROMPTS[0]), checkpoint.config.hidden_size)
+    stages[0].forward(batch, cache.tensor, NoHook(), None, between)
+    assert torch.equal(stages[1].forward(batch, cache.tensor, NoHook(), between), wanted)
+    assert torch.equal(cache.tensor, whole.tensor)
+
+
+@pytest.mark.parametrize("family", ["ministral3", "mistral4"])
+def test_queries_grow_with_their_position(family: str, tmp_path: Path) -> None:
+    """Otherwise the tokens above would be no evidence of it."""
+    folder = Published(family, tmp_path, MEMBERS)
+    wanted = [folder.greedy(prompt) for prompt in PROMPTS]
+    folder.rewrite(rope_parameters=GROWING | {"llama_4_scaling_beta": 0.0})
+    assert greedy(folder) != wanted
+
+
+def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
+    folder = Published("k-exaone", tmp_path, MEMBERS)
+    file, config = tmp_path / "model.safetensors", folder.checkpoint.config
+    assert config.still_layers == (1,) and config.layer_windows == (20, 0, 20)
+    save_file(load_file(file) | {"mtp.fc.weight": torch.ones(96, 192)}, file)
+    assert folder.checkpoint.config == config
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "sentence"),
+    [
+        ("ministral3", {"rope_parameters": None}, "does not say how positions are scaled"),
+        ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": -0.5}}, "must not be negative"),
+        ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.5}}, "needs original_max_position_embeddings"),
+        ("ministral3", {"attention_bias": True}, "asks for attention_bias"),
+        ("mistral4", {"n_group": 2}, "from groups"),
+        ("mistral4", {"rope_interleave": False}, "rope_interleave"),
+        ("mistral4", {"n_routed_experts": 7}, "mlp.gate.weight has the shape"),
+        ("glm-4.7-flash", {"rope_interleave": False}, "rope_interleave"),
+        ("glm-4.7-flash", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense layers, then sparse"),
+        ("glm-4.7-flash", {"mlp_layer_types": ["dense", "sparse"]}, "4 in all"),
+        ("glm-4.7-flash", {"mlp_layer_types": "dense"}, "mlp_layer_types must be"),
+        ("youtu", {"rope_interleave": False}, "rope_interleave"),
+        ("youtu", {"attention_bias": True}, "asks for attention_bias"),
+        ("solar-open", {"n_group": 4}, "cannot be chosen from"),
+        ("k-exaone", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
+        ("k-exaone", {"num_experts": 9}, "cannot be chosen from"),
+        ("hy3", {"mlp_bias": True}, "asks for mlp_bias"),
+        ("hy3", {"attention_bias": True}, "asks for attention_bias"),
+        ("hy3", {"num_shared_experts": 2}, "mlp.shared_mlp.gate_proj.weight has the shape"),
+    ],
+)
+def test_what_is_not_supported_is_one_sentence(
+    family: str, change: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    Published(family, tmp_path, MEMBERS).rewrite(**change)
+    with pytest.raises(ModelError, match=sentence):
+        open_checkpoint(str(tmp_path))

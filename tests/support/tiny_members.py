@@ -1,0 +1,79 @@
+"""Small random models of transformers, of families that are built like others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+from tiny_families import GATED, GLM_MOE, LATENT, YARN
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM, PreTrainedModel
+
+WIDE = {"initializer_range": 0.2}
+GROWING = (
+    YARN
+    | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    | {
+        "factor": 16.0,
+        "original_max_position_embeddings": 32,
+    }
+)
+COUNTED = {
+    **{"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1},
+    **WIDE,
+}
+_FIRST = ("first_k_dense_replace",)
+
+
+def member(family: str, *settings: dict[str, Any], without: tuple[str, ...] = ()) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        # Copies: some configurations change what they are given.
+        wanted = {key: deepcopy(value) for given in settings for key, value in given.items() if key not in without}
+        config = AutoConfig.for_model(family, **wanted)
+        if isinstance(config, Mistral4Config):  # which the automatic class does not know
+            return Mistral4ForCausalLM(config)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        return model
+
+    return make
+
+
+MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
+    "ministral3": member("ministral3", GATED, WIDE, {"rope_parameters": GROWING}),
+    "ministral3-in-a-window": member(
+        "ministral3", GATED, WIDE, {"rope_parameters": GROWING, "sliding_window": 20, "tie_word_embeddings": True}
+    ),
+    "mistral4": member("mistral4", LATENT, {"q_lora_rank": 24, "n_routed_experts": 6, "rope_parameters": GROWING}),
+    "mistral4-without-dense-layers": member(
+        "mistral4",
+        LATENT,
+        {"q_lora_rank": None, "n_routed_experts": 6, "first_k_dense_replace": 0, "norm_topk_prob": False},
+        {"rope_parameters": GROWING | {"mscale_all_dim": 0.5}, "routed_scaling_factor": 1.5},
+    ),
+    "glm-4.7-flash": member("glm4_moe_lite", LATENT, {"q_lora_rank": 24, "n_routed_experts": 6}, without=_FIRST),
+    "glm-4.7-flash-in-groups": member(
+        "glm4_moe_lite",
+        LATENT,
+        {"q_lora_rank": 24, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+        {"mlp_layer_types": ["dense", "dense", "sparse", "sparse"]},
+        without=_FIRST,
+    ),
+    "youtu": member(
+        "youtu",
+        {
+            key: value
+            for key, value in LATENT.items()
+            if "moe" not in key and "expert" not in key and "first" not in key
+        },
+        {"q_lora_rank": 24, "initializer_range": 0.2, "embedding_initializer_range": 0.2},
+    ),
+    "solar-open": member("solar_open", GLM_MOE, {"n_shared_experts": 1}, without=(*_FIRST, "intermediate_size")),
+    "k-exaone": member(
+        "exaone_moe",
+        GATED,
+        COUNTED,
+        {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {"n_group": 4, "topk_group": 2},
+    ),
+    "hy3": member("hy_v3", GATED, COUNTED),
+}

@@ -1,0 +1,72 @@
+"""Small random multimodal models of transformers, whose language models we open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tiny_families import GATED, YARN
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+PIXTRAL = {"model_type": "pixtral", **SMALL, "patch_size": 14, "head_dim": 16}
+SIGLIP = {"model_type": "siglip_vision_model", **SMALL, "patch_size": 14}
+QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96}
+TEXT = {**GATED, "initializer_range": 0.2}
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
+
+
+def multimodal(family: str, text: dict[str, Any], **settings: Any) -> Callable[[], PreTrainedModel]:
+    def make() -> PreTrainedModel:
+        config = AutoConfig.for_model(family, text_config={**TEXT, **text}, **settings)
+        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
+        return model
+
+    return make
+
+
+MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
+    "mistral3": multimodal("mistral3", {"model_type": "mistral", "sliding_window": None}, vision_config=PIXTRAL),
+    "gemma3": multimodal(
+        "gemma3",
+        {
+            "model_type": "gemma3_text",
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        vision_config=SIGLIP,
+        mm_tokens_per_image=4,
+        initializer_range=0.15,
+    ),
+    "qwen2.5-vl": multimodal("qwen2_5_vl", {"rope_parameters": MROPE}, vision_config=QWEN_VISION),
+    "qwen3-vl": multimodal(
+        "qwen3_vl",
+        {"rope_parameters": MROPE | {"mrope_interleaved": True}},
+        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        tie_word_embeddings=True,
+    ),
+    "qwen3-vl-yarn": multimodal(
+        "qwen3_vl",
+        {"rope_parameters": YARN | {"mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+        vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "internvl": multimodal(
+        "internvl",
+        {"model_type": "qwen2"},
+        vision_config={"model_type": "internvl_vision", **SMALL, "image_size": [28, 28], "patch_size": [14, 14]},
+    ),
+    "llava": multimodal(
+        "llava", {"model_type": "llama"}, vision_config={"model_type": "clip_vision_model", **SMALL, "patch_size": 14}
+    ),
+}
+
+QWEN3_VL_MOE = multimodal(
+    "qwen3_vl_moe",
+    {"rope_parameters": MROPE, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
+    vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+)
