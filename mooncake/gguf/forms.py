@@ -8,7 +8,17 @@ from typing import Literal
 from mooncake.model_config import ModelConfig
 
 Form = Literal[
-    "as is", "plus one", "turned", "transposed", "expert", "in turn", "stacked", "ungrouped", "rows", "absorbed"
+    "as is",
+    "plus one",
+    "turned",
+    "transposed",
+    "expert",
+    "in turn",
+    "stacked",
+    "ungrouped",
+    "rows",
+    "absorbed",
+    "values",
 ]
 """How the file's tensors differ from the published weight.
 
@@ -22,6 +32,7 @@ Form = Literal[
 "rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
 "absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
               [heads, outputs, inputs] (latent attention's keys and values)
+"values"      they do not differ, and models need its values: they put its rows together anew (latent attention)
 """
 
 

@@ -13,7 +13,9 @@ from mooncake.gguf.names import LAYERS, LLAMA, PARTS, TOP
 from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 _CHOICE_BIAS = ".e_score_correction_bias"
+_LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 _TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
+_PUT_TOGETHER = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _LATENT = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
@@ -73,6 +75,8 @@ def _form(architecture: str, kind: str, suffix: str) -> Form:
         return "expert"
     if architecture in _TURNED and kind in ("self_attn.q_proj", "self_attn.k_proj"):
         return "turned"
+    if architecture in _LATENT_FAMILIES and kind.endswith(_PUT_TOGETHER):
+        return "values"
     if architecture in _PLUS_ONE and kind.endswith("norm") and suffix == "weight":
         return "plus one"
     if architecture == "gpt2" and suffix == "weight" and kind.startswith(("attn.", "mlp.")):

@@ -15,8 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers
 from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUF
 from mooncake.gguf.tokens import TokenType, Vocabulary, read_vocabulary, strings
-from mooncake.gguf.words import LLAMA3, TEKKEN, known_words, words_of
+from mooncake.gguf.words import KIMI, LLAMA3, TEKKEN, known_words, words_of
 from mooncake.text.chat_template import ChatTemplate
+from mooncake.text.tiktoken_file import MAX_TOKEN_BYTES, every_merge
 from mooncake.text.tokenizer import Tokenizer
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -42,7 +43,7 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int]) -> Tokenizer:
     if is_sentencepiece:
         backend = _sentencepiece(file, vocabulary, bool(prefix))
     else:
-        backend = _byte_level_bpe(vocabulary.tokens, strings(file, "tokenizer.ggml.merges"), pre, str(file.path))
+        backend = _byte_level_bpe(vocabulary, strings(file, "tokenizer.ggml.merges"), pre, str(file.path))
     control_ids = vocabulary.of_type(TokenType.CONTROL)
     backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
     backend.add_special_tokens([_added(token, True) for token in control_ids])
@@ -69,17 +70,22 @@ def _added(token: str, special: bool) -> AddedToken:
     return AddedToken(token, special=special, normalized=False)
 
 
-def _byte_level_bpe(tokens: Sequence[str], merges: Sequence[str], pre: str, source: str) -> tokenizers.Tokenizer:
+def _byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: str, source: str) -> tokenizers.Tokenizer:
+    """Kimi's merges are all that make a token, as in its tiktoken.model; files have one for each."""
     cut, normalizer = words_of(pre)
     if cut is None:
         raise ModelError(
             f"{source} uses the pre-tokenizer {pre!r} (tokenizer.ggml.pre), which is not supported; "
             f"supported: {', '.join(known_words())}"
         )
-    vocab = {token: i for i, token in enumerate(tokens)}
+    vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
+    ranks = vocabulary.of_type(TokenType.NORMAL) if pre in KIMI else {}
+    if max(map(len, ranks), default=0) > MAX_TOKEN_BYTES:
+        raise ModelError(f"the tokenizer in {source} has a token longer than {MAX_TOKEN_BYTES} bytes")
     try:
-        pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
-        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in (*LLAMA3, *TEKKEN)))
+        stored = ((left, right) for left, right in (merge.split(" ") for merge in merges))
+        pairs = list(every_merge(ranks) if pre in KIMI else stored)
+        backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in (*LLAMA3, *TEKKEN, *KIMI)))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
     backend.pre_tokenizer = cut

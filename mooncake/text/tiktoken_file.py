@@ -23,7 +23,7 @@ RESERVED = 256  # ids after the ranks, for control tokens; most have no name
 # The published pattern: runs of Han by themselves, words by case, numbers by three digits.
 _HAN, _UPPER, _LOWER = r"\p{Han}", r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_WORDS = "|".join(
+KIMI_WORDS = "|".join(
     (
         rf"[{_HAN}]+",
         rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}&&[^{_HAN}]]*[{_LOWER}&&[^{_HAN}]]+{_ENDING}",
@@ -50,9 +50,9 @@ def backend_from_tiktoken(
         return "".join(byte_names[byte] for byte in token)
 
     vocab = {spelled(token): rank for token, rank in ranks.items()}
-    merges = [(spelled(left), spelled(right)) for left, right in _merges(ranks)]
+    merges = list(every_merge(vocab))
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    words = pre_tokenizers.Split(Regex(KIMI_WORDS), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -77,10 +77,11 @@ def _read_ranks(path: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    for token in ranks:
+def every_merge(tokens: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    """All ways to split one of ``tokens`` (of a mapping, in the order of their ranks) into two others."""
+    for token in tokens:
         for cut in range(1, len(token)):
-            if token[:cut] in ranks and token[cut:] in ranks:
+            if token[:cut] in tokens and token[cut:] in tokens:
                 yield token[:cut], token[cut:]
 
 

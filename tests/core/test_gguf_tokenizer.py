@@ -264,6 +264,13 @@ def published_words(pre: str) -> Backend:
         ("falcon", "a1234567, b!! 12", ["a", "123", "456", "7", ",", " b", "!!", " ", "12"]),
         ("glm4", "abc 1234567!!\n", ["abc", " ", "123", "456", "7", "!!\n"]),
         ("deepseek-v3", "ab 1234中文字 x.foo\n", ["ab", " ", "123", "4", "中文字", " x", ".foo", "\n"]),
+        (
+            "deepseek-llm",
+            "ab 12中文 éա, x.foo \n",
+            ["ab", " ", "1", "2", "中文", " é", "ա", ",", " x", ".", "foo", " ", "\n"],
+        ),
+        ("deepseek-coder", "ab 12中文 éա, ა=$ \n", ["ab", " ", "1", "2", "中文", " éա", ",", " ", "ა", "=$ ", "\n"]),
+        ("kimi-k2", "fooBar's 1234中文abc", ["foo", "Bar's", " ", "123", "4", "中文", "abc"]),
         ("seed-coder", "abc 12!!\n", ["abc", " ", "1", "2", "!!", "\n"]),
     ],
 )
@@ -337,6 +344,10 @@ def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
         (
             {"model": "gpt2", "pre": "viking", "merges": ["a b"]},
             "'viking' (tokenizer.ggml.pre), which is not supported",
+        ),
+        (
+            {"model": "gpt2", "pre": "kimi-k2", "merges": ["a b"], "tokens": ["a" * 1025], "token_type": [1]},
+            "has a token longer than 1024 bytes",
         ),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["a q"]}, "the merges of the tokenizer in"),
     ],

@@ -7,16 +7,20 @@ import json
 from itertools import pairwise
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_gguf import finish
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mooncake.errors import ModelError
+from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.text.tokenizer import ChatMessage, Tokenizer, tokenizer_from_hf
 
 # As published, in the words of another library than the one that is tested.
@@ -76,14 +80,15 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 
 def defined_ids(text: str, ranks: dict[bytes, int]) -> list[int]:
-    ids = []
-    for word in WORDS.findall(text):
-        parts = [bytes([byte]) for byte in word.encode()]
-        while pairs := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
-            at = min(pairs)[1]
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        ids += [ranks[part] for part in parts]
-    return ids
+    return [ranks[part] for word in WORDS.findall(text) for part in merged(word.encode(), ranks)]
+
+
+def merged(word: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    parts = [bytes([byte]) for byte in word]
+    while pairs := [(ranks[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in ranks]:
+        at = min(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
 
 
 @pytest.mark.parametrize(
@@ -99,6 +104,38 @@ def test_ids_are_the_definitions(text: str, tokenizer: Tokenizer, ranks: dict[by
 @given(st.text(st.sampled_from("Theo quick's dlazy'veHELLO12 \n\r中文北京é;("), max_size=60))
 def test_any_text_has_the_definitions_ids(tokenizer: Tokenizer, ranks: dict[bytes, int], text: str) -> None:
     assert tokenizer.encode(text).tolist() == defined_ids(text, ranks)
+
+
+@pytest.fixture(scope="module")
+def converted(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """From a GGUF file as llama.cpp's converter writes it: with one merge a token, the last one on its way."""
+    names = bytes_to_unicode()
+    spelled = {token: "".join(names[byte] for byte in token) for token in ranks}
+    merges = []
+    for token, rank in ranks.items():
+        if len(token) > 1:
+            parts = merged(token, {other: number for other, number in ranks.items() if number < rank})
+            merges += [" ".join(spelled[part] for part in parts)] if len(parts) == 2 else []
+    writer = gguf.GGUFWriter(tmp_path_factory.mktemp("gguf") / "a.gguf", "deepseek2")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("kimi-k2")
+    kinds = gguf.TokenType
+    writer.add_token_list([*spelled.values(), "[BOS]", "<|im_end|>", "[PAD502]"])
+    writer.add_token_types([*[kinds.NORMAL] * len(ranks), kinds.CONTROL, kinds.CONTROL, kinds.UNUSED])
+    writer.add_token_merges(merges)
+    finish(writer)
+    assert writer.path is not None
+    return tokenizer_from_gguf(GGUFFile(writer.path), ())
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from("Theo quick's dlazy'veHELLO12 \n\r中文北京é;("), max_size=60))
+def test_a_gguf_file_of_the_same_model_gives_the_same_ids(
+    converted: Tokenizer, ranks: dict[bytes, int], text: str
+) -> None:
+    ids = converted.encode(text)
+    assert ids.tolist() == defined_ids(text, ranks)
+    assert converted.decode(ids) == text
 
 
 def test_runs_of_han_are_words_of_their_own(tokenizer: Tokenizer) -> None:

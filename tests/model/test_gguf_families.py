@@ -187,10 +187,15 @@ def is_coded(name: str) -> bool:
 
 
 def test_weights_that_become_values_are_not_counted_as_codes(tmp_path: Path) -> None:
-    """Granite's experts are put together from two tensors, GPT-2's matrices are transposed."""
+    """Granite's experts are put together from two tensors, GPT-2's matrices are transposed, and the rows of latent
+    attention's are put in another order."""
     mixture = Converted("granite-moe", tmp_path / "a", Kind.Q8_0).checkpoint
     sizes = {name: math.prod(shape) for name, shape in weight_shapes(mixture.config).items()}
     assert mixture.groups[0] == sum(size for name, size in sizes.items() if is_coded(name))
+    latent = Converted("deepseek-v3-wide", tmp_path / "c", Kind.Q8_0).checkpoint
+    sizes = {name: math.prod(shape) for name, shape in weight_shapes(latent.config).items()}
+    coded = [name for name in sizes if is_coded(name) and (".self_attn." not in name or ".o_proj." in name)]
+    assert latent.groups[0] == sum(sizes[name] for name in coded)
     assert Converted("gpt2", tmp_path / "b", Kind.Q8_0).checkpoint.groups[0] == VOCAB * 96  # the table of tokens
 
 
@@ -232,14 +237,17 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path) -> None:
     assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", ["deepseek-v2", "deepseek-v3-wide", "moonlight"])
-def test_older_files_have_keys_and_values_of_latent_attention_in_one_matrix(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "halves_too"), [("deepseek-v2", False), ("deepseek-v3-wide", True), ("moonlight", False)]
+)
+def test_older_files_have_keys_and_values_of_latent_attention_in_one_matrix(
+    family: str, halves_too: bool, tmp_path: Path
+) -> None:
     converted = Converted(family, tmp_path)
     expected = converted.checkpoint.config
-    converted.write_as_older_converters_did()
-    assert {"blk.0.attn_kv_b.weight"} == {
-        name for name in GGUFFile(converted.path).tensors if "blk.0.attn_kv_b" in name
-    }
+    converted.write_as_older_converters_did(halves_too)
+    tensors = GGUFFile(converted.path).tensors
+    assert "blk.0.attn_kv_b.weight" in tensors and ("blk.0.attn_k_b.weight" in tensors) == halves_too
     assert converted.checkpoint.config == expected
     assert greedy(converted.checkpoint) == [converted.published.greedy(prompt) for prompt in PROMPTS]
 

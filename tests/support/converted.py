@@ -111,7 +111,7 @@ class Converted:
         self.config = AutoConfig.from_pretrained(where)
         self.family = str(self.config.model_type)
         self._kinds = kind, expert_kind or kind
-        self._is_older = False
+        self._is_older, self._has_halves = False, True
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
         self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
@@ -168,9 +168,10 @@ class Converted:
             weights[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
         self._write(weights)
 
-    def write_as_older_converters_did(self) -> None:
-        """Latent attention as ordinary heads, whose keys and values are one matrix, and nothing about groups."""
-        self._is_older = True
+    def write_as_older_converters_did(self, halves_too: bool = False) -> None:
+        """Latent attention as ordinary heads, whose keys and values are one matrix (and in halves once more, in files
+        of some converters); and nothing about groups."""
+        self._is_older, self._has_halves = True, halves_too
         self._write(load_file(self.published.folder / "model.safetensors"))
 
     def _write(self, weights: Tensors) -> None:
@@ -241,11 +242,14 @@ class Converted:
             gate, up = tensor.split(config.intermediate_size, dim=-2)
             yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
             yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
-        elif "kv_b_proj" in name and not self._is_older:
+        elif "kv_b_proj" in name:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
             keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-            yield name.replace("kv_b", "k_b"), keys.mT
-            yield name.replace("kv_b", "v_b"), values
+            if self._has_halves:
+                yield name.replace("kv_b", "k_b"), keys.mT
+                yield name.replace("kv_b", "v_b"), values
+            if self._is_older:
+                yield name, tensor
         elif "query_key_value" in name:
             yield name, self._ungrouped(tensor)
         else:
