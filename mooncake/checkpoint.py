@@ -315,7 +315,8 @@ def _hf_config(
     """``spare`` weights may be present although the model does not need them."""
     family = settings.get("model_type")
     if not isinstance(family, str) or family not in (*FAMILIES, *OTHER_FAMILIES):
-        raise unsupported(f"the model_type {family!r} in {settings.source}", (*FAMILIES, *OTHER_FAMILIES))
+        what = f"the model_type {family!r} in {settings.source}"
+        raise unsupported(what, (*FAMILIES, *OTHER_FAMILIES), family)
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     named = {published_name(family, name): shape for name, shape in shapes.items()}
     if family in OTHER_FAMILIES:

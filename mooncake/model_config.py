@@ -73,7 +73,7 @@ class ModelConfig:
     sliding_window: int | None  # tokens a query sees, itself included; None: all
     bos_id: int | None
     eos_ids: tuple[int, ...]
-    activation: str = "silu"  # of the MLP: silu, relu, relu2 (squared), gelu, gelu_tanh
+    activation: str = "silu"  # of the MLP: silu, relu, relu2 (squared), gelu, gelu_tanh, xielu
     rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
     layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own sliding window, 0 for none

@@ -11,7 +11,26 @@ from mooncake.model_config import ModelConfig, Settings
 Shapes = dict[str, tuple[int, ...]]
 
 
-def unsupported(what: str, families: Iterable[str]) -> ModelError:
+_RECURRENT = "layers with a recurrent state in place of KV"
+_MISSING = {
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer, and several residual streams (AltUp)"),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), "embeddings of each layer, and heads of two sizes"),
+    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and norms of heads after they are rotated"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "an indexer that chooses which tokens attention sees"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _RECURRENT),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "rwkv"), _RECURRENT),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
+    "mllama": "attention to encoded images",
+    "mimo_v2_flash": "keys and values of different sizes",
+    "bitnet": "weights of three values",
+}
+"""By model_type, what models that are asked for need and we do not have."""
+
+
+def unsupported(what: str, families: Iterable[str], model_type: object = None) -> ModelError:
+    """``model_type`` as config.json names it."""
+    if isinstance(model_type, str) and model_type in _MISSING:
+        return ModelError(f"{what} is not supported: it needs {_MISSING[model_type]}")
     return ModelError(f"{what} is not supported; supported families: {', '.join(families)}")
 
 

@@ -14,7 +14,7 @@ from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
 
 
-def _read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     head_dim = settings.integer("head_dim", 256)
     rope = read_rope(settings, head_dim)
     if rope.scaling:
@@ -207,11 +207,11 @@ def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     }
     if wrong := [value for value in factors.values() if not 0 < value < 1e6]:
         raise ModelError(f"{settings.source}: multipliers and logits_scaling must be positive, got {wrong[0]}")
-    return {**_read_dense(settings, shapes), **factors}
+    return {**read_dense(settings, shapes), **factors}
 
 
 def _read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    values = _read_dense(_with_stretched_theta(settings), shapes)
+    values = read_dense(_with_stretched_theta(settings), shapes)
     return {**values, "qk_norm": True}
 
 
@@ -244,7 +244,7 @@ def _hunyuan_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_olmo2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    return {**_read_dense(settings, shapes), "qk_norm": True}
+    return {**read_dense(settings, shapes), "qk_norm": True}
 
 
 def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -253,7 +253,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     by_kind = parameters if isinstance(parameters, dict) else {}
     if "full_attention" in by_kind:
         settings = Settings({**settings.tree, "rope_parameters": by_kind["full_attention"]}, settings.source)
-    values = _read_dense(settings, shapes, default_theta=500_000.0)
+    values = read_dense(settings, shapes, default_theta=500_000.0)
     local = _rope_of_kind(settings, by_kind, "sliding_attention")
     return {
         **values,
@@ -265,7 +265,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
 
 def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """If some layers have a window, the others do not rotate."""
-    values = {**_read_dense(settings, shapes), "qk_norm": True}
+    values = {**read_dense(settings, shapes), "qk_norm": True}
     if settings.get("sliding_window") is None:
         return values
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
@@ -291,7 +291,7 @@ def norms_over_heads(config: ModelConfig) -> Shapes:
     }
 
 
-def _read_dense(
+def read_dense(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
     for key in ("attention_bias", "mlp_bias"):
@@ -377,7 +377,7 @@ def attention_shapes(config: ModelConfig) -> Shapes:
 
 
 GATED_FAMILIES: dict[str, Family] = {
-    "gemma2": Family(_read_gemma2, _gemma_layer, "model.layers", llama_top),
+    "gemma2": Family(read_gemma2, _gemma_layer, "model.layers", llama_top),
     "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
     "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
     "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
@@ -23,6 +24,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **GPT_FAMILIES,
     **LAYER_NORM_FAMILIES,
     **GATED_FAMILIES,
+    **DENSE_MEMBERS,
     **ROUTED_FAMILIES,
     **ROUTED_MEMBERS,
     **MIXTURE_FAMILIES,

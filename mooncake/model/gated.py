@@ -4,6 +4,7 @@ this frame."""
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -89,6 +90,7 @@ class _Layer:
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
+    activation: Callable[[torch.Tensor], torch.Tensor]
     down: Linear
 
 
@@ -99,7 +101,7 @@ class Dense(GatedDecoder[_Layer]):
     _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
 
     def _take(self, prefix: str) -> _Layer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         attention_norm, mlp_norm = self._norm_names
         query_norm, key_norm = (
             self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
@@ -111,9 +113,19 @@ class Dense(GatedDecoder[_Layer]):
             key_norm,
             self.linear(attention + "o_proj"),
             self.vector(f"{prefix}{mlp_norm}.weight"),
-            self.linear(mlp + "gate_proj", mlp + "up_proj"),
-            self.linear(mlp + "down_proj"),
+            self._take_gate_up(prefix),
+            self._take_activation(prefix),
+            self._take_down(prefix),
         )
+
+    def _take_gate_up(self, prefix: str) -> Linear:
+        return self.linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj")
+
+    def _take_activation(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return self.kernels.silu_mul
+
+    def _take_down(self, prefix: str) -> Linear:
+        return self.linear(prefix + "mlp.down_proj")
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
@@ -125,7 +137,7 @@ class Dense(GatedDecoder[_Layer]):
         return layer.output(step.attend(index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
-        return layer.down(self.kernels.silu_mul(layer.gate_up(hidden)))
+        return layer.down(layer.activation(layer.gate_up(hidden)))
 
 
 class Hunyuan(Dense):

@@ -1,6 +1,7 @@
-"""Gemma 2 and Gemma 3's text model over a paged cache (Gemma team 2024, 2025): local and global layers.
+"""Gemma, Gemma 2, VaultGemma and Gemma 3's text model over a paged cache (Gemma team 2024, 2025).
 
-Norms come before and after attention and the MLP, and stored norm weights have 1 subtracted. Gemma 2 soft-caps
+From Gemma 2 on layers are local and global, and norms come before and after attention and the MLP, but in VaultGemma,
+as in Gemma, only before them. Stored norm weights have 1 subtracted. Gemma 2 soft-caps
 attention scores and logits; Gemma 3 normalises queries and keys instead, and its local layers, those with a window,
 have their own RoPE base.
 """
@@ -24,17 +25,18 @@ class _Layer:
     query_norm: torch.Tensor | None  # Gemma 3
     key_norm: torch.Tensor | None
     output: Linear
-    behind_attention_norm: torch.Tensor
+    behind_attention_norm: torch.Tensor | None  # Gemma 2 and 3
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
-    behind_mlp_norm: torch.Tensor
+    behind_mlp_norm: torch.Tensor | None
 
 
 class Gemma(Decoder):
     def _build(self) -> None:
         config = self.config
         self._activation = activation(config.activation)
+        self._has_late_norms = config.architecture not in ("gemma", "vaultgemma")
         self._embedding = self._head = self.linear("model.embed_tokens")
         if not config.tie_embeddings:
             self._head = self.linear("lm_head")
@@ -47,18 +49,21 @@ class Gemma(Decoder):
         return vector(1.0 + self.weight(f"{name}.weight").float(), self.kernels)
 
     def _take(self, prefix: str) -> _Layer:
-        attention, mlp, has_norms = prefix + "self_attn.", prefix + "mlp.", self.config.qk_norm
+        config, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
+        has_norms = config.qk_norm
         return _Layer(
             self._norm(prefix + "input_layernorm"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
             self._norm(attention + "q_norm") if has_norms else None,
             self._norm(attention + "k_norm") if has_norms else None,
             self.linear(attention + "o_proj"),
-            self._norm(prefix + "post_attention_layernorm"),
-            self._norm(prefix + "pre_feedforward_layernorm"),
+            self._norm(prefix + "post_attention_layernorm") if self._has_late_norms else None,
+            self._norm(
+                f"{prefix}{'post_attention' if config.architecture == 'gemma' else 'pre_feedforward'}_layernorm"
+            ),
             self.linear(mlp + "gate_proj", mlp + "up_proj"),
             self.linear(mlp + "down_proj"),
-            self._norm(prefix + "post_feedforward_layernorm"),
+            self._norm(prefix + "post_feedforward_layernorm") if self._has_late_norms else None,
         )
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -69,9 +74,12 @@ class Gemma(Decoder):
         layer, norm, eps = self._layers[index], self.kernels.rms_norm, self.config.rms_eps
         qkv = layer.qkv(norm(hidden, layer.attention_norm, eps))
         attended = layer.output(step.attend(index, qkv, layer.query_norm, layer.key_norm))
-        hidden = hidden + norm(attended, layer.behind_attention_norm, eps)
+        hidden = hidden + self._behind(attended, layer.behind_attention_norm)
         gate, up = layer.gate_up(norm(hidden, layer.mlp_norm, eps)).chunk(2, dim=-1)
-        return hidden + norm(layer.down(self._activation(gate) * up), layer.behind_mlp_norm, eps)
+        return hidden + self._behind(layer.down(self._activation(gate) * up), layer.behind_mlp_norm)
+
+    def _behind(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
+        return update if norm is None else self.kernels.rms_norm(update, norm, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         cap = self.config.logit_cap

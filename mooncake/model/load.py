@@ -13,6 +13,7 @@ from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek, Mistral4
+from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
@@ -46,6 +47,11 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "deepseek_v2": DeepSeek,
     "deepseek_v3": DeepSeek,
     "kimi_k2": DeepSeek,
+    "gemma": Gemma,
+    "vaultgemma": Gemma,
+    "arcee": Arcee,
+    "apertus": Apertus,
+    "granitemoehybrid": GraniteHybrid,
     "glm4_moe_lite": DeepSeek,
     "youtu": DeepSeek,
     "mistral4": Mistral4,

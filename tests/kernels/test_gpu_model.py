@@ -104,6 +104,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
     | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
+    "gemma": LLAMA | {"tie_embeddings": True, "activation": "gelu_tanh"},
+    "arcee": LLAMA | {"activation": "relu2"},
+    "apertus": LLAMA | {"activation": "xielu", "qk_norm": True},
+    "granitemoehybrid": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "attention_scale": 0.15},
     "ministral3": LLAMA | {"query_growth": 0.5, "query_span": 16},
     "mistral4": LATENT
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}

@@ -42,6 +42,7 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 
 
 OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3"]
+IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4"]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_two_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
         assert answers(ranks.model, ranks.cache, PROMPTS) == [folder.greedy(prompt) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", OVER_RANKS)
+@pytest.mark.parametrize("family", IN_STAGES)
 def test_what_leaves_a_stage_is_all_that_the_next_one_needs(family: str, tmp_path: Path) -> None:
     checkpoint = Published(family, tmp_path, MEMBERS).checkpoint
     num_layers = checkpoint.config.num_layers
@@ -104,6 +105,19 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("solar-open", {"n_group": 4}, "cannot be chosen from"),
         ("k-exaone", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
         ("k-exaone", {"num_experts": 9}, "cannot be chosen from"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma", {"hidden_activation": "mish"}, "activation 'mish'"),
+        ("vaultgemma", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
+        ("afm", {"hidden_act": "mish"}, "activation 'mish'"),
+        ("afm", {"mlp_bias": True}, "asks for mlp_bias"),
+        ("apertus", {"hidden_act": "silu"}, "only xielu"),
+        ("apertus", {"rope_parameters": None}, "does not say how positions are scaled"),
+        ("granite-4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of Mamba"),
+        ("granite-4", {"layer_types": None}, "layers of Mamba"),
+        ("granite-4", {"num_local_experts": 4}, "experts beside a dense MLP"),
+        ("hy3", {"model_type": "gemma4"}, "embeddings of each layer, and heads of two sizes"),
+        ("hy3", {"model_type": "llama4"}, "it needs attention in chunks"),
+        ("hy3", {"model_type": "qwen3_next"}, "a recurrent state in place of KV"),
         ("hy3", {"mlp_bias": True}, "asks for mlp_bias"),
         ("hy3", {"attention_bias": True}, "asks for attention_bias"),
         ("hy3", {"num_shared_experts": 2}, "mlp.shared_mlp.gate_proj.weight has the shape"),

@@ -22,6 +22,15 @@ COUNTED = {
     **{"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 1},
     **WIDE,
 }
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 12e6, "factor": 8.0, "original_max_position_embeddings": 64},
+    **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+GRANITE_4 = {
+    **{"num_local_experts": 0, "shared_intermediate_size": 112, "layer_types": ["full_attention"] * 3, **WIDE},
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.15, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    **{"mamba_n_heads": 4, "mamba_d_head": 48},
+}
 _FIRST = ("first_k_dense_replace",)
 
 
@@ -75,5 +84,17 @@ MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
         {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
         {"n_group": 4, "topk_group": 2},
     ),
+    "gemma": member("gemma", GATED, WIDE, {"initializer_range": 0.15}),
+    "gemma-with-a-head": member("gemma", GATED, WIDE, {"hidden_act": "gelu", "tie_word_embeddings": False}),
+    "vaultgemma": member(
+        "vaultgemma",
+        GATED,
+        {"sliding_window": 20, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, **WIDE},
+        {"final_logit_softcapping": None, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "afm": member("arcee", GATED, WIDE, {"rope_parameters": YARN}),
+    "apertus": member("apertus", GATED, WIDE, {"rope_parameters": LLAMA3}),
+    "granite-4": member("granitemoehybrid", GATED, GRANITE_4, {"position_embedding_type": "rope"}),
+    "granite-4-without-rotation": member("granitemoehybrid", GATED, GRANITE_4, {"tie_word_embeddings": True}),
     "hy3": member("hy_v3", GATED, COUNTED),
 }

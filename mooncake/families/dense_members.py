@@ -1,0 +1,111 @@
+"""Dense families built of the parts of others: Gemma, VaultGemma, AFM, Apertus and Granite 4 without Mamba. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.families.gated import attention_shapes, layer_norms, read_dense, read_gemma2, read_granite
+from mooncake.model_config import ModelConfig, Settings
+
+# Gemma (Gemma team 2024) and VaultGemma (Google 2025)
+
+
+def _read_gemma(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.get("use_bidirectional_attention"):
+        raise ModelError(f"{settings.source} asks for use_bidirectional_attention, which is not supported")
+    key = "hidden_activation" if settings.get("hidden_activation") else "hidden_act"
+    return {
+        **_read_any(Settings({"head_dim": 256, **settings.tree}, settings.source), shapes),
+        "activation": activation(settings, key, "gelu_pytorch_tanh"),
+        "tie_embeddings": settings.flag("tie_word_embeddings", True),
+    }
+
+
+def _gemma_layer(config: ModelConfig) -> Shapes:
+    gated = gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return attention_shapes(config) | layer_norms(config) | gated
+
+
+def _vault_gemma_layer(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    norms = {f"{name}.weight": (hidden,) for name in ("input_layernorm", "pre_feedforward_layernorm")}
+    return {**attention_shapes(config), **gated_shapes("mlp", hidden, config.intermediate_size), **norms}
+
+
+# AFM-4.5B (Arcee 2025) and Apertus (Swiss AI 2025), whose MLPs have no gate
+
+
+def _read_arcee(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {**_read_any(settings, shapes), "activation": activation(settings, "hidden_act", "relu2")}
+
+
+def _arcee_layer(config: ModelConfig) -> Shapes:
+    return attention_shapes(config) | layer_norms(config) | _ungated(config)
+
+
+def _ungated(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {"mlp.up_proj.weight": (inner, hidden), "mlp.down_proj.weight": (hidden, inner)}
+
+
+def _read_apertus(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if (name := settings.get("hidden_act") or "xielu") != "xielu":
+        raise ModelError(f"{settings.source} asks for the activation {name!r}; only xielu is supported for this family")
+    if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+    return {**_read_any(settings, shapes, default_theta=12e6), "activation": "xielu", "qk_norm": True}
+
+
+def _apertus_layer(config: ModelConfig) -> Shapes:
+    """Each layer has an activation of its own."""
+    shape: Shapes = {
+        "mlp.act_fn.alpha_p": (1,),
+        "mlp.act_fn.alpha_n": (1,),
+        "mlp.act_fn.beta": (),
+        "mlp.act_fn.eps": (),
+    }
+    norms = {f"{name}_layernorm.weight": (config.hidden_size,) for name in ("attention", "feedforward")}
+    return {**attention_shapes(config), **norms, **_ungated(config), **shape}
+
+
+# Granite 4 without Mamba: Micro, 1B, 350M (Granite team, IBM 2025)
+
+
+def _read_granite_hybrid(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    kinds, num_layers = settings.get("layer_types"), settings.integer("num_hidden_layers")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"attention", "full_attention"}:
+        raise ModelError(f"{settings.source} has layers of Mamba, whose recurrent state is not supported")
+    if settings.integer("num_local_experts", 8):
+        raise ModelError(f"{settings.source} has experts beside a dense MLP, which is not supported for this family")
+    inner = {"intermediate_size": settings.integer("shared_intermediate_size", 1024)}
+    values = read_granite(Settings({**settings.tree, **inner}, settings.source), shapes)
+    rotates = settings.get("position_embedding_type") == "rope"
+    return {**values, "still_layers": () if rotates else tuple(range(num_layers))}
+
+
+def _granite_hybrid_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **attention_shapes(config),
+        **layer_norms(config),
+        "shared_mlp.input_linear.weight": (2 * inner, hidden),
+        "shared_mlp.output_linear.weight": (hidden, inner),
+    }
+
+
+def _read_any(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
+) -> dict[str, object]:
+    """As ``read_dense``, with any activation."""
+    return read_dense(Settings({**settings.tree, "hidden_act": "silu"}, settings.source), shapes, default_theta)
+
+
+DENSE_MEMBERS: dict[str, Family] = {
+    "gemma": Family(_read_gemma, _gemma_layer, "model.layers", llama_top),
+    "vaultgemma": Family(read_gemma2, _vault_gemma_layer, "model.layers", llama_top),
+    "arcee": Family(_read_arcee, _arcee_layer, "model.layers", llama_top),
+    "apertus": Family(_read_apertus, _apertus_layer, "model.layers", llama_top),
+    "granitemoehybrid": Family(_read_granite_hybrid, _granite_hybrid_layer, "model.layers", llama_top),
+}
