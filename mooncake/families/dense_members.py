@@ -1,4 +1,5 @@
-"""Dense families built of the parts of others: Gemma, VaultGemma, AFM, Apertus and Granite 4 without Mamba. Torch-free."""
+"""Dense families built of the parts of others: Gemma, VaultGemma, AFM, Apertus, and Granite 4 without Mamba.
+Torch-free."""
 
 from __future__ import annotations
 
