@@ -27,8 +27,11 @@ FAMILIES = (
     LCKV,
 )
 
-_REFUSED = {"seed_oss": ("attention_out_bias", "mlp_bias"), "ernie4_5": ("use_bias",)}
-_REFUSED["iquestcoder"] = "attention_bias", "mlp_bias", "clip_qkv", "use_sliding_window"
+_REFUSED = {
+    "seed_oss": ("attention_out_bias", "mlp_bias"),
+    "ernie4_5": ("use_bias",),
+    "iquestcoder": ("attention_bias", "mlp_bias", "clip_qkv", "use_sliding_window"),
+}
 _WIDE_HEADS = (
     "qwen3",
     "ministral3",

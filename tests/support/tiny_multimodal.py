@@ -84,3 +84,10 @@ QWEN3_VL_MOE = multimodal(
     {"rope_parameters": MROPE, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
     vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
 )
+
+KIMI = multimodal(
+    "kimi_k25",
+    {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": 24, "n_routed_experts": 6, "n_group": 1, "topk_group": 1},
+    without=("head_dim", "num_key_value_heads"),
+    vision_config=SMALL | {"image_size": 224},
+)
