@@ -42,11 +42,15 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
     _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
 
     def _take(self, prefix: str) -> _Layer:
-        attention, has_norms = prefix + "self_attn.", self.config.qk_norm
+        attention = prefix + "self_attn."
+        query_norm, key_norm = (
+            self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
+        )
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
-            *(self.vector(f"{attention}{name}.weight") if has_norms else None for name in self._head_norm_names),
+            query_norm,
+            key_norm,
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(prefix + expert_names(self.config).router),
