@@ -159,6 +159,8 @@ class ExpertNames:
 _NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    "afmoe": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias"),
+    "hunyuan_v1_moe": ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp"),
     "exaone_moe": ExpertNames(choice_bias="mlp.e_score_correction_bias"),
     "hy_v3": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp"),
     "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
@@ -210,7 +212,7 @@ def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     return {**read_dense(settings, shapes), **factors}
 
 
-def _read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     values = read_dense(_with_stretched_theta(settings), shapes)
     return {**values, "qk_norm": True}
 
@@ -382,7 +384,7 @@ GATED_FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
     "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
     "granite": Family(read_granite, _pre_normed_layer, "model.layers", llama_top),
-    "hunyuan_v1_dense": Family(_read_hunyuan, _hunyuan_layer, "model.layers", llama_top),
+    "hunyuan_v1_dense": Family(read_hunyuan, _hunyuan_layer, "model.layers", llama_top),
     "olmo2": Family(_read_olmo2, _olmo_layer, "model.layers", llama_top),
     "olmo3": Family(_read_olmo3, _olmo_layer, "model.layers", llama_top),
     "exaone4": Family(_read_exaone4, _post_normed_layer, "model.layers", llama_top),

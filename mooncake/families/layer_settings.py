@@ -81,7 +81,7 @@ def _windows(settings: Settings, family: str, num_layers: int) -> list[int]:
 
 def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> list[int]:
     window, num_full = settings.integer("sliding_window", 0), 0
-    if family in ("llama", "seed_oss", "ernie4_5"):
+    if family in ("llama", "seed_oss", "ernie4_5", "iquestcoder"):
         window = 0
     elif family == "phi3":  # Phi-4-mini's window is larger than its context
         window = window if window < settings.integer("max_position_embeddings") else 0

@@ -13,10 +13,32 @@ from mooncake.model_config import ModelConfig, Settings
 REARRANGED = ("phi3", "ernie4_5")
 """Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "ministral", "ministral3", "smollm3", "seed_oss", *REARRANGED, LCKV)
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "ministral",
+    "ministral3",
+    "smollm3",
+    "seed_oss",
+    "iquestcoder",
+    *REARRANGED,
+    LCKV,
+)
 
-_REFUSED = {"seed_oss": ("attention_out_bias", "mlp_bias"), "ernie4_5": ("use_bias",)}
-_WIDE_HEADS = ("qwen3", "ministral3", "seed_oss", "ernie4_5")  # of 128 elements, if config.json does not say
+_REFUSED = {
+    "seed_oss": ("attention_out_bias", "mlp_bias"),
+    "ernie4_5": ("use_bias",),
+    "iquestcoder": ("attention_bias", "mlp_bias", "clip_qkv", "use_sliding_window"),
+}
+_WIDE_HEADS = (
+    "qwen3",
+    "ministral3",
+    "seed_oss",
+    "ernie4_5",
+    "iquestcoder",
+)  # of 128 elements, if config.json does not say
 _THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0}
 
 _KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")

@@ -1,4 +1,4 @@
-"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, Qwen3-VL's, OLMoE and Granite's. Torch-free."""
+"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, Qwen3-VL's, Hunyuan's, OLMoE and Granite's. Torch-free."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, llama_top
 from mooncake.families.gated import (
     attention_shapes,
+    expert_names,
     layer_norms,
     moe_layer,
     norms_over_heads,
     read_granite,
+    read_hunyuan,
     read_qwen_moe,
     read_silu,
     router_shape,
@@ -138,10 +140,42 @@ def _qwen3_vl_moe_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# Hunyuan's mixtures (Hunyuan-A13B, Tencent 2025)
+
+
+def _read_hunyuan_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    values = read_hunyuan(settings, shapes)
+    return {
+        **values,
+        "num_experts": _of_every_layer(settings, "num_experts"),
+        "experts_per_token": _of_every_layer(settings, "moe_topk"),
+        "shared_expert_size": values["intermediate_size"],
+        "norm_expert_weights": True,
+    }
+
+
+def _of_every_layer(settings: Settings, key: str) -> int:
+    """A number that may be given for each layer."""
+    given = settings.get(key)
+    if isinstance(given, list):
+        if not given or any(each != given[0] for each in given):
+            raise ModelError(f"{settings.source}: {key} differs between layers, which is not supported")
+        settings = Settings({key: given[0]}, settings.source)
+    return settings.integer(key, 1)
+
+
+def _hunyuan_moe_layer(config: ModelConfig) -> Shapes:
+    shared = gated_shapes(expert_names(config).shared, config.hidden_size, config.shared_expert_size)
+    norms = {f"self_attn.{name}_layernorm.weight": (config.head_dim,) for name in ("query", "key")}
+    layer = {name: shape for name, shape in moe_layer(config).items() if "_norm." not in name}
+    return {**layer, **norms, **shared}
+
+
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
     "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
     "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
     "qwen3_vl_moe_text": Family(_read_qwen3_vl_moe, _qwen3_vl_moe_layer, "model.layers", llama_top),
+    "hunyuan_v1_moe": Family(_read_hunyuan_moe, _hunyuan_moe_layer, "model.layers", llama_top),
     "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
 }

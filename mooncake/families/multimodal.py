@@ -29,7 +29,13 @@ _GEMMA3_DEFAULTS = {
 _SHARED = ("quantization_config", "compression_config", "bos_token_id", "eos_token_id")
 _OTHER_PARTS = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "image_newline"),
-    *("model.vision_tower.", "model.visual.", "model.multi_modal_projector.", "model.image_newline"),
+    *(
+        "model.vision_tower.",
+        "model.visual.",
+        "model.multi_modal_projector.",
+        "model.mm_projector.",
+        "model.image_newline",
+    ),
 )
 _PREFIXES = {
     "language_model.model.": "model.",

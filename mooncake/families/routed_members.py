@@ -1,5 +1,5 @@
-"""Families built of the parts of those in ``routed``: GLM-4.7-Flash, Youtu, Mistral 4, Solar Open, K-EXAONE and Hy3.
-Torch-free."""
+"""Families built of the parts of those in ``routed``: GLM-4.7-Flash, Youtu, Mistral 4, Solar Open, K-EXAONE, Hy3 and
+Trinity. Torch-free."""
 
 from __future__ import annotations
 
@@ -98,6 +98,47 @@ def _read_hy3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
     return _read_plain(Settings({**settings.tree, **factor}, settings.source), shapes, default_theta=11_158_840.0)
 
 
+# Trinity (AFMoE, Arcee 2025)
+
+
+def _read_afmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Only layers with a window rotate."""
+    if (settings.get("score_func") or "sigmoid") != "sigmoid" or not settings.flag("route_norm", True):
+        raise ModelError(f"{settings.source} chooses experts by other scores than normalised sigmoids (score_func)")
+    mixture = {
+        "num_shared_experts": settings.integer("num_shared_experts", 2),
+        "mlp_layer_types": None,
+        "first_k_dense_replace": settings.integer("num_dense_layers", 1),
+        "routed_scaling_factor": settings.number("route_scale", 1.0),
+        "norm_topk_prob": True,
+    }
+    hidden, every = settings.integer("hidden_size"), settings.integer("global_attn_every_n_layers", 4)
+    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 1024)
+    return {
+        **_read_plain(Settings({"head_dim": 128, **settings.tree, **mixture}, settings.source), shapes),
+        "layer_windows": windows,
+        "still_layers": tuple(layer for layer, window in enumerate(windows) if not window),
+        "embedding_factor": hidden**0.5 if settings.flag("mup_enabled", False) else 1.0,
+    }
+
+
+def _afmoe_norms(config: ModelConfig) -> Shapes:
+    """And the gate of attention, which the layers of others lack."""
+    hidden = config.hidden_size
+    return {
+        **{f"{name}_mlp_layernorm.weight": (hidden,) for name in ("pre", "post")},
+        "self_attn.gate_proj.weight": (config.num_heads * config.head_dim, hidden),
+    }
+
+
+def _afmoe_layer(config: ModelConfig) -> Shapes:
+    return glm_layer(config) | _afmoe_norms(config)
+
+
+def _afmoe_first_layer(config: ModelConfig) -> Shapes:
+    return glm_first_layer(config) | _afmoe_norms(config)
+
+
 def _read_plain(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
@@ -137,5 +178,6 @@ ROUTED_MEMBERS: dict[str, Family] = {
     "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
     "solar_open": Family(_read_solar, glm_layer, "model.layers", llama_top),
     "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "afmoe": Family(_read_afmoe, _afmoe_layer, "model.layers", llama_top, first_shapes=_afmoe_first_layer),
     "hy_v3": Family(_read_hy3, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
 }

@@ -11,6 +11,7 @@ from mooncake.host_memory import gives_back_memory
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
+from mooncake.model.afmoe import Afmoe
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid
@@ -22,7 +23,7 @@ from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import GraniteMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
+from mooncake.model.moe import GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
@@ -58,6 +59,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "glm4_moe": GlmMoe,
     "solar_open": GlmMoe,
     "exaone_moe": GlmMoe,
+    "afmoe": Afmoe,
+    "hunyuan_v1_moe": HunyuanMoe,
     "hy_v3": GlmMoe,
     "gpt_oss": GptOss,
     "olmoe": Olmoe,

@@ -6,6 +6,7 @@ A step computes each expert once, for the tokens that chose it (``reference.Expe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -17,9 +18,9 @@ from mooncake.model.gated import GatedDecoder
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """The expert that every token uses, weighted by a gate computed from the token."""
+    """The expert that every token uses."""
 
-    share: Linear  # [1, hidden]
+    share: Linear | None  # [1, hidden]: its weight is computed from the token (Qwen2-MoE)
     gate_up: Linear
     down: Linear
 
@@ -34,28 +35,34 @@ class _Layer:
     mlp_norm: torch.Tensor
     router: Linear
     experts: Experts
-    shared: _Shared | None  # Qwen2-MoE
+    shared: _Shared | None  # Qwen2-MoE, Hunyuan
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
+    _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
+
     def _take(self, prefix: str) -> _Layer:
-        attention, has_norms = prefix + "self_attn.", self.config.qk_norm
+        attention = prefix + "self_attn."
+        query_norm, key_norm = (
+            self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
+        )
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
-            self.vector(attention + "q_norm.weight") if has_norms else None,
-            self.vector(attention + "k_norm.weight") if has_norms else None,
+            query_norm,
+            key_norm,
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_attention_layernorm.weight"),
             self.linear(prefix + expert_names(self.config).router),
             self._experts(prefix),
-            self._shared(prefix + "mlp.shared_expert") if self.config.shared_expert_size else None,
+            self._shared(prefix) if self.config.shared_expert_size else None,
         )
 
     def _experts(self, prefix: str) -> Experts:
         return self.take_experts(prefix)
 
-    def _shared(self, name: str) -> _Shared:
+    def _shared(self, prefix: str) -> _Shared:
+        name = prefix + "mlp.shared_expert"
         gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
         return _Shared(self.linear(f"{name}_gate"), gate_up, self.linear(f"{name}.down_proj"))
 
@@ -67,7 +74,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         mixed = self._mixture(layer, normed)
         if layer.shared is not None:
             shared = layer.shared.down(self.kernels.silu_mul(layer.shared.gate_up(normed)))
-            mixed = mixed + layer.shared.share(normed).sigmoid() * shared
+            mixed = mixed + (shared if layer.shared.share is None else layer.shared.share(normed).sigmoid() * shared)
         return self._add(hidden, self.reduce(mixed))
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
@@ -99,6 +106,23 @@ class GraniteMoe(MixtureOfExperts):
             self.weight(f"{prefix}block_sparse_moe.{name}_linear.weight").unbind() for name in ("input", "output")
         )
         return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+
+
+class HunyuanMoe(MixtureOfExperts):
+    """Hunyuan's mixtures (Tencent 2025): queries and keys are normalised after they are rotated (``gated.Hunyuan``)."""
+
+    _head_norm_names = "query_layernorm", "key_layernorm"
+
+    def _shared(self, prefix: str) -> _Shared:
+        name = prefix + expert_names(self.config).shared
+        gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
+        return _Shared(None, gate_up, self.linear(f"{name}.down_proj"))
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        assert layer.query_norm is not None and layer.key_norm is not None
+        plain = torch.ones_like(layer.query_norm)
+        return step.attend(index, qkv, plain, plain, query_scale=layer.query_norm * layer.key_norm)
 
 
 class Qwen3VlMoe(MixtureOfExperts):

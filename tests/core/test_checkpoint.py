@@ -239,9 +239,10 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config nested": (lambda f: (f / "config.json").write_text("[" * 99999), "is not valid JSON"),
     "config binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
     "family": (
-        lambda f: edit(f / "config.json", model_type="mamba"),
+        lambda f: edit(f / "config.json", model_type="mpt"),
         "not supported; supported families: llama, mistral, qwen2, qwen3",
     ),
+    "family known": (lambda f: edit(f / "config.json", model_type="mamba"), "it needs layers with a recurrent state"),
     "no family": (lambda f: edit(f / "config.json", model_type=None), "model_type None"),
     "key missing": (lambda f: edit(f / "config.json", num_hidden_layers=None), "lacks num_hidden_layers"),
     "key a word": (lambda f: edit(f / "config.json", hidden_size="big"), "hidden_size must be an integer"),

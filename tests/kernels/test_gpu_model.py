@@ -112,6 +112,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral4": LATENT
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
     | {"routing": Routing(1, expert_size=24, scoring="softmax", factor=1.0), "query_growth": 0.5, "query_span": 16},
+    "afmoe": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
+    | {"layer_windows": (24, 0), "still_layers": (1,), "embedding_factor": 8.0}
+    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.5)},
+    "hunyuan_v1_moe": LLAMA
+    | {
+        "num_experts": 3,
+        "experts_per_token": 2,
+        "norm_expert_weights": True,
+        "qk_norm": True,
+        "shared_expert_size": 96,
+    },
     "exaone_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
     | {"layer_windows": (24, 0), "still_layers": (1,)}

@@ -19,7 +19,16 @@ from mooncake.llm import LLM
 from mooncake.model.load import load_model
 from mooncake.types import SamplingParams
 
-MEMBERS: dict[str, dict[str, Any]] = {"smollm3": {"no_rope_layers": [1, 0, 1]}, "seed_oss": {}, "ernie4_5": {}}
+GROWING = {
+    **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 16},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
+MEMBERS: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "ministral3": {"rope_parameters": GROWING},
+}
 SHAPE = {"num_hidden_layers": 3, "head_dim": 16, "initializer_range": 0.2}
 NEW = 12
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)

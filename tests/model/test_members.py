@@ -41,7 +41,8 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
 
 
-OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3"]
+OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3", "trinity"]
+OVER_RANKS += ["hunyuan-moe"]
 IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4"]
 
 
@@ -115,6 +116,13 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("granite-4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of Mamba"),
         ("granite-4", {"layer_types": None}, "layers of Mamba"),
         ("granite-4", {"num_local_experts": 4}, "experts beside a dense MLP"),
+        ("trinity", {"score_func": "softmax"}, "score_func"),
+        ("trinity", {"route_norm": False}, "normalised sigmoids"),
+        ("trinity", {"attention_bias": True}, "asks for attention_bias"),
+        ("trinity", {"global_attn_every_n_layers": 0, "layer_types": None}, "must be positive"),
+        ("hunyuan-moe", {"moe_topk": [3, 2, 3]}, "moe_topk differs between layers"),
+        ("hunyuan-moe", {"num_experts": 7}, "mlp.gate.wg.weight has the shape"),
+        ("iquest-coder", {"clip_qkv": 8.0}, "asks for clip_qkv"),
         ("hy3", {"model_type": "gemma4"}, "embeddings of each layer, and heads of two sizes"),
         ("hy3", {"model_type": "llama4"}, "it needs attention in chunks"),
         ("hy3", {"model_type": "qwen3_next"}, "a recurrent state in place of KV"),

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
 from tiny_mixtures import answers
-from tiny_multimodal import MULTIMODAL, QWEN3_VL_MOE
+from tiny_multimodal import KIMI, MULTIMODAL, QWEN3_VL_MOE
 from transformers import AutoModelForImageTextToText
 
 from mooncake.checkpoint import open_checkpoint
@@ -51,6 +51,19 @@ def test_experts_in_one_tensor_have_their_inputs_as_rows(tmp_path: Path) -> None
     wanted = [folder.greedy(prompt) for prompt in PROMPTS]
     assert len({token for tokens in wanted for token in tokens}) >= 6
     assert greedy(folder) == wanted
+
+
+def test_kimi_is_read_as_published(tmp_path: Path) -> None:
+    """When transformers writes it, it calls the language model's layers by the image encoder's name for its own."""
+    folder = Published("kimi", tmp_path, {"kimi": KIMI})
+    file, start = tmp_path / "model.safetensors", "language_model.model."
+    stored = {name.replace(f"{start}blocks.", f"{start}layers."): tensor for name, tensor in load_file(file).items()}
+    save_file(stored, file)
+    text = folder.tree["text_config"]
+    assert isinstance(text, dict) and any(name.startswith(f"{start}layers.") for name in stored)
+    folder.rewrite(text_config=text | {"model_type": "kimi_k2"})
+    assert folder.checkpoint.config.architecture == "kimi_k2"
+    assert greedy(folder) == [folder.greedy(prompt) for prompt in PROMPTS]
 
 
 def test_gemma3_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:

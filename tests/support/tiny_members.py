@@ -96,5 +96,17 @@ MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
     "apertus": member("apertus", GATED, WIDE, {"rope_parameters": LLAMA3}),
     "granite-4": member("granitemoehybrid", GATED, GRANITE_4, {"position_embedding_type": "rope"}),
     "granite-4-without-rotation": member("granitemoehybrid", GATED, GRANITE_4, {"tie_word_embeddings": True}),
+    "trinity": member(
+        "afmoe",
+        GATED,
+        COUNTED,
+        {"num_dense_layers": 1, "sliding_window": 20, "global_attn_every_n_layers": 2, "route_scale": 2.5},
+        {"mup_enabled": True},
+    ),
+    "trinity-of-full-attention": member(
+        "afmoe", GATED, COUNTED, {"num_dense_layers": 2, "layer_types": ["full_attention"] * 3}
+    ),
+    "hunyuan-moe": member("hunyuan_v1_moe", GATED, WIDE, {"num_experts": 6, "moe_topk": [3, 3, 3]}),
+    "iquest-coder": member("iquestcoder", GATED, WIDE),
     "hy3": member("hy_v3", GATED, COUNTED),
 }

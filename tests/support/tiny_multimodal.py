@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
-from tiny_families import GATED, YARN
+from tiny_families import GATED, LATENT, YARN
+from tiny_members import GROWING
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -16,9 +18,12 @@ TEXT = {**GATED, "initializer_range": 0.2}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 
 
-def multimodal(family: str, text: dict[str, Any], **settings: Any) -> Callable[[], PreTrainedModel]:
+def multimodal(
+    family: str, text: dict[str, Any], without: tuple[str, ...] = (), **settings: Any
+) -> Callable[[], PreTrainedModel]:
     def make() -> PreTrainedModel:
-        config = AutoConfig.for_model(family, text_config={**TEXT, **text}, **settings)
+        wanted = {key: deepcopy(value) for key, value in {**TEXT, **text}.items() if key not in without}
+        config = AutoConfig.for_model(family, text_config=wanted, **settings)
         model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
         return model
 
@@ -27,6 +32,15 @@ def multimodal(family: str, text: dict[str, Any], **settings: Any) -> Callable[[
 
 MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
     "mistral3": multimodal("mistral3", {"model_type": "mistral", "sliding_window": None}, vision_config=PIXTRAL),
+    "ministral3": multimodal(
+        "mistral3", {"model_type": "ministral3", "rope_parameters": GROWING}, vision_config=PIXTRAL
+    ),
+    "mistral4": multimodal(
+        "mistral3",
+        {**LATENT, "model_type": "mistral4", "q_lora_rank": 24, "n_routed_experts": 6, "rope_parameters": GROWING},
+        without=("head_dim", "num_key_value_heads"),
+        vision_config=PIXTRAL,
+    ),
     "gemma3": multimodal(
         "gemma3",
         {
@@ -69,4 +83,11 @@ QWEN3_VL_MOE = multimodal(
     "qwen3_vl_moe",
     {"rope_parameters": MROPE, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2},
     vision_config=QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+)
+
+KIMI = multimodal(
+    "kimi_k25",
+    {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": 24, "n_routed_experts": 6, "n_group": 1, "topk_group": 1},
+    without=("head_dim", "num_key_value_heads"),
+    vision_config=SMALL | {"image_size": 224},
 )
