@@ -8,6 +8,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -73,7 +74,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             writing = _guard_unary(handler.unary_stream, read, method, self._streams.one)
             return grpc.unary_stream_rpc_method_handler(writing, response_serializer=serializer)
         if handler.stream_stream is not None:
-            read_all = lambda requests: _read_each(requests, read)  # noqa: E731
+            read_all = partial(_read_each, read=read)
             stream = _guard_stream(handler.stream_stream, read_all, method, self._streams)
             return grpc.stream_stream_rpc_method_handler(stream, response_serializer=serializer)
         return handler
