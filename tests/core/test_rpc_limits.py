@@ -114,16 +114,24 @@ async def check(address: str) -> None:
         await channels.close()
 
 
-@pytest.mark.parametrize("say", [b"", BEGINS[:8], BEGINS], ids=["silent", "half a greeting", "idle"])
-async def test_connections_are_bounded_and_those_without_calls_end(say: bytes) -> None:
-    async with serving(max_connections=8, handshake_s=1.5, idle_s=1.5) as address:
-        await check(address)
+SILENT = pytest.mark.parametrize("say", [b"", BEGINS[:8], BEGINS], ids=["silent", "half a greeting", "idle"])
+
+
+@SILENT
+async def test_connections_are_bounded(say: bytes) -> None:
+    async with serving(max_connections=8) as address:
         with connections(address, 20, say) as opened:
             await until_open(opened, 8)
             with pytest.raises(NodeUnavailable, match=r"hangs up: it may .* have too many connections"):
                 await check(address)
+
+
+@SILENT
+async def test_connections_without_calls_end(say: bytes) -> None:
+    async with serving(handshake_s=1.0, idle_s=1.0) as address:
+        with connections(address, 8, say) as opened:
             await until_open(opened, 0)
-            await check(address)
+        await check(address)
 
 
 async def test_a_connection_with_a_call_outlasts_the_idle_time() -> None:
