@@ -30,7 +30,8 @@ from mooncake.rpc.convert import (
     sampling_to_wire,
 )
 from mooncake.rpc.errors import error_from_rpc
-from mooncake.rpc.server import MAX_MESSAGE_BYTES, check_address
+from mooncake.rpc.limits import pings
+from mooncake.rpc.server import KEEPALIVE_S, MAX_MESSAGE_BYTES, check_address
 from mooncake.tls import Tls, own_tls
 from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, check_type
 
@@ -101,9 +102,18 @@ class Client:
     NodeUnavailable (nobody there, or a node died and the retry failed too), DeadlineExceeded, or InternalError.
     """
 
-    def __init__(self, address: str = "127.0.0.1:50051", api_key: str | None = None, tls: Tls | None = None) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1:50051",
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        *,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
         """Connects with the first call. ``api_key`` None means that of ``MOONCAKE_API_KEY``, if set; ``tls`` None means
-        ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC.
+        ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC. A
+        conductor that has been silent for ``keepalive_s`` and does not answer for as long again fails the calls to it
+        (NodeUnavailable): its host may be gone.
 
         Raises InvalidRequest when ``address`` is not ``host:port``, ConfigError for a file that cannot be used.
         """
@@ -112,6 +122,7 @@ class Client:
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
             ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            *pings(keepalive_s, keepalive_s),
             *(tls.options if tls else ()),
         )
         self._channel = (

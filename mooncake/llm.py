@@ -39,6 +39,7 @@ from mooncake.llm_inputs import (
     TextForm,
     conversation_list,
     one_each,
+    priority_list,
     prompt_list,
     stop_strings,
 )
@@ -211,6 +212,7 @@ class LLM:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         adapter: Adapters = None,
+        priority: Sequence[int] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer every prompt; answers are in the order of the prompts.
@@ -218,12 +220,13 @@ class LLM:
         One ``sampling_params`` and ``adapter`` for all or one each; the default is ``get_default_sampling_params()``,
         and seed 0 means a random one. Each answer ends before the first of the ``stop`` strings in it, or behind it
         with ``include_stop_str_in_output``. With ``n`` each prompt is computed once and answered that many times.
-        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
+        Prompts with a lower ``priority`` (one each) are computed first. ``use_tqdm`` shows a progress bar; by default
+        on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = prompt_list(prompts)
         token_ids = [self._encode(prompt) for prompt in given]
         form = TextForm(stop_strings(stop), include_stop_str_in_output, skip_special_tokens)
-        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm)
+        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm, priority)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
@@ -315,13 +318,17 @@ class LLM:
         form: TextForm,
         adapter: Adapters,
         use_tqdm: bool | None,
+        priority: Sequence[int] | None = None,
     ) -> list[Completion]:
+        priorities = priority_list(priority, len(prompts))
         samplings = one_each(sampling or self.get_default_sampling_params(), len(prompts))
         places = self._places(adapter, len(prompts))
         drafts = [
             self._draft(prompt, wanted, place, form)
             for prompt, wanted, place in zip(prompts, samplings, places, strict=True)
         ]
+        for draft, rank in zip(drafts, priorities, strict=True):
+            draft.sequence.priority = rank
         try:
             self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
         finally:
@@ -364,7 +371,7 @@ class LLM:
 
     def _run(self, drafts: list[_Draft], shows_progress: bool) -> None:
         by_id = {draft.sequence.request_id: draft for draft in drafts}
-        to_add = list(reversed(drafts))
+        to_add = sorted(drafts, key=lambda draft: draft.sequence.priority)[::-1]  # the next one is the last
         most_waiting = min(self.engine.config.max_sequences, self.engine.config.max_waiting)
         with _progress(shows_progress) as progress:
             bar = progress.add_task("answers", total=len(drafts))

@@ -141,5 +141,15 @@ def one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) ->
     ]
 
 
+def priority_list(priority: Sequence[int] | None, count: int) -> list[int]:
+    """For each prompt. Raises InvalidRequest for another number of them, or no whole numbers."""
+    priorities = [0] * count if priority is None else list(priority)
+    if len(priorities) != count:
+        raise InvalidRequest(f"{len(priorities)} priorities were given for {count} prompts", "priority")
+    if not all(isinstance(each, int) for each in priorities):
+        raise InvalidRequest("a priority is a whole number", "priority")
+    return priorities
+
+
 def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop)

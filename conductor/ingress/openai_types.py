@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from conductor.ingress.nested_fields import unknown_nested
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -238,14 +239,17 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
     try:
         request = msgspec.json.decode(body, type=form)
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        nested = unknown_nested(given, form)
     except msgspec.ValidationError as error:
         raise _explain(error) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     known = form.__struct_fields__
     unknown = sorted(name for name in given.keys() - set(known) if _FIELD_NAME.fullmatch(name))
-    more = [f"and {len(unknown) - _MAX_NAMED_FIELDS} more"] if len(unknown) > _MAX_NAMED_FIELDS else []
-    return request, [_with_nearest(name, known) for name in unknown[:_MAX_NAMED_FIELDS]] + more
+    num_more = len(unknown) + len(nested) - _MAX_NAMED_FIELDS
+    more = [f"and {num_more} more"] if num_more > 0 else []
+    named = [_with_nearest(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
+    return request, (named + nested)[:_MAX_NAMED_FIELDS] + more
 
 
 def _with_nearest(name: str, known: Sequence[str]) -> str:

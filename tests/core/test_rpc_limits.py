@@ -14,6 +14,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mooncake.client import Client
 from mooncake.errors import NodeUnavailable, Overloaded
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.limits import RpcLimits, share_of_files
@@ -25,6 +26,21 @@ import asyncio
 from mooncake.rpc.server import RpcServer
 async def serve():
     server = RpcServer()
+    print(await server.start("127.0.0.1", 0), flush=True)
+    await asyncio.Event().wait()
+asyncio.run(serve())
+"""
+CONDUCTOR = """
+import asyncio
+from mooncake.rpc import inference_pb2 as pb, inference_pb2_grpc
+from mooncake.rpc.server import RpcServer
+class Inference(inference_pb2_grpc.InferenceServicer):
+    async def Generate(self, request, context):
+        yield pb.GenerateResponse(text="Once upon")
+        await asyncio.Event().wait()
+async def serve():
+    server = RpcServer()
+    server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Inference(), "mooncake.v1.Inference")
     print(await server.start("127.0.0.1", 0), flush=True)
     await asyncio.Event().wait()
 asyncio.run(serve())
@@ -209,6 +225,17 @@ async def test_a_server_that_hangs_fails_its_calls_after_two_keepalive_times() -
                 await call.read()
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
     await channels.close()
+
+
+async def test_a_client_notices_that_its_conductor_is_gone_though_its_call_has_no_deadline() -> None:
+    async with child(CONDUCTOR) as conductor:
+        with Client(f"127.0.0.1:{int(await conductor.said())}", keepalive_s=2.0) as client:
+            answer = client.stream("A story:")
+            assert (await asyncio.to_thread(next, answer)).text == "Once upon"
+            conductor.hang()
+            async with asyncio.timeout(15):
+                with pytest.raises(NodeUnavailable):
+                    await asyncio.to_thread(next, answer)
 
 
 def test_a_port_takes_at_most_a_quarter_of_the_files() -> None:

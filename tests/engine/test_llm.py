@@ -54,6 +54,22 @@ def test_many_prompts_are_answered_in_their_order(llm: LLM) -> None:
     assert [answer.token_ids for answer in llm.generate(ids, GREEDY)] == [answer.token_ids for answer in together]
 
 
+def test_a_prompt_with_a_lower_priority_is_computed_first() -> None:
+    short = SamplingParams(max_tokens=1, temperature=0.0)
+    prompt = list(range(100, 300))
+    with LLM("smollm2", kv_gb=0.1, threads=1, max_sequences=1) as llm:
+        first, second = llm.generate([prompt, prompt], short, priority=[1, 0])
+        assert first.cached_tokens == 192 and second.cached_tokens == 0
+        assert first.token_ids == second.token_ids
+        llm.reset_prefix_cache()
+        first, second = llm.generate([prompt, prompt], short)  # else in their order
+        assert first.cached_tokens == 0 and second.cached_tokens == 192
+        with pytest.raises(InvalidRequest, match="1 priorities were given for 2 prompts"):
+            llm.generate([prompt, prompt], short, priority=[1])
+        with pytest.raises(InvalidRequest, match="whole number"):
+            llm.generate(prompt, short, priority=[0.5])  # type: ignore[list-item]
+
+
 def test_each_answer_says_what_it_answers(llm: LLM) -> None:
     short = SamplingParams(max_tokens=1, temperature=0.0)
     assert [answer.prompt for answer in llm.generate(["Hello", "Hi"], short)] == ["Hello", "Hi"]

@@ -154,6 +154,28 @@ async def test_unknown_fields_are_ignored_with_a_warning(front):
         assert response.headers["x-mooncake-warning"].endswith(", and 4 more")
 
 
+async def test_unknown_fields_inside_others_are_named_once_and_those_without_effect_not_at_all(front):
+    user = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "Hi"}]}
+    tool = {"type": "function", "function": {"name": "look", "strict": True, "parameters": {"anything": {}}}}
+    options = {"include_usage": True, "include_obfuscation": False}
+    chat = {"messages": [user, user], "tools": [tool], "stream": True, "stream_options": options}
+    usual = await front.http.post("/v1/chat/completions", json=chat)
+    assert usual.status_code == 200 and "x-mooncake-warning" not in usual.headers
+
+    odd = {**user, "nmae": "Ada", "content": [{"type": "text", "text": "Hi", "wizardry": 1}]}
+    wrong = chat | {"messages": [odd, odd], "stream_options": {"usage": True}}
+    told = (await front.http.post("/v1/chat/completions", json=wrong)).headers["x-mooncake-warning"]
+    assert told == "ignored unknown fields: messages[].content[].wizardry, messages[].nmae, stream_options.usage"
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+async def test_blocks_that_nest_too_deeply_are_refused_and_not_a_failure(front, depth):
+    deep = '{"type":"tool_result","content":[' * depth + "]}" * depth
+    body = '{"max_tokens":4,"messages":[{"role":"user","content":[' + deep + "]}]}"
+    refused = await front.http.post("/v1/messages", content=body, headers={"content-type": "application/json"})
+    assert refused.status_code == 400, refused.text
+
+
 async def test_a_wrong_key_names_its_field(front):
     response = await front.http.post("/v1/completions", json={"prompt": "x", "logit_bias": {"one": 1}})
 

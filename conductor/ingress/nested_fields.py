@@ -1,0 +1,80 @@
+"""Which fields inside a request's fields nobody reads: a mistyped one would otherwise vanish without a word.
+
+It knows the wire types only by their annotations.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+
+import msgspec
+from msgspec import inspect
+
+_FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
+
+_WITHOUT_EFFECT = {
+    "StreamOptions": {"include_obfuscation"},
+    "JsonSchema": {"name", "description", "strict"},
+    "ContentPart": {"annotations", "cache_control"},
+    "Message": {"name", "refusal", "annotations", "audio", "function_call", "reasoning_details"},
+    "Function": {"strict"},
+    "Tool": {"cache_control"},
+    "SaidCall": {"index"},
+    "InputPart": {"annotations", "logprobs", "refusal", "detail"},
+    "InputItem": {"id", "status", "encrypted_content", "phase", "namespace", "caller", "created_by"},
+    "TextFormat": {"description"},
+    "Reasoning": {"generate_summary", "context"},
+    "FunctionTool": {"defer_loading", "allowed_callers", "output_schema"},
+    "Block": {"cache_control", "citations", "signature", "is_error", "data", "source", "caller", "title", "context"},
+    "OwnTool": {"cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples"},
+}
+"""By wire type: fields that clients of OpenAI and Anthropic send as a matter of course, without effect here."""
+
+
+def unknown_nested(given: Mapping[str, msgspec.Raw], form: type[msgspec.Struct]) -> list[str]:
+    """Paths such as ``messages[].nmae``, sorted, each once, of a body that has the ``form``.
+
+    Raises RecursionError for one that nests too deeply.
+    """
+    found: set[str] = set()
+    for name, kind in _nested_fields(form).items():
+        if name in given:
+            found.update(_unknown(msgspec.json.decode(given[name]), kind, name))
+    return sorted(found)
+
+
+@functools.cache
+def _nested_fields(form: type[msgspec.Struct]) -> dict[str, inspect.Type]:
+    """The fields that contain structs; the others need not be parsed again."""
+    described = inspect.type_info(form)
+    assert isinstance(described, inspect.StructType)
+    return {field.encode_name: field.type for field in described.fields if _has_struct(field.type)}
+
+
+def _has_struct(kind: inspect.Type) -> bool:
+    match kind:
+        case inspect.UnionType(types):
+            return any(map(_has_struct, types))
+        case inspect.ListType(item_type=item):
+            return _has_struct(item)
+    return isinstance(kind, inspect.StructType)
+
+
+def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
+    """No union here has two kinds of structs, so an object is the one that there is."""
+    match kind:
+        case inspect.UnionType(types):
+            for one in types:
+                yield from _unknown(value, one, path)
+        case inspect.ListType(item_type=item) if isinstance(value, list):
+            for part in value:
+                yield from _unknown(part, item, f"{path}[]")
+        case inspect.StructType(cls=form, fields=fields) if isinstance(value, dict):
+            known = {field.encode_name: field.type for field in fields}
+            for name in value.keys() - known.keys() - _WITHOUT_EFFECT.get(form.__name__, set()):
+                if _FIELD_NAME.fullmatch(name):
+                    yield f"{path}.{name}"
+            for name in value.keys() & known.keys():
+                yield from _unknown(value[name], known[name], f"{path}.{name}")
