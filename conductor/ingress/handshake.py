@@ -7,6 +7,8 @@ knows nothing of HTTP.
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 import ssl
 from collections.abc import Callable
 from typing import cast
@@ -24,8 +26,14 @@ class Handshakes:
         return len(self._open)
 
     def start(self, transport: asyncio.Transport, inner: asyncio.Protocol) -> None:
-        """``inner`` is connected once the handshake has succeeded; otherwise the connection ends."""
-        task = asyncio.get_running_loop().create_task(self._shake_hands(transport, inner), name="TLS handshake")
+        """``inner`` is connected once the handshake has succeeded; otherwise the connection ends.
+
+        The socket gets another transport. ``loop.start_tls`` would keep this one, but uvloop reads from it before that
+        begins, and the client's first words are lost.
+        """
+        client = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        transport.abort()  # closes only its own descriptor
+        task = asyncio.get_running_loop().create_task(self._shake_hands(client, inner), name="TLS handshake")
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
@@ -34,36 +42,17 @@ class Handshakes:
         for task in self._open:
             task.cancel()
 
-    async def _shake_hands(self, transport: asyncio.Transport, inner: asyncio.Protocol) -> None:
-        early = _Early()
-        loop = asyncio.get_running_loop()
+    async def _shake_hands(self, client: socket.socket, inner: asyncio.Protocol) -> None:
         try:
-            secure = await loop.start_tls(
-                transport, early, self._context, server_side=True, ssl_handshake_timeout=self._timeout_s
+            client.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: inner, client, ssl=self._context, ssl_handshake_timeout=self._timeout_s
             )
         except OSError:  # no TLS, no certificate that we accept, nothing in time, or gone
-            transport.abort()
-            return
-        if secure is None or early.has_ended:
-            return
-        inner.connection_made(secure)
-        secure.set_protocol(inner)
-        if early.data:
-            inner.data_received(bytes(early.data))
-
-
-class _Early(asyncio.Protocol):
-    """Keeps what arrives together with the end of the handshake."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.has_ended = False
-
-    def data_received(self, data: bytes) -> None:
-        self.data += data
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.has_ended = True
+            client.close()
+        except asyncio.CancelledError:
+            client.close()
+            raise
 
 
 class TlsProtocol(asyncio.Protocol):
@@ -77,7 +66,6 @@ class TlsProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         plain = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         if self._has_room():
-            plain.pause_reading()  # until the handshake begins
             self._handshakes.start(plain, self._inner)
         else:
             plain.abort()
