@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import sys
+import time
 from pathlib import Path
 from typing import cast
 
@@ -41,9 +42,12 @@ def test_a_quick_client_is_not_lost(run, tmp_path: Path) -> None:  # type: ignor
 
     async def serve() -> int | None:
         handshakes = Handshakes(context, 30)
-        server = await asyncio.get_running_loop().create_server(
-            lambda: TlsProtocol(Echo(), handshakes, lambda: True), "127.0.0.1", 0
-        )
+
+        def connected() -> TlsProtocol:
+            time.sleep(0.01)  # the client's first words are here before anything is done about the connection
+            return TlsProtocol(Echo(), handshakes, lambda: True)
+
+        server = await asyncio.get_running_loop().create_server(connected, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         client = await asyncio.create_subprocess_exec(sys.executable, "-c", CLIENT, str(port), str(certificate))
         status = await client.wait()
