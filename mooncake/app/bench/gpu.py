@@ -123,7 +123,7 @@ class Part:
 _KERNELS, _MODEL = "mooncake.app.bench.gpu_kernels", "mooncake.app.bench.gpu_model"
 _KERNEL_TESTS = (
     *("test_gpu_kernels.py", "test_gpu_latent.py", "test_gpu_experts.py", "test_gpu_model.py"),
-    *("test_device_cache.py", "test_device_sampler.py"),
+    *("test_gpu_offsets.py", "test_device_cache.py", "test_device_sampler.py"),
 )
 LIMITS = "limits"
 PARTS = (
