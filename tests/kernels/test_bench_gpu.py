@@ -71,7 +71,22 @@ def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None
     assert second["elementwise"]["figures"] and not second["elementwise"]["failure"]
     report = json.loads(file.read_text())
     assert report["ratios"]["prefill_streaming_vs_alone"] == 1.5
-    assert report["notes"].count("measured with other code: hand-off") == 1
+    assert report["notes"].count("measured with other code or on another GPU: hand-off") == 1
+
+
+def test_what_another_gpu_has_measured_is_measured_again(tmp_path: Path) -> None:
+    """Its limits are no limits here."""
+    file = tmp_path / "gpu.json"
+    figure = {"subject": "limit", "name": "read stream", "unit": "GB/s", "values": [4300.0], "more_is_better": True}
+    found = {"figures": [figure], "ratios": {"a": 0.9}, "code": bench_gpu.code()}
+    for gpu, is_run in ((bench_gpu.gpu_name(), False), ("another", True)):
+        file.write_text(json.dumps({"parts": {name: found | {"gpu": gpu} for name in ("limits", "unknown")}}))
+        run = bench_gpu._Run(argparse.Namespace(resume=True, out=file, tiny=True, reps=1))
+        run.run(bench_gpu.Part("unknown", 60, "no:module"), 60)
+        part = json.loads(file.read_text())["parts"]["unknown"]
+        assert bool(part.get("failure")) == is_run
+    assert part["gpu"] == "another" and part["ratios"] == {"a": 0.9}, "it found nothing here: that is kept"
+    assert "measured with other code or on another GPU: unknown" in run.report().notes
 
 
 def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Each shape is timed in the same run as its limit: a measured read-only stream, m
 has its own process, since a fault on a GPU ends everything a process does there, and its own time limit. The file is
 written after each part; an interrupted part keeps what it has measured. Parts with TARGETS come first, since GPU time
 is short. ``--resume`` keeps the results in a file and runs the parts that failed, were left out, or were measured with
-other code.
+other code or on another GPU.
 ``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU. Its times mean nothing, and
 the report says so.
 """
@@ -185,12 +185,12 @@ class _Run:
             except msgspec.DecodeError as error:
                 raise ConfigError(f"{options.out} does not hold a run of this benchmark: {error}") from None
             self._done = saved.parts
-        self._code = code()
+        self._code, self._gpu = code(), gpu_name()
 
     def run(self, part: Part, limit_s: float) -> None:
         """Run a part that is not done yet. Earlier results of the part are kept until it has new ones."""
         done = self._done.get(part.name)
-        if done is not None and not done.failure and done.code == self._code:
+        if done is not None and not done.failure and self._is_of_now(done):
             return
         err.print(f"{part.name} (up to {limit_s:.0f} s)")
         started = time.monotonic()
@@ -199,11 +199,15 @@ class _Run:
             failure = _failure(self._command(part, found), limit_s, output)
             result = msgspec.json.decode(found.read_bytes(), type=PartResult) if found.exists() else PartResult()
             result.output = output.read_text(errors="replace")[-OUTPUT_CHARS:] if failure else ""
-        result.failure, result.took_s, result.code = failure, round(time.monotonic() - started, 1), self._code
+        result.failure, result.took_s = failure, round(time.monotonic() - started, 1)
+        result.code, result.gpu = self._code, self._gpu
         if failure and not result.figures and done is not None:
-            result.figures, result.ratios, result.code = done.figures, done.ratios, done.code
+            result.figures, result.ratios, result.code, result.gpu = done.figures, done.ratios, done.code, done.gpu
         self._done[part.name] = result
         self.save()
+
+    def _is_of_now(self, part: PartResult) -> bool:
+        return (part.code, part.gpu) == (self._code, self._gpu)
 
     def _command(self, part: Part, found: Path) -> list[str]:
         if part.tests:  # warnings are no errors here: newer versions of torch or Triton may deprecate something
@@ -225,8 +229,9 @@ class _Run:
         return stream_of(self.report())
 
     def report(self) -> Report:
-        gpu = next((part.gpu for part in self._done.values() if part.gpu), "")
-        report = Report("gpu", {"gpu": gpu, "tiny": self._options.tiny, "date": time.strftime("%Y-%m-%d")}, seed=0)
+        report = Report(
+            "gpu", {"gpu": self._gpu, "tiny": self._options.tiny, "date": time.strftime("%Y-%m-%d")}, seed=0
+        )
         for part in self._done.values():
             report.add(*part.figures)
             report.ratios |= part.ratios
@@ -241,7 +246,9 @@ class _Run:
             ]
         report.notes += [f"failed: {name}: {part.failure}" for name, part in self._done.items() if part.failure]
         report.notes += [
-            f"measured with other code: {name}" for name, part in self._done.items() if part.code != self._code
+            f"measured with other code or on another GPU: {name}"
+            for name, part in self._done.items()
+            if not self._is_of_now(part)
         ]
         return report
 
@@ -266,6 +273,15 @@ def code() -> str:
         for path in sorted((ROOT / folder).rglob("*.py")):
             digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def gpu_name() -> str:
+    """Of the device that is measured, as torch names it."""
+    import torch
+
+    from mooncake.kernels.triton_launch import INTERPRETED
+
+    return "none (interpreter)" if INTERPRETED else torch.cuda.get_device_name()
 
 
 def _failure(command: list[str], limit_s: float, output: Path) -> str:
@@ -326,7 +342,6 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
         out.write_bytes(_encoded(found))
     with gpu.trying("what it ran on"):  # fails with the GPU
         found.state, found.kernels = state(), list(built_kernels())
-        found.gpu = torch.cuda.get_device_name() if gpu.device.type == "cuda" else "none (interpreter)"
     out.write_bytes(_encoded(found))
     if gpu.missing:
         raise InternalError(f"failed: {'; '.join(gpu.missing)}")
