@@ -46,6 +46,16 @@ class Tls:
         key = _read("keyfile", self.keyfile or self.certfile)
         return grpc.ssl_channel_credentials(trusted, key, _read("certfile", self.certfile))
 
+    def context(self) -> ssl.SSLContext:
+        """For HTTPS, where the address must be a name in the certificate, whatever ``server_name`` says. Raises like
+        ``credentials``."""
+        _read("ca_certs", self.ca_certs)
+        context = _check_trusted(self.ca_certs)
+        if self.certfile:
+            _check_chain(self.certfile, self.keyfile)
+            context.load_cert_chain(self.certfile, self.keyfile or None)
+        return context
+
     @property
     def options(self) -> tuple[tuple[str, str], ...]:
         """Options of a gRPC channel."""

@@ -13,11 +13,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
 from mooncake.app.cache_lab_report import PUBLISHED, cells, markdown
-from mooncake.app.console import err, out, plain_table, print_json
+from mooncake.app.console import counted, err, out, plain_table, print_json
 from mooncake.app.extras import require
 from mooncake.errors import ConfigError
 from mooncake.trace import HitCount, expected_hits, load_trace
@@ -114,7 +113,7 @@ def write_report(file: Path, paths: Sequence[Path], options: LabOptions) -> None
 
 def _run(tasks: Sequence[Task], options: LabOptions) -> dict[Task, Done]:
     """Run the tasks, the longest first, so that no process ends with a long one."""
-    with _bar(len(tasks)) as advance:
+    with counted("caches", len(tasks)) as advance:
         if options.jobs == 1:
             done = []
             for task in tasks:
@@ -172,29 +171,6 @@ def _serve(task: Task, options: LabOptions) -> Done:
     started_s = time.perf_counter()
     rates = _labs[key].run(task.policy, task.capacity)
     return Done(task, rates, time.perf_counter() - started_s)
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[_Advance]:
-    bar = Progress(
-        TextColumn("caches"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
-    with bar:
-        yield _Advance(bar, total)
-
-
-class _Advance:
-    def __init__(self, bar: Progress, total: int) -> None:
-        self._bar, self._task = bar, bar.add_task("", total=total)
-
-    def __call__(self) -> None:
-        self._bar.advance(self._task)
 
 
 def _print(path: Path, endless: HitCount, options: LabOptions, done: dict[Task, Done]) -> None:

@@ -6,10 +6,13 @@ Results go to stdout, so that a pipe gets only them; progress and remarks go to 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake.client import RequestTimings
@@ -31,6 +34,23 @@ err = _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() e
 def remark(sentence: str) -> None:
     """Print a sentence on stderr about what a long command does."""
     err.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
+
+
+@contextmanager
+def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal; call what it yields after each of ``total`` steps."""
+    bar = Progress(
+        TextColumn(title),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=err,
+        transient=True,
+        disable=not err.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
 
 
 def print_json(value: object) -> None:

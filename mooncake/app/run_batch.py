@@ -5,26 +5,35 @@ Any server of OpenAI's HTTP API does; the file is checked as a whole before anyt
 
 from __future__ import annotations
 
+import contextlib
 import json
+import ssl
+import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from email.message import Message
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import cast
 
 from mooncake.api_keys import bearer, own_api_key
-from mooncake.app.console import err
+from mooncake.app.console import counted, err
 from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.tls import CA_CERTS_ENV, own_tls
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 TRIES = 8
 MAX_WAIT_S = 30.0
 ANSWER_S = 3600.0  # the server has a limit of its own
 _TRY_LATER = (429, 502, 503, 504)
+
+Response = HTTPResponse | urllib.error.HTTPError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +65,45 @@ class BatchAnswer:
 
 
 def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: int) -> bool:
-    """Write a result for each request, in their order. Returns whether all were answered. Raises ConfigError for a file
-    that cannot be sent, NodeUnavailable when no server listens at ``url``."""
+    """Write a result for each request, in their order. Returns whether all were answered. Raises ConfigError for files
+    that cannot be sent or would be lost, NodeUnavailable when no server listens at ``url``."""
     requests = read_requests(requests_file)
+    if results_file.exists() and results_file.samefile(requests_file):
+        raise ConfigError(f"{results_file} holds the requests: results go to another file")
     server = BatchServer(url)
     server.check()
     num_failed, begun_s = 0, time.monotonic()
-    pool = ThreadPoolExecutor(concurrency, thread_name_prefix="batch")
-    try:
-        with results_file.open("w", encoding="utf-8") as results:
-            for answer in pool.map(server.send, requests):
-                num_failed += answer.status != 200
-                results.write(f"{answer.line}\n")
-                results.flush()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    with results_file.open("w", encoding="utf-8") as results, counted("answering", len(requests)) as advance:
+        for answer in _answers(server, requests, concurrency):
+            num_failed += answer.status != 200
+            results.write(f"{answer.line}\n")
+            results.flush()
+            advance()
     took_s = time.monotonic() - begun_s
     err.print(f"{len(requests) - num_failed} of {len(requests)} requests were answered in {took_s:.1f} s")
     return not num_failed
+
+
+def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency: int) -> Iterator[BatchAnswer]:
+    """In the order of the requests. The threads are daemons, so an interrupt does not wait for answers."""
+    futures: list[Future[BatchAnswer]] = [Future() for _ in requests]
+    waiting: SimpleQueue[tuple[BatchRequest, Future[BatchAnswer]]] = SimpleQueue()
+    for both in zip(requests, futures, strict=True):
+        waiting.put(both)
+
+    def work() -> None:
+        with contextlib.suppress(Empty):
+            while True:
+                request, future = waiting.get_nowait()
+                try:
+                    future.set_result(server.send(request))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    for _ in range(min(concurrency, len(requests))):
+        threading.Thread(target=work, name="batch", daemon=True).start()
+    for future in futures:
+        yield future.result()
 
 
 def read_requests(file: Path) -> list[BatchRequest]:
@@ -116,11 +146,13 @@ class BatchServer:
     """One server. Thread-safe."""
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError for what is not the address of an HTTP server."""
+        """Raises ConfigError for what is not the address of an HTTP server, and for unusable files of ``own_tls``."""
         self._url = url.rstrip("/").removesuffix("/v1")
         if not self._url.startswith(("http://", "https://")):
             raise ConfigError(f"a server's address is http://HOST:PORT, got {url!r}")
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        tls = own_tls()
+        secure = urllib.request.HTTPSHandler(context=tls.context() if tls else None)
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), secure)
         self._headers = {"content-type": "application/json", **dict(bearer(own_api_key()))}
 
     def check(self) -> None:
@@ -129,12 +161,15 @@ class BatchServer:
             self._opener.open(f"{self._url}/health", timeout=30).close()
         except urllib.error.HTTPError:
             pass  # it answers
-        except (OSError, HTTPException):
+        except (OSError, HTTPException) as error:
+            if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
+                what = f"there is no TLS with {self._url}: {reason}; {CA_CERTS_ENV} names the certificates to trust"
+                raise NodeUnavailable(what) from None
             what = f"no server answers at {self._url}; start one with `mooncake serve`, or name another with --url"
             raise NodeUnavailable(what) from None
 
     def send(self, request: BatchRequest) -> BatchAnswer:
-        """Waits as long as the server asks for when it is full. Raises nothing."""
+        """Waits as long as the server asks for when it is full."""
         for left in reversed(range(TRIES)):
             answer, wait_s = self._try(request)
             if not left or answer.status not in (0, *_TRY_LATER):
@@ -146,14 +181,19 @@ class BatchServer:
         """The answer, and after which time to try again if it is an error."""
         post = urllib.request.Request(f"{self._url}{request.path}", request.body, self._headers)
         try:
-            with self._opener.open(post, timeout=ANSWER_S) as response:
-                return _answer(request, response.status, response.headers, response.read()), 0.0
-        except urllib.error.HTTPError as error:
-            asked = error.headers.get("retry-after", "")
-            wait_s = float(asked) if asked.isdecimal() else 1.0
-            return _answer(request, error.code, error.headers, error.read()), min(wait_s, MAX_WAIT_S)
+            with self._open(post) as response:
+                asked = response.headers.get("retry-after", "")
+                wait_s = float(asked) if asked.isdecimal() else 1.0
+                answer = _answer(request, response.status or 0, response.headers, response.read())
         except (OSError, HTTPException) as error:
             return BatchAnswer(request.custom_id, 0, "", str(error) or type(error).__name__), 1.0
+        return answer, min(wait_s, MAX_WAIT_S)
+
+    def _open(self, post: urllib.request.Request) -> Response:
+        try:
+            return cast(Response, self._opener.open(post, timeout=ANSWER_S))
+        except urllib.error.HTTPError as error:
+            return error  # a response like any other
 
 
 def _answer(request: BatchRequest, status: int, headers: Message, body: bytes) -> BatchAnswer:

@@ -24,6 +24,7 @@ import pytest
 from certificates import make_certificate
 
 from mooncake.app.local import LocalCluster
+from mooncake.app.run_batch import BatchRequest, BatchServer
 from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
@@ -506,6 +507,73 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     assert good[5]["response"]["body"]["object"] == "chat.completion" and good[5]["response"]["request_id"]
     assert good[0]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "max_tokens"
+
+
+@contextlib.contextmanager
+def one_that_answers_nothing() -> Iterator[tuple[str, list[socket.socket]]]:
+    """A server's address, and the connections to it: it says that it is healthy, and reads no request."""
+    taken: list[socket.socket] = []
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):  # until it is closed
+            while True:
+                connection, _ = server.accept()
+                if connection.recv(1 << 16).startswith(b"GET /health"):
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                    connection.close()
+                else:
+                    taken.append(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}", taken
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in taken:
+                connection.close()
+
+
+def test_an_interrupted_batch_waits_for_no_answer(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n".join(batch_line(f"r{n}", prompt="x") for n in range(8)))
+    files = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
+    with (
+        one_that_answers_nothing() as (url, taken),
+        started("run-batch", *files, "--url", url, "--concurrency", "3") as batch,
+    ):
+        wait_until(lambda: len(taken) == 3)
+        batch.send_signal(signal.SIGINT)
+        assert batch.wait(20) == 130
+    assert (tmp_path / "out").read_text() == ""
+
+
+def test_a_server_that_hangs_up_in_an_answer_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Halves(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(500)
+            self.send_header("content-length", "99")
+            self.end_headers()
+            self.wfile.write(b"half")
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    monkeypatch.setattr("mooncake.app.run_batch.TRIES", 1)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Halves) as server:
+        threading.Thread(target=server.serve_forever).start()
+        answer = BatchServer(f"http://127.0.0.1:{server.server_port}").send(BatchRequest("a", "/v1/completions", b"{}"))
+        server.shutdown()
+    assert answer.status == 0 and json.loads(answer.line)["error"]["message"]
+
+
+def test_a_batch_does_not_write_over_its_requests(tmp_path: Path) -> None:
+    (tmp_path / "both").write_text(batch_line("a", prompt="x"))
+    same = tmp_path / "both"
+    done = run("run-batch", "-i", str(same), "-o", str(tmp_path / "." / "both"), "--url", "http://127.0.0.1:1")
+    assert done.returncode == 2 and "holds the requests" in done.stderr
+    assert same.read_text() == batch_line("a", prompt="x")
 
 
 def test_a_batch_waits_for_a_server_that_is_full(tmp_path: Path) -> None:
