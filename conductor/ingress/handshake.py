@@ -31,8 +31,12 @@ class Handshakes:
         The socket gets another transport. ``loop.start_tls`` would keep this one, but uvloop reads from it before that
         begins, and the client's first words are lost.
         """
-        client = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        transport.abort()  # closes only its own descriptor
+        try:
+            client = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError:  # no descriptor is left
+            return
+        finally:
+            transport.abort()  # closes only its own descriptor
         task = asyncio.get_running_loop().create_task(self._shake_hands(client, inner), name="TLS handshake")
         self._open.add(task)
         task.add_done_callback(self._open.discard)
