@@ -13,7 +13,7 @@ import grpc
 import httpx
 import openai
 import pytest
-from drive import computing_node
+from drive import computing_node, wait_idle
 from live import running_cluster, small_config
 from tiny_model import tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
@@ -135,6 +135,7 @@ async def test_an_answer_that_loops_ends_by_itself_also_on_another_node(
         openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client,
         grpc.aio.insecure_channel(cluster.grpc_address) as channel,
     ):
+        await wait_idle(channel)  # a node that an earlier test has killed is back
         model = (await client.models.list()).data[0].id
         wishes = {"repetition_detection": pattern, "return_token_ids": True, "guided_regex": "fox (dog lazy ){1000}"}
         bias = {str(ids["</think>"]): 100}
@@ -200,6 +201,7 @@ async def test_a_guided_answer_goes_on_elsewhere_from_where_it_was(
         openai.AsyncOpenAI(base_url=f"{cluster.http_url}/v1", api_key="none", timeout=120) as client,
         grpc.aio.insecure_channel(cluster.grpc_address) as channel,
     ):
+        await wait_idle(channel)  # a node that an earlier test has killed is back
         asked = {"model": (await client.models.list()).data[0].id, "messages": ASK, "extra_body": wishes}
         undisturbed = (await client.chat.completions.create(**asked)).choices[0]
         retries = num_retries(cluster)
