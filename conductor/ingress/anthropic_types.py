@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,6 +15,9 @@ from conductor.ingress.openai_types import GenerationFields
 class Block(msgspec.Struct, frozen=True):
     """A text, reasoning, a call that the model made, or that call's result, depending on ``type``."""
 
+    without_effect: ClassVar = frozenset(
+        {"cache_control", "caller", "citations", "context", "data", "is_error", "signature", "source", "title"}
+    )
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -33,6 +36,9 @@ class Turn(msgspec.Struct, frozen=True):
 class OwnTool(msgspec.Struct, frozen=True):
     """``type`` names the tools that Anthropic runs itself; a client's have none, or "custom"."""
 
+    without_effect: ClassVar = frozenset(
+        {"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
+    )
     name: str
     description: str | None = None
     input_schema: dict[str, object] | None = None

@@ -1,6 +1,7 @@
 """Which fields inside a request's fields nobody reads: a mistyped one would otherwise vanish without a word.
 
-It knows the wire types only by their annotations.
+It knows the wire types only by their annotations, and by ``without_effect``: the fields that clients of OpenAI and
+Anthropic send as a matter of course, and that change nothing here.
 """
 
 from __future__ import annotations
@@ -13,24 +14,6 @@ import msgspec
 from msgspec import inspect
 
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
-
-_WITHOUT_EFFECT = {
-    "StreamOptions": {"include_obfuscation"},
-    "JsonSchema": {"name", "description", "strict"},
-    "ContentPart": {"annotations", "cache_control"},
-    "Message": {"name", "refusal", "annotations", "audio", "function_call", "reasoning_details"},
-    "Function": {"strict"},
-    "Tool": {"cache_control"},
-    "SaidCall": {"index"},
-    "InputPart": {"annotations", "logprobs", "refusal", "detail"},
-    "InputItem": {"id", "status", "encrypted_content", "phase", "namespace", "caller", "created_by"},
-    "TextFormat": {"description"},
-    "Reasoning": {"generate_summary", "context"},
-    "FunctionTool": {"defer_loading", "allowed_callers", "output_schema"},
-    "Block": {"cache_control", "citations", "signature", "is_error", "data", "source", "caller", "title", "context"},
-    "OwnTool": {"cache_control", "strict", "eager_input_streaming", "defer_loading", "input_examples"},
-}
-"""By wire type: fields that clients of OpenAI and Anthropic send as a matter of course, without effect here."""
 
 
 def unknown_nested(given: Mapping[str, msgspec.Raw], form: type[msgspec.Struct]) -> list[str]:
@@ -73,7 +56,7 @@ def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
                 yield from _unknown(part, item, f"{path}[]")
         case inspect.StructType(cls=form, fields=fields) if isinstance(value, dict):
             known = {field.encode_name: field.type for field in fields}
-            for name in value.keys() - known.keys() - _WITHOUT_EFFECT.get(form.__name__, set()):
+            for name in value.keys() - known.keys() - getattr(form, "without_effect", frozenset()):
                 if _FIELD_NAME.fullmatch(name):
                     yield f"{path}.{name}"
             for name in value.keys() & known.keys():

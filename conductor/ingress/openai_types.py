@@ -9,7 +9,7 @@ import difflib
 import re
 import secrets
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -29,6 +29,7 @@ _MAX_NAMED_FIELDS = 8
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"include_obfuscation"})
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
@@ -36,6 +37,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 class JsonSchema(msgspec.Struct, frozen=True):
     """Clients also send a name and ``strict``; an answer always follows the schema."""
 
+    without_effect: ClassVar = frozenset({"description", "name", "strict"})
     schema: dict[str, object] | None = None
 
 
@@ -148,11 +150,15 @@ class CompletionRequest(AnswerFields, frozen=True, kw_only=True):
 
 
 class ContentPart(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"annotations", "cache_control"})
     type: str
     text: str | None = None
 
 
 class Message(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset(
+        {"annotations", "audio", "function_call", "name", "reasoning_details", "refusal"}
+    )
     role: str
     content: str | list[ContentPart] | None = None
     tool_calls: list[SaidCall] | None = None

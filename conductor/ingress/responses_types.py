@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -12,6 +14,7 @@ from conductor.ingress.tools import AllowedTool
 
 
 class InputPart(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"annotations", "detail", "logprobs", "refusal"})
     type: str
     text: str | None = None
 
@@ -19,6 +22,9 @@ class InputPart(msgspec.Struct, frozen=True):
 class InputItem(msgspec.Struct, frozen=True):
     """A message, reasoning, a call that the model made, or that call's result, depending on ``type``."""
 
+    without_effect: ClassVar = frozenset(
+        {"caller", "created_by", "encrypted_content", "id", "namespace", "phase", "status"}
+    )
     type: str = "message"
     role: str | None = None
     content: str | list[InputPart] | None = None
@@ -30,6 +36,7 @@ class InputItem(msgspec.Struct, frozen=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    without_effect: ClassVar = frozenset({"description"})
     type: str
     name: str | None = None
     schema: dict[str, object] | None = None
@@ -41,11 +48,13 @@ class TextConfig(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"context", "generate_summary"})
     effort: str | None = None  # read by the chat template
     summary: str | None = None  # accepted, but none is made
 
 
 class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
+    without_effect: ClassVar = frozenset({"allowed_callers", "defer_loading", "output_schema"})
     type: str
     name: str = ""
     description: str | None = None

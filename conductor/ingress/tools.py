@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import msgspec
 
@@ -36,12 +37,14 @@ To call a function, answer with a JSON object that has its name and its argument
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    without_effect: ClassVar = frozenset({"strict"})
     name: str
     description: str | None = None
     parameters: dict[str, object] | None = None
 
 
 class Tool(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"cache_control"})
     function: Function
     type: str = "function"
 
@@ -79,6 +82,7 @@ class SaidFunction(msgspec.Struct, frozen=True):
 
 
 class SaidCall(msgspec.Struct, frozen=True):
+    without_effect: ClassVar = frozenset({"index"})
     function: SaidFunction
     id: str = ""
     type: str = "function"
