@@ -24,13 +24,8 @@ from conductor.ingress.http_client import unless_gone
 from conductor.ingress.http_errors import NoSuchRoute, json_response
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
-from conductor.ingress.openai_types import (
-    ContentLogprob,
-    ContentPart,
-    JsonSchema,
-    ResponseFormat,
-    chosen_variables,
-)
+from conductor.ingress.openai_answers import ContentLogprob
+from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
 from conductor.ingress.responses_types import (
     CallItem,

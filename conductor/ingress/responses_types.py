@@ -7,7 +7,8 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from conductor.ingress.openai_types import ContentLogprob, GenerationFields
+from conductor.ingress.openai_answers import ContentLogprob
+from conductor.ingress.openai_types import GenerationFields
 from conductor.ingress.tools import AllowedTool
 
 # ---------------------------------------------------------------- requests

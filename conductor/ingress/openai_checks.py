@@ -1,0 +1,71 @@
+"""What completions and chats cannot ask for although their wire types allow it: each refusal is one sentence."""
+
+from __future__ import annotations
+
+from conductor.ingress.openai_types import AnswerFields, ChatRequest, CompletionRequest, GenerationFields
+from conductor.ingress.pipeline import MAX_CHOICES
+from mooncake.errors import InvalidRequest, shown
+from mooncake.types import MAX_TOP_LOGPROBS
+
+
+def check_completion(body: CompletionRequest) -> None:
+    """Raises InvalidRequest for valid completion fields that are not supported."""
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise InvalidRequest("best_of must not be less than n", "best_of")
+    if body.best_of is not None and body.best_of > (body.n or 1) and body.stream:
+        raise InvalidRequest("best_of cannot be streamed: only the end tells which answers are best", "best_of")
+    if body.suffix:
+        raise InvalidRequest("suffix is not supported", "suffix")
+    if body.prompt_embeds is not None:
+        raise InvalidRequest("prompt_embeds are not supported: a prompt is text or token ids", "prompt_embeds")
+    if body.prompt is None:
+        raise InvalidRequest("a completion needs a prompt", "prompt")
+    if body.thinking_token_budget not in (None, -1):
+        raise InvalidRequest("a completion's reasoning is not told apart: ask for a chat", "thinking_token_budget")
+    check_answer(body)
+
+
+def check_answer(body: AnswerFields) -> None:
+    """Raises InvalidRequest for fields that completions and chats share."""
+    if body.watermarking:
+        raise InvalidRequest("answers are not watermarked here", "watermarking")
+    if body.stream_interval is not None and body.stream_interval < 1:
+        what = f"stream_interval must be at least 1, got {shown(body.stream_interval)}"
+        raise InvalidRequest(what, "stream_interval")
+
+
+def check_chat(body: ChatRequest) -> None:
+    """Raises InvalidRequest for valid chat fields that are not supported."""
+    check_answer(body)
+    if body.add_special_tokens:
+        raise InvalidRequest("the chat template alone decides about special tokens", "add_special_tokens")
+    if body.echo:
+        what = (
+            "a chat has no echo; continue_final_message continues its last message, return_prompt_text adds the prompt"
+        )
+        raise InvalidRequest(what, "echo")
+    if body.functions:
+        raise InvalidRequest("functions were replaced by tools", "functions")
+    if body.modalities is not None and body.modalities != ["text"]:
+        raise InvalidRequest('only the modality "text" is supported', "modalities")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
+        raise InvalidRequest(what, "top_logprobs")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("the prompt_logprobs of a chat cannot be streamed", "prompt_logprobs")
+    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
+        what = f"max_completion_tokens must be at least 1, got {shown(body.max_completion_tokens)}"
+        raise InvalidRequest(what, "max_completion_tokens")
+
+
+def num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -> int:
+    """Per prompt. Raises InvalidRequest also when ``best_of`` asks for too many answers."""
+    n = 1 if fields.n is None else fields.n
+    if not 1 <= n <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES}, got {shown(n)}", "n")
+    if max(n, best_of) * num_prompts > MAX_CHOICES:
+        name = "n" if best_of <= n else "best_of"
+        raise InvalidRequest(f"at most {MAX_CHOICES} choices over all prompts are allowed", name)
+    return n
