@@ -156,7 +156,9 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
 
 
 def _refuse_folder_of_gguf(folder: Path) -> None:
-    files = sorted(folder.glob("**/*.gguf")) if not (folder / "config.json").exists() else []
+    if (folder / "config.json").exists():
+        return
+    files = sorted((*folder.glob("*.gguf"), *folder.glob("*/*.gguf")))  # deeper, a wrong folder may be a whole disk
     if files:
         raise ModelError(f"{folder} holds GGUF files: give the one that is meant, such as {files[0]}")
 
