@@ -69,22 +69,6 @@ class RepetitionDetection:
     min_count: int
     min_pattern_size: int = 1
 
-    @property
-    def num_looked_at(self) -> int:
-        """How many of an answer's last tokens decide."""
-        return self.max_pattern_size * self.min_count
-
-    def ends(self, last_tokens: list[int]) -> bool:
-        """Whether an answer that ends with these tokens (all of it, or the last ``num_looked_at``) ends here."""
-        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
-            run = size * self.min_count
-            if run > len(last_tokens):
-                return False
-            # Repeated as a whole means: the same when moved by one pattern.
-            if last_tokens[-1] == last_tokens[-1 - size] and last_tokens[-run:-size] == last_tokens[size - run :]:
-                return True
-        return False
-
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
@@ -212,9 +196,9 @@ class SamplingParams:
         _in_range(f"{name}.max_pattern_size", wanted.max_pattern_size, 1, MAX_PATTERN_TOKENS)
         _in_range(f"{name}.min_pattern_size", wanted.min_pattern_size, 1, wanted.max_pattern_size)
         _in_range(f"{name}.min_count", wanted.min_count, 2, MAX_PATTERN_COUNT)
-        if wanted.num_looked_at > MAX_REPEATED_TOKENS:
+        if (looked_at := wanted.max_pattern_size * wanted.min_count) > MAX_REPEATED_TOKENS:
             what = f"looks at {MAX_REPEATED_TOKENS} tokens at most (max_pattern_size times min_count)"
-            raise InvalidRequest(f"{name} {what}, got {wanted.num_looked_at}", name)
+            raise InvalidRequest(f"{name} {what}, got {looked_at}", name)
 
     def _check_guide(self, guide: Guide) -> None:
         check_type("guide", guide, Guide)

@@ -16,6 +16,7 @@ from conductor.dispatch.lifecycle import Lifecycle, RequestState, request_lifecy
 from conductor.dispatch.retry import Retries
 from conductor.placement.scheduler import Placement
 from mooncake.errors import MooncakeError
+from mooncake.repetition import Repetitions
 from mooncake.types import FinishReason, PrefillReport, TokenIds
 
 
@@ -134,7 +135,11 @@ class RequestProgress:
         stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_ids)}
         if emitted and len(emitted) > sampling.min_tokens and emitted[-1] in stop_ids:
             return FinishReason.STOP
-        repetition = sampling.repetition_detection
-        if emitted and len(emitted) >= sampling.min_tokens and repetition is not None and repetition.ends(emitted):
+        looping = sampling.repetition_detection
+        if (
+            looping is not None
+            and len(emitted) >= sampling.min_tokens
+            and Repetitions(looping, np.array(emitted, np.uint32)).are_enough
+        ):
             return FinishReason.REPETITION
         return FinishReason.LENGTH if len(emitted) >= sampling.max_tokens else None

@@ -15,7 +15,8 @@ from mooncake.engine.cache.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
-from mooncake.types import BlockKey, FinishReason, RepetitionDetection, SamplingParams, TokenIds, TokenLogprob
+from mooncake.repetition import Repetitions
+from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.cache.swap import Swapped
@@ -72,7 +73,7 @@ class Sequence:
     edits_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # its next token is the most likely one, and nothing else is wanted
     stop_ids: frozenset[int] = field(init=False)
-    _repetition: RepetitionDetection | None = field(init=False)
+    _repetitions: Repetitions | None = field(init=False)
 
     # Its tokens, prompt and answer
 
@@ -126,7 +127,8 @@ class Sequence:
             raise InvalidRequest("an adapter must begin to act within the prompt", "adapter_start")
         self.is_prefill_only = num_to_sample is not None
         self.edits_logits = sampling.edits_logits
-        self._repetition = sampling.repetition_detection
+        looping = sampling.repetition_detection
+        self._repetitions = None if looping is None else Repetitions(looping, given_tokens[num_prompt:])
         self.is_plain = sampling.is_greedy and not self.edits_logits and sampling.logprobs is None
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else set(eos_ids))
 
@@ -224,15 +226,13 @@ class Sequence:
         self.num_tokens = place + 1
         if token_id in self.stop_ids and place >= self.num_prompt + self.sampling.min_tokens:
             return FinishReason.STOP
-        if self._repetition is not None and self._repeats(self._repetition):
+        if self._repetitions is not None and self._loops(self._repetitions):
             return FinishReason.REPETITION
         return FinishReason.LENGTH if place + 1 >= self._full_length else None
 
-    def _repeats(self, wanted: RepetitionDetection) -> bool:
-        if self.is_below_min_tokens:
-            return False
-        first = max(self.num_prompt, self.num_tokens - wanted.num_looked_at)
-        return wanted.ends(self.token_slice(first, self.num_tokens).tolist())
+    def _loops(self, repetitions: Repetitions) -> bool:
+        repetitions.add_last(self.tokens[self.num_prompt :])
+        return repetitions.are_enough and not self.is_below_min_tokens
 
     def fork_answer(self, choice: int) -> Sequence:
         """Another answer to the same prompt, from the tokens so far; it has no blocks yet."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import mooncake
 from mooncake.client import Client
 from mooncake.errors import InvalidRequest
+from mooncake.repetition import Repetitions
 from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 
 
@@ -109,5 +110,10 @@ def test_an_answer_ends_where_its_last_tokens_are_one_pattern_again_and_again(
         for size in range(least, most + 1)
     )
     wanted = RepetitionDetection(most, count, least)
-    assert wanted.ends(tokens) == repeats
-    assert wanted.ends(tokens[-wanted.num_looked_at :]) == repeats
+    answer = np.array(tokens, np.uint32)
+    assert Repetitions(wanted, answer).are_enough == repeats
+    for start in range(len(tokens)):  # it follows the answer from anywhere
+        followed = Repetitions(wanted, answer[:start])
+        for end in range(start + 1, len(tokens) + 1):
+            followed.add_last(answer[:end])
+        assert followed.are_enough == repeats

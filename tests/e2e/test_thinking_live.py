@@ -11,6 +11,7 @@ from pathlib import Path
 import anthropic
 import grpc
 import httpx
+import numpy as np
 import openai
 import pytest
 from drive import computing_node, wait_idle
@@ -20,6 +21,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from mooncake.app.local import LocalCluster
+from mooncake.repetition import Repetitions
 from mooncake.types import RepetitionDetection
 
 TEMPLATE = (
@@ -150,7 +152,8 @@ async def test_an_answer_that_loops_ends_by_itself_also_on_another_node(
             reason = choice.finish_reason or reason
         wanted = RepetitionDetection(8, 60)
         assert reason == "repetition" and choice.stop_reason == "repetition_detected"
-        assert wanted.ends(tokens) and not wanted.ends(tokens[:-1])
+        assert Repetitions(wanted, np.array(tokens)).are_enough
+        assert not Repetitions(wanted, np.array(tokens[:-1])).are_enough
         assert (num_retries(cluster) > retries) == dies
 
 

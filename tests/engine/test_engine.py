@@ -29,6 +29,7 @@ from mooncake.errors import (
 )
 from mooncake.hashing import Chain, extend_chain
 from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.repetition import Repetitions
 from mooncake.types import BeamSearch, FinishReason, RepetitionDetection, SampledToken, SamplingParams, ThinkingBudget
 from tests.engine.hash_model import (
     BLOCK,
@@ -276,7 +277,7 @@ def test_an_answer_that_loops_ends_but_not_before_min_tokens() -> None:
     narrow = SamplingParams(max_tokens=60, temperature=0.0, allowed_token_ids=(5, 6))
     free, _ = run_alone(prompt, narrow)
     wanted = RepetitionDetection(max_pattern_size=2, min_count=3)
-    ends = [end for end in range(1, 61) if wanted.ends(free[:end])]
+    ends = [end for end in range(1, 61) if Repetitions(wanted, np.array(free[:end])).are_enough]
     assert len(ends) > 1
 
     looking = replace(narrow, repetition_detection=wanted)
