@@ -30,13 +30,10 @@ _SENTENCES = {
     ("/abort_requests", "/abort_request"): "a request is aborted by closing its connection",
     ("/v1/chat/completions/render", "/v1/completions/render", "/v1/messages/render"): _RENDER,
 }
-_BY_PATH = {path: sentence for paths, sentence in _SENTENCES.items() for path in paths}
+_BY_PATH = sorted(((path, sentence) for paths, sentence in _SENTENCES.items() for path in paths), reverse=True)
+"""Longer paths before those that they are below."""
 
 
 def refused_because(path: str) -> str:
     """Why ``path``, or what is below it, is not here; "" for a path that nobody has."""
-    while path:
-        if path in _BY_PATH:
-            return _BY_PATH[path]
-        path = path.rpartition("/")[0]
-    return ""
+    return next((sentence for known, sentence in _BY_PATH if f"{path}/".startswith(f"{known}/")), "")
