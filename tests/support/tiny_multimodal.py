@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
 PIXTRAL = {"model_type": "pixtral", **SMALL, "patch_size": 14, "head_dim": 16}
 SIGLIP = {"model_type": "siglip_vision_model", **SMALL, "patch_size": 14}
+CLIP = {"model_type": "clip_vision_model", **SMALL, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96}
 TEXT = {**GATED, "initializer_range": 0.2}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
@@ -57,6 +58,11 @@ MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
         mm_tokens_per_image=4,
         initializer_range=0.15,
     ),
+    "qwen2-vl": multimodal(
+        "qwen2_vl",
+        {"rope_parameters": MROPE},
+        vision_config={"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 96},
+    ),
     "qwen2.5-vl": multimodal("qwen2_5_vl", {"rope_parameters": MROPE}, vision_config=QWEN_VISION),
     "qwen3-vl": multimodal(
         "qwen3_vl",
@@ -74,8 +80,21 @@ MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
         {"model_type": "qwen2"},
         vision_config={"model_type": "internvl_vision", **SMALL, "image_size": [28, 28], "patch_size": [14, 14]},
     ),
-    "llava": multimodal(
-        "llava", {"model_type": "llama"}, vision_config={"model_type": "clip_vision_model", **SMALL, "patch_size": 14}
+    "llava": multimodal("llava", {"model_type": "llama"}, vision_config=CLIP),
+    "llava-next": multimodal(
+        "llava_next",
+        {"model_type": "mistral", "sliding_window": None},
+        vision_config=CLIP,
+        image_grid_pinpoints=[[28, 56]],
+    ),
+    "aya-vision": multimodal(
+        "aya_vision",
+        {
+            "model_type": "cohere2",
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        vision_config=SIGLIP,
     ),
 }
 
