@@ -140,7 +140,7 @@ def found(ray_address: str) -> str:
     NodeUnavailable."""
     if ray_address != "auto":
         return ray_address
-    from ray._private.services import get_ray_address_from_environment
+    from ray._private.services import get_ray_address_from_environment  # no public function tells it
 
     try:
         return str(get_ray_address_from_environment("auto", None))
