@@ -449,6 +449,16 @@ def no_nohup() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_background_job() -> Iterator[None]:
+    """Child processes get SIGINT, even if these tests are a shell's background job, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
         [*MOONCAKE, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -541,6 +551,7 @@ def test_an_interrupted_batch_waits_for_no_answer(tmp_path: Path) -> None:
     files = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
     with (
         one_that_answers_nothing() as (url, taken),
+        no_background_job(),
         started("run-batch", *files, "--url", url, "--concurrency", "3") as batch,
     ):
         wait_until(lambda: len(taken) == 3)
