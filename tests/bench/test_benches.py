@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from mooncake.app import calibrate
 from mooncake.app.bench import chunked, conductor, engine, kernels, quality, serve, speculation, ssd
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.spawned import START_S, spawned
-from mooncake.app.bench.report import Figure, Report
+from mooncake.app.bench.report import Figure, Report, progress
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
@@ -153,6 +154,22 @@ def test_a_peer_rests_between_its_turns_and_leaves_nothing_behind(tiny: Path) ->
         assert state_of(peer.process.pid) == "T"
         pid = peer.process.pid
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.slow
+def test_a_peer_that_dies_loses_nothing_that_others_measure(tiny: Path) -> None:
+    options = engine.parse(["--model", str(tiny), "--batch", "1", "--prompt", "8", "--new", "2", "--long", "16"])
+    report = Report("engine", {}, seed=0)
+    peers = [PeerEngine("transformers", sys.executable, str(tiny), "float32", threads=1) for _ in range(2)]
+    peers[1].name = "mortal"
+    with peers[0], peers[1], progress("") as shown:
+        os.kill(peers[1].process.pid, signal.SIGKILL)
+        bench = engine.EngineBench([*reversed(peers)], 64, options, report, shown)
+        bench.run()
+    assert len(bench.lost) == 1 and bench.lost[0].startswith("mortal ended")
+    assert report.notes == [f"mortal was left out from warm-up on: {bench.lost[0]}"]
+    assert {figure.subject for figure in report.figures} == {"transformers"}
+    assert {figure.name for figure in report.figures} == {"prefill", "decode", "TTFT, cold"}
 
 
 def state_of(pid: int) -> str:

@@ -10,11 +10,12 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from rich.progress import Progress
@@ -29,7 +30,7 @@ from mooncake.app.flags import Flags, names, numbers
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
@@ -49,6 +50,8 @@ NOTES = (
     "limit of decode: the weights of a step at the speed of memory, read in turns with single steps",
     "ratios of rates are better above 1, of times below",
 )
+
+Result = TypeVar("Result")
 
 
 class Subject(Protocol):
@@ -87,14 +90,16 @@ class Options:
 
 
 def main(args: list[str]) -> None:
-    """Raises ConfigError; ModelError; NodeUnavailable when a peer does not start; Cancelled after Ctrl-C, once the
-    results so far are reported."""
-    options = parse(args)
+    """Raises ConfigError; ModelError; NodeUnavailable when a peer does not start, and once all other results are
+    reported when it ended later; Cancelled after Ctrl-C, once the results so far are reported."""
+    options, lost = parse(args), list[str]()
     report = Report("engine", _config(options), options.seed)
     with report.measuring("measuring") as shown:
-        measure(options, report, shown)
+        lost = measure(options, report, shown)
     compare(report, options)
     report.finish(options.json)
+    if lost:
+        raise NodeUnavailable(f"{'; '.join(lost)}: the rest was measured without")
 
 
 def _flags() -> Flags:
@@ -197,7 +202,8 @@ def _config(options: Options) -> dict[str, object]:
     }
 
 
-def measure(options: Options, report: Report, shown: Progress) -> None:
+def measure(options: Options, report: Report, shown: Progress) -> list[str]:
+    """What became of peers that did not last."""
     tell(shown, "loading the model")
     checkpoint = open_checkpoint(options.model)
     longest, room = max(options.long_tokens, options.prompt_tokens) + options.new_tokens + 1, _room(checkpoint)
@@ -210,7 +216,9 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
         for peer in peers:
             report.config[peer.name] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
-        EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown).run()
+        bench = EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown)
+        bench.run()
+        return bench.lost
 
 
 def _engine_config(checkpoint: Checkpoint, options: Options) -> EngineConfig:
@@ -301,20 +309,34 @@ def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
     return Turn(new_prompts_s, one_token_s, subject.run(prompts, 1 + new))
 
 
+@dataclass(frozen=True, slots=True)
+class LongTurn:
+    """Seconds to the first token of one long prompt."""
+
+    cold_s: float
+    repeated_s: tuple[float, ...]  # empty without a prefix cache
+
+
+def _take_long_turn(subject: Subject, prompts: list[list[int]]) -> LongTurn:
+    cold_s = subject.run(prompts, 1)
+    return LongTurn(cold_s, (subject.run(prompts, 1),) if subject.has_prefix_cache else ())
+
+
 @dataclass(slots=True)
 class EngineBench:
-    """Runs the tasks on all engines alternately."""
+    """Runs the tasks on all engines alternately. A peer that fails is left out from then on."""
 
     subjects: list[Subject]
     vocab_size: int
     options: Options
     report: Report
     shown: Progress
+    lost: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         draw = random.Random(self.options.seed)
-        for subject in self.subjects:  # warm-up
-            subject.run(self._prompts(draw, 2, 64), 4)
+        for subject in list(self.subjects):
+            self._attempt(subject, "warm-up", partial(subject.run, self._prompts(draw, 2, 64), 4))
         for batch in self.options.batches:
             self._measure_rates(draw, batch)
         self._measure_ttft(draw)
@@ -328,13 +350,15 @@ class EngineBench:
         options = self.options
         turns: dict[str, list[Turn]] = {subject.name: [] for subject in self.subjects}
         for rep in range(options.reps):
-            for subject in self.subjects:
-                tell(self.shown, f"{subject.name}, batch {batch}, repetition {rep + 1} of {options.reps}")
+            for subject in list(self.subjects):
                 prompts = self._prompts(draw, batch, options.prompt_tokens)
-                turns[subject.name].append(_take_turn(subject, prompts, options.new_tokens))
+                task = partial(_take_turn, subject, prompts, options.new_tokens)
+                turns[subject.name] += self._attempt(subject, f"batch {batch}, {self._repetition(rep)}", task)
                 if isinstance(subject, OwnEngine) and subject.name == OURS:
                     self._note_steps(subject, batch, rep)
         for engine, taken in turns.items():
+            if not taken:
+                continue
             base_s = min(turn.one_token_s for turn in taken)
             prefill = tuple(batch * options.prompt_tokens / turn.new_prompts_s for turn in taken)
             decode = tuple(batch * options.new_tokens / max(turn.full_s - base_s, 1e-9) for turn in taken)
@@ -364,20 +388,31 @@ class EngineBench:
         )
 
     def _measure_ttft(self, draw: random.Random) -> None:
-        cold: dict[str, list[float]] = {subject.name: [] for subject in self.subjects}
-        hit: dict[str, list[float]] = {subject.name: [] for subject in self.subjects if subject.has_prefix_cache}
+        taken: dict[str, list[LongTurn]] = {subject.name: [] for subject in self.subjects}
         for rep in range(self.options.reps):
-            for subject in self.subjects:
-                tell(self.shown, f"{subject.name}, long prompt, repetition {rep + 1} of {self.options.reps}")
-                prompts = self._prompts(draw, 1, self.options.long_tokens)
-                cold[subject.name].append(subject.run(prompts, 1))
-                if subject.has_prefix_cache:
-                    hit[subject.name].append(subject.run(prompts, 1))
+            for subject in list(self.subjects):
+                task = partial(_take_long_turn, subject, self._prompts(draw, 1, self.options.long_tokens))
+                taken[subject.name] += self._attempt(subject, f"long prompt, {self._repetition(rep)}", task)
         shape: dict[str, Value] = {"prompt": self.options.long_tokens}
-        for engine, times in cold.items():
-            self.report.add(Figure(engine, "TTFT, cold", "ms", _ms(times), params=shape))
-        for engine, times in hit.items():
-            self.report.add(Figure(engine, "TTFT, repeated", "ms", _ms(times), params=shape))
+        for engine, turns in taken.items():
+            cold, repeated = [turn.cold_s for turn in turns], [s for turn in turns for s in turn.repeated_s]
+            for name, times in (("TTFT, cold", cold), ("TTFT, repeated", repeated)):
+                if times:
+                    self.report.add(Figure(engine, name, "ms", _ms(times), params=shape))
+
+    def _repetition(self, rep: int) -> str:
+        return f"repetition {rep + 1} of {self.options.reps}"
+
+    def _attempt(self, subject: Subject, what: str, task: Callable[[], Result]) -> list[Result]:
+        """The result of a task; nothing if it failed."""
+        tell(self.shown, f"{subject.name}, {what}")
+        try:
+            return [task()]
+        except (NodeUnavailable, DeadlineExceeded) as error:
+            self.subjects.remove(subject)
+            self.lost.append(str(error))
+            self.report.notes.append(f"{subject.name} was left out from {what} on: {error}")
+            return []
 
     def _prompts(self, draw: random.Random, batch: int, length: int) -> list[list[int]]:
         first = min(MIN_TOKEN, self.vocab_size - 1)
