@@ -1,13 +1,15 @@
-"""Compiles one of our C++ files for this machine at first use, and keeps the result for later processes.
+"""Compiles our C++ files for this machine at first use, and keeps the result for later processes.
 
-The library is stored under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: source (with its
-headers), flags, compiler, instruction set. Several processes may build it at once: each renames its finished file into
-place. Every failure is one sentence in ``BuildFailed``; nothing here knows what the code does.
+A library is stored under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: sources (with
+their headers), flags, compiler, instruction set. Of several processes that want it at once, one builds it, its sources
+in parallel, and the others wait. Every failure is one sentence in ``BuildFailed``; nothing here knows what the code
+does.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,7 +18,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -33,19 +37,24 @@ class BuildFailed(Exception):
     """No native code on this machine; the message says why and what would help."""
 
 
-def load_native(name: str, source: Path, headers: Sequence[Path] = (), flags: Sequence[str] = ()) -> ctypes.CDLL:
-    """``source`` as a loaded library, built if necessary. Raises BuildFailed."""
+def load_native(
+    name: str, sources: Path | Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = ()
+) -> ctypes.CDLL:
+    """``sources`` as one loaded library, built if necessary. Raises BuildFailed."""
+    sources = [sources] if isinstance(sources, Path) else sources
     compiler = _find_compiler()
     command = [compiler, *COMPILE_FLAGS, *flags]
-    path = _cache_folder() / f"{name}-{_digest(command, [source, *headers])}.so"
+    path = _cache_folder() / f"{name}-{_digest(command, [*sources, *headers])}.so"
     if not path.exists():
-        started_s = time.monotonic()
-        _build(command, source, path)
-        log.info("built %s in %.1f s: %s", source.name, time.monotonic() - started_s, path)
+        with _alone(path):
+            if not path.exists():
+                started_s = time.monotonic()
+                _build(command, sources, path)
+                log.info("built %s in %.1f s: %s", sources[0].name, time.monotonic() - started_s, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise BuildFailed(f"the library built of {source.name} does not load: {error}") from None
+        raise BuildFailed(f"the library built of {sources[0].name} does not load: {error}") from None
 
 
 def load_module(name: str, source: Path, headers: Sequence[Path] = (), flags: Sequence[str] = ()) -> ModuleType:
@@ -85,11 +94,39 @@ def _digest(command: Sequence[str], sources: Sequence[Path]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def _build(command: Sequence[str], source: Path, target: Path) -> None:
-    """Compile, and rename into place."""
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """While no other process builds ``path``. Where files cannot be locked, all build; each renames its own result."""
+    lock = path.with_suffix(".lock")
+    try:
+        file = lock.open("w")
+    except OSError:
+        yield
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:
+            log.debug("%s cannot be locked", lock)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _build(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
+    """Compile, the sources in parallel, and rename into place."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+        objects = [str(Path(folder) / f"{index}.o") for index in range(len(sources))]
         built = Path(folder) / "library.so"
-        _run([*command, "-shared", str(source), "-o", str(built)])
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            compiled = [
+                pool.submit(_run, [*command, "-c", str(source), "-o", to])
+                for source, to in zip(sources, objects, strict=True)
+            ]
+            for each in compiled:
+                each.result()
+        _run([*command, "-shared", *objects, "-o", str(built)])
         built.replace(target)
 
 

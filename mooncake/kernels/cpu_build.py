@@ -1,4 +1,4 @@
-"""The sources of the CPU kernels: ``cpu_kernels.cpp`` and the headers it includes from ``cpp``, built at first use."""
+"""The sources of the CPU kernels: ``cpu_kernels.cpp`` and what it needs of ``cpp``, built at first use."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mooncake.native import BuildFailed, load_native
 __all__ = ["BuildFailed", "load_library"]
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
-HEADERS = Path(__file__).with_name("cpp")
+FOLDER = Path(__file__).with_name("cpp")
 
 
 def load_library(flags: Sequence[str] = ()) -> ctypes.CDLL:
     """The kernels as a loaded library, built if needed. Extra compiler ``flags`` can disable features of this
     processor. Raises BuildFailed."""
-    return load_native("cpu", SOURCE, sorted(HEADERS.glob("*.h")), flags)
+    return load_native("cpu", [SOURCE, *sorted(FOLDER.glob("*.cpp"))], sorted(FOLDER.glob("*.h")), flags)

@@ -1,10 +1,12 @@
 // The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32 on both sides;
 // weights and pages keep their types. The plain C interface (pointers, strides, int status) compiles in seconds and
 // does not depend on the version of torch. The headers, each built on those before: cpp/vectors.h, pool.h, pages.h,
-// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h.
+// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h. What
+// takes long to compile has a file of its own: linear.cpp, attention.cpp.
 
 #include "cpp/decoder.h"
 #include "cpp/experts.h"
+#include "cpp/grouped.h"
 #include "cpp/sampling.h"
 
 using namespace mooncake;
@@ -35,7 +37,7 @@ int mc_paged_attention(const float* query, int64_t query_stride, float* output, 
     if (int status = check_tables(call, *cache)) return status;
     static thread_local AttentionPlan plan;
     Planner(call, cache->block_tokens, plan).run();
-    with_pages(cache->kind, [&](auto page) { attend<decltype(page)>(call, plan, *cache, threads); });
+    attend(call, plan, *cache, threads);
     return OK;
 }
 

@@ -1,47 +1,12 @@
-// Paged attention that reads pages in place. Shape letters are those of reference.py.
-//
-// Three methods, chosen by how many query rows (tokens times G) read the same keys, and whose rows they are:
-//   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
-//   many sequences      `attend_shared`  the rows of all sequences that share a part, bit-identical to attend_dots
-//   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` if a matrix unit takes its pages
-// If the processor can, bfloat16 pages are multiplied as pairs, in tiles or in lanes; queries and weights are then
-// rounded too. Long contexts are split into parts whose bounds depend only on the sequence, never on threads or batch;
-// the thread that finishes a row's last part merges them in order. So a result does not depend on the number of threads
-// or on the rest of the batch.
+// Paged attention that reads pages in place; attention.cpp says how. Shape letters are those of reference.py.
 #pragma once
 
-#include "attend_dots.h"
-#include "attend_lanes.h"
-#include "attend_shared.h"
-#include "attend_tiles.h"
+#include "attention_plan.h"
 
 namespace mooncake {
 
-template <class T>
-void attend_many(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
-    if constexpr (!std::is_same<T, float>::value)
-        if (fits_tiles<T>(call.head_dim)) return attend_tiles<T>(call, cache, item, results, scratch);
-    attend_lanes<T>(call, cache, item, results, scratch);
-}
-
-template <class T> void attend(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, int threads) {
-    static thread_local Scratch partial;
-    static thread_local std::vector<std::atomic<int>> missing;
-    if (missing.size() < plan.merges.size()) missing = std::vector<std::atomic<int>>(2 * plan.merges.size());
-    for (size_t i = 0; i < plan.merges.size(); i++) missing[i].store(plan.merges[i].parts, std::memory_order_relaxed);
-    const Results results{call, plan, partial.start(plan.merge_floats), missing.data()};
-    parallel(int64_t(plan.items.size()), plan.cost * call.head_dim < (1 << 16) ? 1 : threads, [&](int64_t i) {
-        static thread_local Scratch scratch;
-        const Item& item = plan.items[i];
-        const Item* next = &item < &plan.items.back() ? &item + 1 : nullptr;
-        if (item.is_shared && item.count > MANY_SHARED)
-            attend_shared<T, SHARED_VECS>(call, plan, cache, item, next, results, scratch);
-        else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
-            attend_dots<T>(call, plan, cache, item, next, results, scratch);
-        else
-            attend_many<T>(call, cache, item, results, scratch);
-    });
-}
+// Attends as planned, on up to `threads` threads.
+void attend(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, int threads);
 
 inline int check_tables(const AttentionCall& call, const CacheLayer& cache) {
     for (int seq = 0; seq < call.num_sequences; seq++) {

@@ -6,6 +6,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "grouped.h"
 #include "linear.h"
 
 namespace mooncake {
@@ -218,7 +219,7 @@ private:
         call_.window = layer.window;
         call_.block_tables = tables_of(group_of(layer));
         const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group_of(layer));
-        with_pages(cache_.kind, [&](auto page) { attend<decltype(page)>(call_, plan, pages_of(layer), threads_); });
+        attend(call_, plan, pages_of(layer), threads_);
         return OK;
     }
 

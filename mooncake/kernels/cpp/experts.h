@@ -92,7 +92,7 @@ private:
         each(work.items, rows * any.inputs * any.outputs < PRODUCTS_ALONE ? 1 : threads_, [&](size_t i, int64_t item) {
             const PackedLinear& layer = *(groups_[first + i].*product);
             const Target target{Then::STORE, to + (groups_[first + i].begin - begin) * layer.outputs, layer.outputs};
-            with_kind(layer.kind, [&](auto kind) { product_item<kind>(layer, work.x[i], target, work.cuts[i], item); });
+            product_item(layer, work.x[i], target, work.cuts[i], item);
         });
     }
 

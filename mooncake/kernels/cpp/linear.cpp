@@ -1,0 +1,328 @@
+// The inner loops of products: in vectors, and in tiles.
+
+#include "linear.h"
+
+#include "grouped.h"
+
+namespace mooncake {
+namespace {
+
+constexpr int DEEP = 192;                     // inputs at a time, so that this part of a panel stays in L1 for all strips
+constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware prefetcher stops at every 4 KiB
+constexpr int AHEAD_IN_TILES = 3072;          // likewise
+
+// ---- the inner loops ------------------------------------------------------------------------------------------------
+
+template <int ROWS> struct Sums {
+    vf at[ROWS][PANEL_VECS];
+
+    void start(const float* from, bool fresh) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) at[r][v] = fresh ? vf{} : load(from + r * PANEL + v * W);
+    }
+    void add(const vf* weights, const float* x) {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) at[r][v] += weights[v] * x[r];
+    }
+    void finish(float* to) const {
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) store(to + r * PANEL + v * W, at[r][v]);
+    }
+};
+
+inline void prefetch_panel(const char* at) {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4, 0, NEAR);
+}
+
+// Cache lines of weights needed later, prefetched one at a time while others are multiplied: a loop that waits for its
+// own weights leaves the memory idle once it has them.
+struct Ahead {
+    const char* at;
+    int lines;  // negative: the panel's own lines, as it is read for the only time
+
+    void bring(const char* panel) {
+        if (lines < 0) return prefetch_panel(panel);
+        if (lines == 0) return;
+        __builtin_prefetch(at, 0, SECOND_CACHE);
+        at += 64;
+        lines--;
+    }
+};
+
+template <WeightKind KIND> constexpr int GROUP = 4 / sizeof(Held<KIND>);  // inputs whose weights are PANEL * 4 bytes
+
+// Input g of such a group, as exact weights of PANEL outputs.
+template <WeightKind KIND> inline void widen(const char* group, int g, vf* out) {
+#pragma GCC unroll 2
+    for (int v = 0; v < PANEL_VECS; v++) {
+        if (KIND == BF16S) {
+            const vu pairs = load_as<vu>(group + v * W * 4);
+            out[v] = (vf)(g ? pairs & 0xffff0000u : pairs << 16);
+        } else {
+            out[v] = load((const Held<KIND>*)group + g * PANEL + v * W);
+        }
+    }
+}
+
+// sums[row][PANEL] += strip[k][row] * panel[k][PANEL] over `deep` of k.
+template <WeightKind KIND, int ROWS>
+void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
+    const float* x = (const float*)strip;
+    Sums<ROWS> acc;
+    acc.start((const float*)sums, fresh);
+    for (int k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
+        ahead.bring(panel);
+#pragma GCC unroll 4
+        for (int g = 0; g < GROUP<KIND>; g++, x += ROWS) {
+            vf weights[PANEL_VECS];
+            widen<KIND>(panel, g, weights);
+            acc.add(weights, x);
+        }
+    }
+    acc.finish((float*)sums);
+}
+
+// The weights of `deep` inputs as float32 [deep][PANEL], for use more than once.
+template <WeightKind KIND> void widen_part(const char* panel, int deep, float* out) {
+    for (int k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
+        prefetch_panel(panel);
+        for (int g = 0; g < GROUP<KIND>; g++, out += PANEL) {
+            vf weights[PANEL_VECS];
+            widen<KIND>(panel, g, weights);
+            for (int v = 0; v < PANEL_VECS; v++) store(out + v * W, weights[v]);
+        }
+    }
+}
+
+// As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
+template <WeightKind KIND, int ROWS>
+void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
+    using Sum = std::conditional_t<KIND == BF16S, vf, vi>;
+    const uint32_t* x = (const uint32_t*)strip;
+    char* to = (char*)sums;
+    Sum acc[ROWS][PANEL_VECS];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? Sum{} : load_as<Sum>(to + (r * PANEL + v * W) * 4);
+    for (int k = 0; k < deep; k += G<KIND>, panel += PANEL * 4, x += ROWS) {
+        ahead.bring(panel);
+        const vi weights[PANEL_VECS] = {load_as<vi>(panel), load_as<vi>(panel + W * 4)};
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = add_products(acc[r][v], x[r], weights[v]);
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < PANEL_VECS; v++) std::memcpy(to + (r * PANEL + v * W) * 4, &acc[r][v], sizeof(Sum));
+}
+
+// The inner loops for strips of one height, by WeightKind.
+using Multiply = void (*)(const void*, const char*, int, void*, bool, Ahead);
+
+template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
+    return std::array<std::array<Multiply, 5>, STRIP>{std::array<Multiply, 5>{
+        multiply<FLOATS, int(I) + 1>, MULTIPLIES_BF16 ? multiply_units<BF16S, int(I) + 1> : multiply<BF16S, int(I) + 1>,
+        multiply<CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>}...};
+}
+
+constexpr auto MULTIPLY = strip_loops(std::make_index_sequence<STRIP>());
+
+// ---- a product --------------------------------------------------------------------------------------------------------
+
+// Loads `value` although it is not needed: memory lines that are written completely without having been read slow tiles
+// down (seen on Sapphire Rapids, mostly in the product for q, k and v).
+inline void hold([[maybe_unused]] vf value) {
+#if defined(__x86_64__)
+    asm volatile("" ::"v"(value));
+#endif
+}
+
+// Stores the sums [rows][PANEL] of a panel; `first` is the first of these rows. If they go to tiles, all rows are in
+// one strip.
+template <WeightKind KIND, Then THEN>
+void deliver(const PackedLinear& layer, const float* row_scales, const Target& target, int64_t index, const float* sums,
+             int64_t first, int64_t rows) {
+    const int64_t column = index * PANEL;
+    vf bias[PANEL_VECS]{}, scales[PANEL_VECS]{};
+    for (int v = 0; v < PANEL_VECS; v++) {
+        if (layer.bias) bias[v] = load(layer.bias + column + v * W);
+        if (layer.scales) scales[v] = load(layer.scales + column + v * W);
+    }
+    float* to = target.to + first * target.stride + (THEN == Then::GATE ? column / 2 : column);
+    char* tile = target.next ? target.next->tile_row(first, column / 2 * int64_t(sizeof(bf16))) : nullptr;
+    for (int64_t r = 0; r < rows; r++, sums += PANEL, to += target.stride, tile += ROW_UNIT) {
+        vf results[PANEL_VECS];
+        for (int v = 0; v < PANEL_VECS; v++) {
+            if (KIND == BOTH_CODES) {
+                const vi exact = load_as<vi>((const int32_t*)sums + v * W) - load_as<vi>(layer.sums + column + v * W) * 128;
+                results[v] = __builtin_convertvector(exact, vf) * (scales[v] * row_scales[first + r]);
+            } else if (KIND == WIDE_CODES) {
+                results[v] = load(sums + v * W) * (scales[v] * row_scales[first + r]);
+            } else {
+                results[v] = KIND == CODES ? load(sums + v * W) * scales[v] : load(sums + v * W);
+            }
+            results[v] = results[v] + bias[v];
+        }
+        if constexpr (THEN == Then::GATE) {
+            const vf gated = silu(results[0]) * results[1];
+            if (target.next)
+                store((bf16*)tile, gated);
+            else
+                store(to, gated);
+            continue;
+        }
+        for (int v = 0; v < PANEL_VECS; v++) {
+            const int64_t left = layer.outputs - column - v * W;
+            float* at = to + v * W;
+            if (left >= W) {
+                const vf before = load(at);
+                hold(before);
+                store(at, THEN == Then::ADD ? before + results[v] : results[v]);
+            } else
+                for (int i = 0; i < left; i++) at[i] = THEN == Then::ADD ? at[i] + results[v][i] : results[v][i];
+        }
+    }
+}
+
+template <WeightKind KIND>
+void deliver(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, const float* sums, int64_t first,
+             int64_t rows) {
+    const auto then = target.then == Then::GATE  ? deliver<KIND, Then::GATE>
+                      : target.then == Then::ADD ? deliver<KIND, Then::ADD>
+                                                 : deliver<KIND, Then::STORE>;
+    then(layer, x.row_scales, target, index, sums, first, rows);
+}
+
+// sums[row][PANEL] for the rows of some strips, in vectors; for each plane of a strip.
+template <WeightKind KIND>
+void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
+                    float* near) {
+    constexpr int SIZE = sizeof(Held<KIND>);
+    const char* panel = layer.panel(index);
+    const int64_t inputs = layer.padded(), count = to_strip - from_strip;
+    const bool is_single = count == 1, is_coded = layer.code_bits;
+    if constexpr (KIND == FLOATS || KIND == BF16S)
+        if (is_single && is_coded) {
+            const auto& loops = layer.code_bits == 4 ? MULTIPLY_CODES<KIND, 4> : MULTIPLY_CODES<KIND, 8>;
+            return loops[x.strips.height(from_strip) - 1](layer, panel, x.strip(from_strip), sums);
+        }
+    const bool is_widened = SIZE < 4 && !x.unit && !is_single;
+    const int64_t step = is_single ? inputs : DEEP, size = x.unit ? SIZE : 4;
+    for (int64_t k = 0; k < inputs; k += step) {
+        const int deep = int(std::min(step, inputs - k));
+        const char* part = panel + k * PANEL * SIZE;
+        Ahead ahead{part + deep * PANEL * SIZE, is_single ? -1 : int((deep * PANEL * SIZE / 64 + count - 1) / count)};
+        if (is_coded) {
+            unpack_part(layer, index, k, k + deep, x.unit, near);
+            ahead.lines = 0;
+        } else if (is_widened) {
+            widen_part<KIND>(part, deep, near);
+        }
+        if (is_coded || is_widened) part = (const char*)near;
+        float* to = sums;
+        for (int64_t strip = from_strip; strip < to_strip; strip++) {
+            const int height = x.strips.height(strip) * x.planes;
+            const char* at = x.strip(strip) + k * height * size;
+            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, part, deep, to, k == 0, ahead);
+            to += height * PANEL;
+            ahead.at += ahead.lines * 64;
+        }
+    }
+}
+
+// `count` panels in the form that tiles take.
+inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, int64_t count) {
+    if (!layer.code_bits) return layer.panel(index);
+    static thread_local Scratch scratch;
+    const int64_t bytes = layer.row_bytes() * PANEL;
+    char* panels = scratch.start<char>(count * bytes);
+    for (int64_t i = 0; i < count; i++) unpack_part(layer, index + i, 0, layer.inputs, ROW_UNIT, panels + i * bytes);
+    return panels;
+}
+
+// With one strip, it waits for its weights; with several, each prefetches part of the next panel.
+template <WeightKind KIND>
+void product_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                      int64_t to_strip) {
+    constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // per panel, for every 64 bytes of a row
+    alignas(64) float sums[TILE_STRIP * PANEL];
+    Tiles tiles(x.strips.height(from_strip) * x.planes);
+    const char* panel = panels_for_tiles(layer, index, 1);
+    const int64_t count = to_strip - from_strip;
+    const int lines = int((PANEL_LINES + count - 1) / count);
+    const char* ahead = panel + (count == 1 ? AHEAD_IN_TILES : x.row_bytes * PANEL);
+    for (int64_t strip = from_strip; strip < to_strip; strip++, ahead += lines * x.row_bytes) {
+        const int height = x.strips.height(strip), rows = height * x.planes;
+        tiles.shape(rows);
+        multiply_tiles<KIND>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines);
+        if (KIND == WIDE_CODES) join_planes(sums, height);
+        deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
+    }
+}
+
+template <WeightKind KIND>
+void product_in_vectors(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                        int64_t to_strip) {
+    static thread_local Scratch scratch;
+    const int64_t first = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first;
+    scratch.start(rows * x.planes * PANEL + DEEP * PANEL + 64);
+    float *sums = scratch.take(rows * x.planes * PANEL), *near = scratch.take(DEEP * PANEL);
+    sum_in_vectors<KIND>(layer, index, x, from_strip, to_strip, sums, near);
+    if constexpr (KIND == WIDE_CODES) {
+        vi middles[PANEL_VECS];
+        for (int v = 0; v < PANEL_VECS; v++) middles[v] = load_as<vi>(layer.sums + index * PANEL + v * W) * 128;
+        for (int64_t strip = from_strip; strip < to_strip; strip++) {
+            const int height = x.strips.height(strip);
+            join_planes(sums, height, middles);
+            deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
+            sums += 2 * height * PANEL;
+        }
+    } else {
+        deliver<KIND>(layer, x, target, index, sums, first, rows);
+    }
+}
+
+// Two adjacent panels for a few rows, where only the weights are waited for.
+template <WeightKind KIND>
+void product_of_two(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index) {
+    alignas(64) float sums[TILE_STRIP * PANEL];
+    const int rows = int(x.strips.rows), height = rows * x.planes;
+    Tiles tiles(height);
+    multiply_two<KIND>(x.strip(0), height, panels_for_tiles(layer, index, 2), x.row_bytes * PANEL, x.row_bytes, (char*)sums, AHEAD_IN_TILES);
+    for (int i = 0; i < 2; i++) {
+        float* of_panel = sums + i * TILE_ROWS * PANEL;
+        if (KIND == WIDE_CODES) join_planes(of_panel, rows);
+        deliver<KIND>(layer, x, target, index + i, of_panel, 0, rows);
+    }
+}
+
+template <WeightKind KIND>
+void item_of(const PackedLinear& layer, const Activations& x, const Target& target, const Cuts& how, int64_t item) {
+    const auto of_panel = how.is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
+    const int64_t first = (how.is_tiled ? item % how.runs : item / how.cuts) * how.run;
+    const int64_t cut = how.is_tiled ? item / how.runs : item % how.cuts, end = std::min(first + how.run, how.panels);
+    for (int64_t index = first; index < end; index++) {
+        if (how.is_small && index + 1 < end)
+            product_of_two<KIND>(layer, x, target, index++);
+        else
+            of_panel(layer, x, target, index, cut * how.strips / how.cuts, (cut + 1) * how.strips / how.cuts);
+    }
+}
+
+}  // namespace
+
+void product_item(const PackedLinear& layer, const Activations& x, const Target& target, const Cuts& how, int64_t item) {
+    with_kind(layer.kind, [&](auto kind) { item_of<kind>(layer, x, target, how, item); });
+}
+
+}  // namespace mooncake
