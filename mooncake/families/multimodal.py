@@ -11,7 +11,7 @@ from mooncake.model_config import Settings
 
 _MULTIMODAL = (
     *("mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("llava", "llava_next", "internvl", "aya_vision", "kimi_k25"),
+    *("llava", "llava_next", "internvl", "aya_vision", "kimi_k25", "llama4"),
 )
 _LANGUAGE_MODELS = {
     "qwen2_vl": "qwen2",

@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from tiny_families import GATED, LATENT, YARN
-from tiny_members import GROWING
+from tiny_members import GROWING, LLAMA_4
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -86,6 +86,12 @@ MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
         {"model_type": "mistral", "sliding_window": None},
         vision_config=CLIP,
         image_grid_pinpoints=[[28, 56]],
+    ),
+    "llama4": multimodal(
+        "llama4",
+        {"model_type": "llama4_text", **LLAMA_4},
+        vision_config={**SMALL, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        | {"patch_size": 14, "num_hidden_layers": 1, "pixel_shuffle_ratio": 0.5, "intermediate_size": 128},
     ),
     "aya-vision": multimodal(
         "aya_vision",
