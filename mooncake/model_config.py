@@ -32,18 +32,22 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Mixtures of experts like DeepSeek's (DeepSeek-V3 2024, section 2.1.2)."""
+    """Mixtures of experts like DeepSeek's (DeepSeek-V3 2024, section 2.1.2).
 
-    num_dense_layers: int  # at the start; their MLPs are ``ModelConfig.intermediate_size`` wide
+    ``scoring``: "softmax"; with a bias that only affects the choice "sigmoid" or "biased_softmax"; "sigmoid_inputs" if
+    scores are factors on what enters the experts (Llama 4).
+    """
+
+    dense_layers: tuple[int, ...]  # whose MLPs have no experts, and are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
-    scoring: str  # "softmax", or with a bias that only affects the choice "sigmoid" or "biased_softmax"
+    scoring: str
     factor: float  # applied to the sum of experts
     num_groups: int = 1  # groups of experts
     top_groups: int = 1  # groups of which a token uses experts
 
     @property
     def has_choice_bias(self) -> bool:
-        return self.scoring != "softmax"
+        return self.scoring in ("sigmoid", "biased_softmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class ModelConfig:
     activation: str = "silu"  # of the MLP: silu, relu, relu2 (squared), gelu, gelu_tanh, xielu
     rotary_dim: int = -1  # elements of a head that rotate: -1 all, 0 none (learned positions)
     parallel_residual: bool = False  # GPT-NeoX: attention and MLP read the same residual
-    layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own sliding window, 0 for none
+    layer_windows: tuple[int, ...] = ()  # Gemma: each layer's own ``window_of``
     local_rope_theta: float = 0.0  # Gemma 3: for layers with a window
     attention_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
     num_experts: int = 0  # per layer; each expert is ``intermediate_size`` wide; 0: a dense MLP
@@ -93,8 +97,13 @@ class ModelConfig:
     latent: LatentAttention | None = None
     routing: Routing | None = None  # None: as in Qwen3 and Mixtral, in every layer
     query_growth: float = 0.0  # Ministral 3: queries at position p are scaled by 1 + growth * ln(1 + p // span),
-    query_span: int = 0  # so that attention over long contexts stays as sharp
+    query_span: int = 0  # so that attention over long contexts stays as sharp;
+    query_offset: int = 0  # Llama 4: p + this; and if some layers do not rotate, only in those
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
+
+    def query_grows(self, layer: int) -> bool:
+        """Whether ``query_growth`` applies to this layer."""
+        return self.query_growth > 0 and (not self.still_layers or layer in self.still_layers)
 
     @property
     def softmax_scale(self) -> float:
@@ -148,7 +157,8 @@ class ModelConfig:
         )
 
     def window_of(self, layer: int) -> int:
-        """Tokens that a query of the layer sees, itself included; 0: all."""
+        """Tokens that a query of the layer sees, itself included; 0: all. Negative: only those of its chunk of so many,
+        as in ``reference.paged_attention``."""
         return self.layer_windows[layer] if self.layer_windows else self.sliding_window or 0
 
     def __post_init__(self) -> None:

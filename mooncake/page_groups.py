@@ -146,8 +146,9 @@ def page_key(key: BlockKey, group: int) -> BlockKey:
 
 
 def groups_of(config: ModelConfig, context: int) -> PageGroups:
-    """Like ``plan_groups``, for the layers of a model that keep KV."""
-    return plan_groups([config.window_of(layer) for layer in config.kv_owners], context)
+    """Like ``plan_groups``, for the layers of a model that keep KV. A chunk is kept like a sliding window of its size,
+    which contains it."""
+    return plan_groups([abs(config.window_of(layer)) for layer in config.kv_owners], context)
 
 
 def plan_groups(windows: Sequence[int], context: int) -> PageGroups:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.model_config import ModelConfig, Settings
+from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -15,7 +15,6 @@ _RECURRENT = "layers with a recurrent state in place of KV"
 _MISSING = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer, and several residual streams (AltUp)"),
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), "embeddings of each layer, and heads of two sizes"),
-    **dict.fromkeys(("llama4", "llama4_text"), "attention in chunks, and norms of heads after they are rotated"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "an indexer that chooses which tokens attention sees"),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _RECURRENT),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "rwkv"), _RECURRENT),
@@ -47,15 +46,23 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``prefix``: the start of every weight's name, which some publishers omit. ``first_shapes``: shapes of the dense
-    layers that precede those of a ``Routing``."""
+    """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
+    without experts of a model with a ``Routing``."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
     layers_at: str
     top_shapes: Callable[[ModelConfig], Shapes]
     prefix: str = ""
-    first_shapes: Callable[[ModelConfig], Shapes] | None = None
+    dense_shapes: Callable[[ModelConfig], Shapes] | None = None
+
+
+def num_layers_of(settings: Settings) -> int:
+    """Raises ModelError for more than a model can have."""
+    num_layers = settings.integer("num_hidden_layers")
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
+    return num_layers
 
 
 def activation(settings: Settings, key: str, default: str) -> str:

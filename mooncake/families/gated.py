@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top, num_layers_of
 from mooncake.families.rope_settings import Rope, read_rope
-from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
+from mooncake.model_config import ModelConfig, Settings
 
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
 
@@ -70,7 +70,7 @@ def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
         "vocab_size": settings.integer("vocab_size"),
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
-        "layer_windows": windows_in_turn(settings, num_layers, every, 4096),
+        "layer_windows": windows_in_turn(settings, every, 4096),
         "attention_scale": settings.number("query_pre_attn_scalar", 256.0) ** -0.5,
     }
 
@@ -154,6 +154,7 @@ class ExpertNames:
     down: str = "down_proj"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
     shared: str = "mlp.shared_experts"
+    dense: str = "mlp"  # in layers without experts
 
 
 _NAMES = {
@@ -161,6 +162,9 @@ _NAMES = {
     "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
     "afmoe": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias"),
     "hunyuan_v1_moe": ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp"),
+    "llama4_text": ExpertNames(
+        "feed_forward.router", "feed_forward.experts", shared="feed_forward.shared_expert", dense="feed_forward"
+    ),
     "exaone_moe": ExpertNames(choice_bias="mlp.e_score_correction_bias"),
     "hy_v3": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp"),
     "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
@@ -260,7 +264,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     return {
         **values,
         "qk_norm": True,
-        "layer_windows": windows_in_turn(settings, settings.integer("num_hidden_layers"), 4, 4096),
+        "layer_windows": windows_in_turn(settings, 4, 4096),
         "local_rope_theta": local.number("rope_theta", settings.number("rope_theta", 500_000.0)),
     }
 
@@ -271,7 +275,7 @@ def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     if settings.get("sliding_window") is None:
         return values
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
-    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 4096)
+    windows = windows_in_turn(settings, every, 4096)
     still = tuple(layer for layer, window in enumerate(windows) if not window)
     return {**values, "layer_windows": windows, "still_layers": still}
 
@@ -337,11 +341,9 @@ def read_silu(
     }
 
 
-def windows_in_turn(settings: Settings, num_layers: int, every: int, default: int) -> tuple[int, ...]:
+def windows_in_turn(settings: Settings, every: int, default: int) -> tuple[int, ...]:
     """Each layer's window, 0 for none; without a list, one layer in ``every`` is global."""
-    if not 1 <= num_layers <= MAX_LAYERS:
-        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
-    window = settings.integer("sliding_window", default)
+    num_layers, window = num_layers_of(settings), settings.integer("sliding_window", default)
     kinds = settings.get("layer_types")
     if kinds is None:
         if every < 1:

@@ -58,7 +58,7 @@ def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 def _read_cohere2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     every = settings.integer("sliding_window_pattern", 4)
-    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 4096)
+    windows = windows_in_turn(settings, every, 4096)
     still = tuple(layer for layer, window in enumerate(windows) if not window)
     return {**_read_cohere(settings, shapes), "layer_windows": windows, "still_layers": still}
 

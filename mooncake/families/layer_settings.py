@@ -18,7 +18,8 @@ import re
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.model_config import MAX_LAYERS, Settings
+from mooncake.families.family import num_layers_of
+from mooncake.model_config import Settings
 
 LCKV = "lckv-llama"
 SHARING_KEYS = ("kv_source_layers", "use_cla", "num_kv_shared_layers")
@@ -38,9 +39,9 @@ class LayerSettings:
 
 def read_layers(settings: Settings, family: str) -> LayerSettings:
     """Raises ModelError for anything wrong or unsupported."""
-    num_layers = settings.integer("num_hidden_layers")
-    if not 1 <= num_layers <= MAX_LAYERS:
-        raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
+    num_layers = num_layers_of(settings)
+    if family == "smollm3" and settings.flag("use_sliding_window", False):
+        raise ModelError(f"{settings.source} asks for use_sliding_window, which is not supported for this family")
     if family == LCKV:
         windows, sources = _lckv_layers(settings, num_layers)
     else:
@@ -53,7 +54,7 @@ def read_layers(settings: Settings, family: str) -> LayerSettings:
         sliding_window=windows[0] or None if is_uniform else None,
         layer_windows=() if is_uniform else tuple(windows),
         kv_sources=() if sources == list(range(num_layers)) else tuple(sources),
-        still_layers=_still_layers(settings, num_layers) if family == "smollm3" else (),
+        still_layers=still_layers(settings, num_layers) if family == "smollm3" else (),
     )
 
 
@@ -95,11 +96,10 @@ def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> 
     return [0] * num_full + [window] * (num_layers - num_full)
 
 
-def _still_layers(settings: Settings, num_layers: int) -> tuple[int, ...]:
-    """SmolLM3's layers that do not rotate (NoPE): every fourth, unless a list has a 1 for each that rotates."""
-    if settings.flag("use_sliding_window", False):
-        raise ModelError(f"{settings.source} asks for use_sliding_window, which is not supported for this family")
-    turning = settings.get("no_rope_layers")
+def still_layers(settings: Settings, num_layers: int) -> tuple[int, ...]:
+    """The layers of SmolLM3 and Llama 4 that do not rotate (NoPE): every fourth, unless a list has a 1 for each that
+    rotates. Raises ModelError for anything wrong."""
+    turning = settings.get("no_rope_layers") or None
     if turning is None:
         every = settings.integer("no_rope_layer_interval", 4)
         if every < 1:

@@ -38,7 +38,7 @@ def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     return {
         **read_silu(settings, shapes, default_theta=150_000.0),
         "intermediate_size": settings.integer("intermediate_size"),
-        "layer_windows": windows_in_turn(settings, settings.integer("num_hidden_layers"), 2, 128),
+        "layer_windows": windows_in_turn(settings, 2, 128),
         "qkv_bias": True,
         "num_experts": settings.integer("num_local_experts", 128),
         "experts_per_token": settings.integer("num_experts_per_tok", 4),

@@ -11,7 +11,8 @@ from mooncake.model_config import Settings
 
 _MULTIMODAL = (
     *("mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
-    *("llava", "llava_next", "internvl", "aya_vision", "kimi_k25"),
+    *("llava", "llava_next", "internvl", "aya_vision", "kimi_k25", "llama4"),
+    *("smolvlm", "idefics3", "llava_onevision", "cohere2_vision", "exaone4_5", "glm4v", "glm46v", "glm4v_moe"),
 )
 _LANGUAGE_MODELS = {
     "qwen2_vl": "qwen2",
@@ -19,6 +20,9 @@ _LANGUAGE_MODELS = {
     "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "exaone4_5_text": "exaone4",
+    "glm4v_text": "glm4",
+    "glm4v_moe_text": "glm4_moe",
 }
 _GEMMA3_DEFAULTS = {
     **{"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -35,12 +39,15 @@ _OTHER_PARTS = (
         "model.multi_modal_projector.",
         "model.mm_projector.",
         "model.image_newline",
+        "model.vision_model.",
+        "model.connector.",
     ),
 )
 _PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
+    "model.text_model.": "model.",
 }
 
 

@@ -14,6 +14,7 @@ from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
+from mooncake.families.llama4 import LLAMA4_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
 from mooncake.families.routed import ROUTED_FAMILIES
@@ -29,6 +30,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **ROUTED_MEMBERS,
     **MIXTURE_FAMILIES,
     **INTERLEAVED_FAMILIES,
+    **LLAMA4_FAMILIES,
 }
 
 
@@ -60,10 +62,10 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
     family = OTHER_FAMILIES[config.architecture]
     shapes = dict(family.top_shapes(config))
     layer = family.layer_shapes(config)
-    first = family.first_shapes(config) if family.first_shapes else layer
+    dense = family.dense_shapes(config) if family.dense_shapes else layer
     for number in range(config.num_layers):
-        is_first = config.routing is not None and number < config.routing.num_dense_layers
-        own = first if is_first else layer
+        is_dense = config.routing is not None and number in config.routing.dense_layers
+        own = dense if is_dense else layer
         shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in own.items()}
     return shapes
 

@@ -17,7 +17,7 @@ from mooncake.families.gated import (
     router_shape,
 )
 from mooncake.families.rope_settings import Rope, read_rope, yarn_sharpness
-from mooncake.model_config import LatentAttention, ModelConfig, Routing, Settings
+from mooncake.model_config import MAX_LAYERS, LatentAttention, ModelConfig, Routing, Settings
 
 # DeepSeek-V2 (DeepSeek 2024a) and -V3 (DeepSeek 2024b)
 
@@ -232,7 +232,7 @@ def read_mixture(settings: Settings, scoring: str, factor: float, is_grouped: bo
     if not 0 < scale < 1e6:
         raise ModelError(f"{settings.source}: routed_scaling_factor must be positive, got {scale}")
     routing = Routing(
-        num_dense_layers=settings.integer("first_k_dense_replace", 0),
+        dense_layers=tuple(range(min(settings.integer("first_k_dense_replace", 0), MAX_LAYERS))),
         expert_size=expert_size,
         scoring=scoring,
         factor=scale,
@@ -259,11 +259,11 @@ def _mixture(config: ModelConfig) -> Shapes:
 
 
 ROUTED_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(_read_deepseek_v2, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
-    "deepseek_v3": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
-    "kimi_k2": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
-    "glm4_moe": Family(read_glm_moe, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
-    "dots1": Family(_read_dots, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
-    "ernie4_5_moe": Family(_read_ernie, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "deepseek_v2": Family(_read_deepseek_v2, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
+    "deepseek_v3": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
+    "kimi_k2": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
+    "glm4_moe": Family(read_glm_moe, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
+    "dots1": Family(_read_dots, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
+    "ernie4_5_moe": Family(_read_ernie, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
     "minimax_m2": Family(_read_minimax, _minimax_layer, "model.layers", llama_top),
 }

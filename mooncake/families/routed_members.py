@@ -85,8 +85,7 @@ def _read_solar(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
 def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """As in EXAONE 4, if some layers have a window, the others do not rotate."""
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
-    num_layers = settings.integer("num_hidden_layers")
-    windows = windows_in_turn(settings, num_layers, every, 4096) if settings.get("sliding_window") else ()
+    windows = windows_in_turn(settings, every, 4096) if settings.get("sliding_window") else ()
     still = tuple(layer for layer, window in enumerate(windows) if not window)
     return {**_read_plain(settings, shapes), "layer_windows": windows, "still_layers": still}
 
@@ -113,7 +112,7 @@ def _read_afmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
         "norm_topk_prob": True,
     }
     hidden, every = settings.integer("hidden_size"), settings.integer("global_attn_every_n_layers", 4)
-    windows = windows_in_turn(settings, settings.integer("num_hidden_layers"), every, 1024)
+    windows = windows_in_turn(settings, every, 1024)
     return {
         **_read_plain(Settings({"head_dim": 128, **settings.tree, **mixture}, settings.source), shapes),
         "layer_windows": windows,
@@ -173,11 +172,11 @@ def _with_dense_layers(settings: Settings) -> Settings:
 
 
 ROUTED_MEMBERS: dict[str, Family] = {
-    "glm4_moe_lite": Family(_read_glm_lite, latent_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "glm4_moe_lite": Family(_read_glm_lite, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
     "youtu": Family(_read_youtu, latent_first_layer, "model.layers", llama_top),
-    "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, first_shapes=latent_first_layer),
+    "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
     "solar_open": Family(_read_solar, glm_layer, "model.layers", llama_top),
-    "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
-    "afmoe": Family(_read_afmoe, _afmoe_layer, "model.layers", llama_top, first_shapes=_afmoe_first_layer),
-    "hy_v3": Family(_read_hy3, glm_layer, "model.layers", llama_top, first_shapes=glm_first_layer),
+    "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
+    "afmoe": Family(_read_afmoe, _afmoe_layer, "model.layers", llama_top, dense_shapes=_afmoe_first_layer),
+    "hy_v3": Family(_read_hy3, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mooncake.errors import ModelError
 from mooncake.gguf.fields import Fields, decoder_fields, layer_windows
 from mooncake.gguf.metadata import Metadata
-from mooncake.model_config import Routing
+from mooncake.model_config import MAX_LAYERS, Routing
 
 GATING = {"biased_softmax": 1, "softmax": 1, "sigmoid": 2}  # ``gguf.ExpertGatingFuncType``
 
@@ -107,7 +107,7 @@ def routed_fields(meta: Metadata, normed: bool, scoring: str = "sigmoid", groups
         raise ModelError(f"{meta.source}: {count} experts cannot be chosen from {top} of {num_groups} groups")
     size = meta.integer("expert_feed_forward_length")
     routing = Routing(
-        num_dense_layers=meta.integer("leading_dense_block_count", 0),
+        dense_layers=tuple(range(min(meta.integer("leading_dense_block_count", 0), MAX_LAYERS))),
         expert_size=size,
         scoring=scoring,
         factor=meta.positive("expert_weights_scale", 1.0),

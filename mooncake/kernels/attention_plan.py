@@ -16,6 +16,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.kernels.windows import first_seen
+
 Int32s = npt.NDArray[np.int32]
 
 PIECE_FIELDS = 8
@@ -135,10 +137,10 @@ def _tiles(group: _Tile, size: int) -> Iterator[_Tile]:
 
 
 def _with_keys(tile: _Tile, window: int, block_tokens: int) -> _Tile:
-    """The keys that the tile's queries see: from the block where the first query's window begins, to the last query."""
+    """The keys that the tile's queries see: from the block with the first query's first one, to the last query."""
     begin = tile.begin
     if window:
-        begin = max(begin, (tile.position - window + 1) // block_tokens * block_tokens)
+        begin = max(begin, first_seen(tile.position, window) // block_tokens * block_tokens)
     return _Tile(tile.table, tile.first, tile.count, tile.position, begin, tile.position + tile.count)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mooncake.kernels.grouped import GroupedCodes
+from mooncake.kernels.windows import first_seen
 from mooncake.precision import Coding as Coding
 
 SCALE_BYTES = 4  # a float32 after the codes of each int8 cache row
@@ -316,8 +317,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
-    Query head h reads KV head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it; blocks
-    before the windows of all of a sequence's queries are not read, whatever its table contains there. With ``softcap``
+    Query head h reads KV head ``h // G``. With ``window`` w > 0 a token sees itself and the w - 1 before it; with w < 0
+    only those of its chunk, which begins at a multiple of -w (Llama 4). Blocks before all that a sequence's queries see
+    are not read, whatever its table contains there. With ``softcap``
     c > 0 a score s becomes ``c * tanh(s / c)`` (Gemma 2). With ``sinks`` ``[Hq]`` each query has one more score, its
     head's, for a value of zeros: it takes a share of the attention and adds nothing (gpt-oss, after StreamingLLM, Xiao
     et al. 2023).
@@ -326,10 +328,12 @@ def paged_attention(
     starts, contexts = query_starts.tolist(), context_lens.tolist()
     for b, context in enumerate(contexts):
         rows = slice(starts[b], starts[b + 1])
-        hidden = max(context - (rows.stop - rows.start) - window + 1, 0) // block_tokens if window else 0  # blocks
-        table, context = block_tables[b, hidden:], context - hidden * block_tokens
-        scores, value = _scores(query[rows], cache_layer, table, context, scale, softcap)
-        scores.masked_fill_(~_visible(context, rows.stop - rows.start, window, scores.device), float("-inf"))
+        first_query = context - (rows.stop - rows.start)
+        hidden = max(first_seen(first_query, window), 0) // block_tokens if window else 0  # blocks
+        keys = range(hidden * block_tokens, context)
+        scores, value = _scores(query[rows], cache_layer, block_tables[b, hidden:], len(keys), scale, softcap)
+        seen = _visible(range(first_query, context), keys, window, scores.device)
+        scores.masked_fill_(~seen, float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", _shares(scores, sinks), value)
         output[rows] = mixed.flatten(1, 2).to(query.dtype)
     return output
@@ -401,9 +405,9 @@ def _shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
 
 
-def _visible(context: int, num_queries: int, window: int, device: torch.device) -> torch.Tensor:
-    """Bool [num_queries, context]: which context token each of the last ``num_queries`` tokens sees."""
-    query_at = torch.arange(context - num_queries, context, device=device).unsqueeze(1)
-    key_at = torch.arange(context, device=device)
+def _visible(queries: range, keys: range, window: int, device: torch.device) -> torch.Tensor:
+    """Bool [queries, keys]: which of these tokens each of the querying ones sees."""
+    query_at, key_at = (torch.arange(tokens.start, tokens.stop, device=device) for tokens in (queries, keys))
+    query_at = query_at.unsqueeze(1)
     seen = key_at <= query_at
-    return seen & (key_at > query_at - window) if window else seen
+    return seen & (key_at >= first_seen(query_at, window)) if window else seen

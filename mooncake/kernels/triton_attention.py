@@ -91,9 +91,16 @@ def put(
 
 
 @triton.jit
+def first_seen(positions, window):
+    """As ``windows.first_seen``, of positions from 0 on."""
+    return tl.where(window < 0, positions // -window * -window, positions - window + 1)
+
+
+@triton.jit
 def _visit(
     query,
     row_positions,
+    row_firsts,
     accumulated,
     peak,
     total,
@@ -111,7 +118,6 @@ def _visit(
     scale_head_offset,
     scale_row_stride,
     softmax_scale,
-    window,
     softcap,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -153,7 +159,7 @@ def _visit(
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
-            visible = visible & (keys[None, :] > row_positions[:, None] - window)
+            visible = visible & (keys[None, :] >= row_firsts[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     # Without a cap, scores are scaled when the peak is subtracted, in one instruction; the scale is positive.
     new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
@@ -229,6 +235,7 @@ def attend(
         at = (first + row_token).to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         rows_query = tl.load(query + at, mask=row_mask, other=0.0)
         row_positions = position + row_token
+        row_firsts = first_seen(row_positions, window) if WINDOWED else row_positions
 
         accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
@@ -239,18 +246,18 @@ def attend(
             whole = 0
         for start in range(begin, begin + whole, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, row_firsts, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window, softcap,
+                softmax_scale, softcap,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, row_firsts, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window, softcap,
+                softmax_scale, softcap,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
 

@@ -58,7 +58,7 @@ class Step:
         self.hook.after_layer(layer)
         if query_scale is not None:
             query = query * query_scale
-        if self.query_scales is not None:
+        if self.query_scales is not None and self.config.query_grows(layer):
             query = query * self.query_scales[batch.positions].to(query.dtype)[:, None, None]
         if self.attention is not None:
             return self.attention(layer, query, sinks).flatten(1)

@@ -22,6 +22,7 @@ from mooncake.model.gpt_oss import GptOss
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
+from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
 from mooncake.model.moe import GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
@@ -59,6 +60,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "glm4_moe": GlmMoe,
     "solar_open": GlmMoe,
     "exaone_moe": GlmMoe,
+    "llama4_text": Llama4,
     "afmoe": Afmoe,
     "hunyuan_v1_moe": HunyuanMoe,
     "hy_v3": GlmMoe,

@@ -56,7 +56,7 @@ def query_scales(config: ModelConfig, num_positions: int, device: torch.device |
     """float32 [P]: what queries at each position are multiplied by; None: nothing (``ModelConfig.query_growth``)."""
     if not config.query_growth:
         return None
-    spans = torch.floor(torch.arange(num_positions) / config.query_span)
+    spans = torch.floor((torch.arange(num_positions) + config.query_offset) / config.query_span)
     return (1 + config.query_growth * torch.log(1 + spans)).to(device)
 
 

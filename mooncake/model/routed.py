@@ -42,7 +42,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
         routing, names = self.config.routing, expert_names(self.config)
         router, bias = f"{prefix}{names.router}.weight", prefix + names.choice_bias
         if routing is None or router not in self._weights:
-            return self._take_gated(prefix + "mlp.")
+            return self._take_gated(f"{prefix}{names.dense}.")
         return Mixture(
             # in float32, as published: what is nearly as good is nearly always another expert
             router=self.kernels.linear(self.weight(router).float()),
@@ -105,12 +105,7 @@ class GlmMoe(RoutedDecoder[_Layer]):
         config, attention = self.config, prefix + "self_attn."
         turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
         order = rotary_order(config.head_dim, turning, self._rotates_in_turn)
-        query_norm, key_norm = (
-            vector(heads_in_order(self.weight(f"{attention}{name}_norm.weight"), order), self.kernels)
-            if config.qk_norm
-            else None
-            for name in "qk"
-        )
+        query_norm, key_norm = self._head_norms(attention, order) if config.qk_norm else (None, None)
         return _Layer(
             attention_norm=self.vector(prefix + "input_layernorm.weight"),
             qkv=reordered_qkv(self, attention, order, config.qkv_bias),
@@ -120,6 +115,13 @@ class GlmMoe(RoutedDecoder[_Layer]):
             mlp_norm=self.vector(prefix + "post_attention_layernorm.weight"),
             mlp=self._take_mlp(prefix),
         )
+
+    def _head_norms(self, attention: str, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights of the norms of each query and of each key, with heads in ``order``."""
+        query, key = (
+            vector(heads_in_order(self.weight(f"{attention}{name}_norm.weight"), order), self.kernels) for name in "qk"
+        )
+        return query, key
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

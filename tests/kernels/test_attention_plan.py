@@ -157,6 +157,12 @@ def test_a_window_reads_only_the_blocks_it_touches(window: int) -> None:
     assert 1_000 - window - BLOCK_TOKENS < begin <= 1_000 - window
 
 
+@pytest.mark.parametrize("chunk", [16, 100, 998])
+def test_a_chunk_reads_only_the_blocks_it_touches(chunk: int) -> None:
+    first = 999 // chunk * chunk
+    assert int(plan_of([1], [1_000], window=-chunk).pieces[:, 4].min()) == first // BLOCK_TOKENS * BLOCK_TOKENS
+
+
 def test_a_fixed_split_makes_a_sequence_independent_of_its_batch() -> None:
     alone = plan_of([1], [5_000], piece_tokens=1_024)
     batched = plan_of([1] * 30, [5_000] * 30, piece_tokens=1_024)

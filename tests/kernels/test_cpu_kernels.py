@@ -84,11 +84,12 @@ class Ragged:
         return LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else TOLERANCE
 
     def without_what_is_before(self, window: int) -> Ragged:
-        """Tables with an unwritten block instead of those before the windows of all queries."""
+        """Tables with an unwritten block instead of those before what all queries see."""
         page, tables = self.cache_layer[:1], self.block_tables.clone()
         for b, context in enumerate(self.context_lens.tolist()):
             first = context - int(self.query_starts[b + 1] - self.query_starts[b])
-            tables[b, : max(first - window + 1, 0) // page.shape[3]] = len(self.cache_layer)
+            seen_from = first - window + 1 if window > 0 else first - first % -window
+            tables[b, : max(seen_from, 0) // page.shape[3]] = len(self.cache_layer)
         cache_layer = torch.cat([self.cache_layer, unwritten(*page.shape, dtype=page.dtype)])
         return replace(self, cache_layer=cache_layer, block_tables=tables)
 
@@ -210,7 +211,7 @@ def test_of_keys_alone_no_values_are_written(cpu: CpuKernels, dtype: torch.dtype
 
 
 @PAGES
-@pytest.mark.parametrize("window", [1, 9, 64, 400])
+@pytest.mark.parametrize("window", [1, 9, 64, 400, -1, -9, -64, -400])
 def test_a_window_hides_what_is_older(cpu: CpuKernels, dtype: torch.dtype, window: int) -> None:
     batch = ragged(MIXED, dtype=dtype)
     tolerance = batch.tolerance(cpu)
@@ -219,6 +220,20 @@ def test_a_window_hides_what_is_older(cpu: CpuKernels, dtype: torch.dtype, windo
     given_up = batch.without_what_is_before(window)
     for kernels in (cpu, reference):
         torch.testing.assert_close(given_up.attend(kernels, window), batch.attend(kernels, window), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lengths", [(280, 40), (300, 2)], ids=["many rows", "few"])
+@PAGES
+def test_a_chunk_is_a_sequence_of_its_own(cpu: CpuKernels, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+    """Queries within one chunk see what they would see if their sequence began with it."""
+    batch = ragged([lengths], dtype=dtype)
+    first, tolerance = 256, batch.tolerance(cpu)
+    tables = batch.block_tables[:, first // batch.cache_layer.shape[3] :].contiguous()
+    alone = replace(batch, block_tables=tables, context_lens=batch.context_lens - first)
+    for kernels in (cpu, reference):
+        expected = alone.attend(kernels)
+        torch.testing.assert_close(batch.attend(kernels, -64), expected, rtol=tolerance, atol=tolerance)
+        assert not torch.allclose(batch.attend(kernels, 64), expected, rtol=1e-2, atol=1e-2)
 
 
 @PAGES

@@ -53,8 +53,8 @@ def test_any_page_size_and_head_shape(
     torch.testing.assert_close(kernels.paged_attention(*batch.arguments), expected, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("window", [1, 10, 64])
-def test_a_sliding_window(kernels: GpuKernels, window: int) -> None:
+@pytest.mark.parametrize("window", [1, 10, 64, -1, -10, -32])
+def test_a_window_that_slides_or_is_a_chunk(kernels: GpuKernels, window: int) -> None:
     batch = Batch([1, 20], [150, 47])
     expected = reference.paged_attention(*batch.arguments, window)
     torch.testing.assert_close(kernels.paged_attention(*batch.arguments, window), expected, atol=2e-5, rtol=2e-5)
@@ -221,7 +221,7 @@ def test_an_int8_cache_may_carry_its_scales_in_its_rows(kernels: GpuKernels) -> 
 
 @pytest.mark.parametrize(
     ("head_dim", "block_tokens", "window", "softcap"),
-    [(32, 16, 0, 0.0), (48, 8, 0, 0.0), (64, 64, 20, 0.0), (32, 64, 0, 1.5), (32, 32, 10, 0.5)],
+    [(32, 16, 0, 0.0), (48, 8, 0, 0.0), (64, 64, 20, 0.0), (64, 64, -80, 0.0), (32, 64, 0, 1.5), (32, 32, 10, 0.5)],
 )
 def test_codes_are_read_in_pairs_whatever_their_scales_are(
     kernels: GpuKernels, head_dim: int, block_tokens: int, window: int, softcap: float

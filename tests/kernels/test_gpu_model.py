@@ -97,13 +97,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT
     | {"num_experts": 6, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
     | {
-        "routing": Routing(
-            num_dense_layers=1, expert_size=24, scoring="sigmoid", factor=2.5, num_groups=3, top_groups=2
-        )
+        "routing": Routing(dense_layers=(0,), expert_size=24, scoring="sigmoid", factor=2.5, num_groups=3, top_groups=2)
     },
     "glm4_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "shared_expert_size": 32}
-    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
+    | {"routing": Routing((0,), expert_size=32, scoring="sigmoid", factor=2.0, num_groups=2, top_groups=1)},
     "gemma": LLAMA | {"tie_embeddings": True, "activation": "gelu_tanh"},
     "arcee": LLAMA | {"activation": "relu2"},
     "apertus": LLAMA | {"activation": "xielu", "qk_norm": True},
@@ -111,11 +109,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral3": LLAMA | {"query_growth": 0.5, "query_span": 16},
     "mistral4": LATENT
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 24}
-    | {"routing": Routing(1, expert_size=24, scoring="softmax", factor=1.0), "query_growth": 0.5, "query_span": 16},
+    | {"routing": Routing((0,), expert_size=24, scoring="softmax", factor=1.0), "query_growth": 0.5, "query_span": 16},
     "afmoe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
     | {"layer_windows": (24, 0), "still_layers": (1,), "embedding_factor": 8.0}
-    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.5)},
+    | {"routing": Routing((0,), expert_size=32, scoring="sigmoid", factor=2.5)},
     "hunyuan_v1_moe": LLAMA
     | {
         "num_experts": 3,
@@ -127,13 +125,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
     | {"layer_windows": (24, 0), "still_layers": (1,)}
-    | {"routing": Routing(1, expert_size=32, scoring="sigmoid", factor=2.5, num_groups=2, top_groups=1)},
+    | {"routing": Routing((0,), expert_size=32, scoring="sigmoid", factor=2.5, num_groups=2, top_groups=1)},
+    "llama4_text": LLAMA
+    | {"num_experts": 4, "experts_per_token": 2, "qk_norm": True, "shared_expert_size": 32, "layer_windows": (-24, 0)}
+    | {"still_layers": (1,), "query_growth": 0.5, "query_span": 8, "query_offset": 1}
+    | {"routing": Routing((0,), expert_size=32, scoring="sigmoid_inputs", factor=1.0)},
     "ernie4_5_moe": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "shared_expert_size": 32}
-    | {"routing": Routing(1, expert_size=32, scoring="biased_softmax", factor=1.0)},
+    | {"routing": Routing((0,), expert_size=32, scoring="biased_softmax", factor=1.0)},
     "minimax_m2": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "rotary_dim": 8, "qk_norm": True}
-    | {"routing": Routing(0, expert_size=32, scoring="sigmoid", factor=1.0)},
+    | {"routing": Routing((), expert_size=32, scoring="sigmoid", factor=1.0)},
     "gpt_oss": LLAMA | {"qkv_bias": True, "layer_windows": (24, 0), "num_experts": 3, "experts_per_token": 2},
 }
 
@@ -277,7 +279,7 @@ class Counting(GpuModel):
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=6, temperature=1.0, top_p=0.9, seed=3)
 WINDOWED = LLAMA | {"sliding_window": 24}
-DENSE = LATENT | {"routing": Routing(num_dense_layers=2, expert_size=0, scoring="sigmoid", factor=1.0)}
+DENSE = LATENT | {"routing": Routing(dense_layers=(0, 1), expert_size=0, scoring="sigmoid", factor=1.0)}
 
 
 @pytest.mark.parametrize(

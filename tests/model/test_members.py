@@ -42,7 +42,7 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 
 
 OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3", "trinity"]
-OVER_RANKS += ["hunyuan-moe"]
+OVER_RANKS += ["hunyuan-moe", "llama-4"]
 IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4"]
 
 
@@ -77,6 +77,22 @@ def test_queries_grow_with_their_position(family: str, tmp_path: Path) -> None:
     wanted = [folder.greedy(prompt) for prompt in PROMPTS]
     folder.rewrite(rope_parameters=GROWING | {"llama_4_scaling_beta": 0.0})
     assert greedy(folder) != wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "is_the_same"),
+    [
+        ({"attn_temperature_tuning": False}, False),
+        ({"attention_chunk_size": 19}, False),
+        ({"layer_types": ["full_attention"] * 4}, False),
+        ({"no_rope_layers": [], "layer_types": None, "no_rope_layer_interval": 2}, True),  # as published
+    ],
+)
+def test_what_llama_4_says_of_attention_matters(change: dict[str, object], is_the_same: bool, tmp_path: Path) -> None:
+    folder = Published("llama-4", tmp_path, MEMBERS)
+    wanted = [folder.greedy(prompt) for prompt in PROMPTS]
+    folder.rewrite(**change)
+    assert (greedy(folder) == wanted) == is_the_same
 
 
 def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
@@ -124,7 +140,16 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("hunyuan-moe", {"num_experts": 7}, "mlp.gate.wg.weight has the shape"),
         ("iquest-coder", {"clip_qkv": 8.0}, "asks for clip_qkv"),
         ("hy3", {"model_type": "gemma4"}, "embeddings of each layer, and heads of two sizes"),
-        ("hy3", {"model_type": "llama4"}, "it needs attention in chunks"),
+        ("llama-4", {"attention_bias": True}, "asks for attention_bias"),
+        ("llama-4", {"attention_chunk_size": 0}, "attention_chunk_size must be positive"),
+        ("llama-4", {"layer_types": ["full_attention"]}, "each of the 4 layers"),
+        ("llama-4", {"layer_types": ["sliding_attention"] * 4}, "of the kind 'sliding_attention'"),
+        ("llama-4", {"moe_layers": None, "interleave_moe_layer_step": 0}, "interleave_moe_layer_step must be positive"),
+        ("llama-4", {"moe_layers": ["all"]}, "moe_layers must be numbers"),
+        ("llama-4", {"moe_layers": [0]}, "model.layers.0.feed_forward"),
+        ("llama-4", {"floor_scale": 0}, "floor_scale must be positive"),
+        ("llama-4", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1"),
+        ("llama-4", {"num_hidden_layers": 10**9}, "num_layers of the model must be between"),
         ("hy3", {"model_type": "qwen3_next"}, "a recurrent state in place of KV"),
         ("hy3", {"mlp_bias": True}, "asks for mlp_bias"),
         ("hy3", {"attention_bias": True}, "asks for attention_bias"),

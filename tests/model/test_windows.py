@@ -28,8 +28,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": SHAPE | {"query_pre_attn_scalar": 16},  # every second layer sees a window
     "gemma3_text": SHAPE | {"query_pre_attn_scalar": 16, "num_hidden_layers": 13},  # all but every sixth
     "gpt_oss": SHAPE | {"num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.4},
+    "llama4_text": SHAPE | {"num_local_experts": 4, "attention_chunk_size": WINDOW, "initializer_range": 0.2},  # chunks
 }
-GROUPS = {"mistral": ((16,), 0), "gemma2": ((0, 16), 0), "gemma3_text": ((0, *[16] * 6), 1), "gpt_oss": ((0, 16), 0)}
+GROUPS = {
+    **{"mistral": ((16,), 0), "gemma2": ((0, 16), 0), "gemma3_text": ((0, *[16] * 6), 1), "gpt_oss": ((0, 16), 0)},
+    "llama4_text": ((0, *[16] * 5), 0),
+}
 """Windows, empty rows."""
 
 

@@ -31,6 +31,10 @@ GRANITE_4 = {
     **{"embedding_multiplier": 3.0, "attention_multiplier": 0.15, "residual_multiplier": 0.4, "logits_scaling": 2.0},
     **{"mamba_n_heads": 4, "mamba_d_head": 48},
 }
+LLAMA_4 = {
+    **{"num_hidden_layers": 4, "intermediate_size": 48, "intermediate_size_mlp": 160, "num_local_experts": 6},
+    **{"attention_chunk_size": 20, "floor_scale": 8, "attn_scale": 0.5, **WIDE},
+}
 _FIRST = ("first_k_dense_replace",)
 
 
@@ -109,4 +113,12 @@ MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
     "hunyuan-moe": member("hunyuan_v1_moe", GATED, WIDE, {"num_experts": 6, "moe_topk": [3, 3, 3]}),
     "iquest-coder": member("iquestcoder", GATED, WIDE),
     "hy3": member("hy_v3", GATED, COUNTED),
+    "llama-4": member(
+        "llama4_text",
+        GATED,
+        LLAMA_4,
+        {"interleave_moe_layer_step": 2, "num_experts_per_tok": 2, "no_rope_layers": [1, 0, 1, 0]},
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}},
+    ),
+    "llama-4-without-norms": member("llama4_text", GATED, LLAMA_4, {"use_qk_norm": False, "moe_layers": [0, 2, 3]}),
 }

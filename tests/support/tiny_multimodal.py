@@ -6,8 +6,8 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
-from tiny_families import GATED, LATENT, YARN
-from tiny_members import GROWING
+from tiny_families import GATED, GLM_MOE, LATENT, YARN
+from tiny_members import GROWING, LLAMA_4
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
@@ -15,6 +15,7 @@ PIXTRAL = {"model_type": "pixtral", **SMALL, "patch_size": 14, "head_dim": 16}
 SIGLIP = {"model_type": "siglip_vision_model", **SMALL, "patch_size": 14}
 CLIP = {"model_type": "clip_vision_model", **SMALL, "patch_size": 14}
 QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96}
+GLM_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 96}
 TEXT = {**GATED, "initializer_range": 0.2}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 3, 3]}
 
@@ -86,6 +87,51 @@ MULTIMODAL: dict[str, Callable[[], PreTrainedModel]] = {
         {"model_type": "mistral", "sliding_window": None},
         vision_config=CLIP,
         image_grid_pinpoints=[[28, 56]],
+    ),
+    "llama4": multimodal(
+        "llama4",
+        {"model_type": "llama4_text", **LLAMA_4},
+        vision_config={**SMALL, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        | {"patch_size": 14, "num_hidden_layers": 1, "pixel_shuffle_ratio": 0.5, "intermediate_size": 128},
+    ),
+    "smolvlm": multimodal(
+        "smolvlm", {"model_type": "llama"}, vision_config={**SMALL, "patch_size": 14}, scale_factor=2
+    ),
+    "idefics3": multimodal(
+        "idefics3", {"model_type": "llama"}, vision_config={**SMALL, "patch_size": 14}, scale_factor=2
+    ),
+    "llava-onevision": multimodal(
+        "llava_onevision", {"model_type": "qwen2"}, vision_config=SIGLIP, image_grid_pinpoints=[[28, 56]]
+    ),
+    "command-a-vision": multimodal(
+        "cohere2_vision",
+        {
+            "model_type": "cohere2",
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        vision_config=SIGLIP,
+    ),
+    "exaone-4.5": multimodal(
+        "exaone4_5",
+        {"model_type": "exaone4", "sliding_window": 20, "sliding_window_pattern": 3},
+        vision_config=QWEN_VISION | {"num_key_value_heads": 2, "fullatt_block_indexes": [0]},
+    ),
+    "glm-4.1v": multimodal(
+        "glm4v",
+        {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        vision_config=GLM_VISION,
+    ),
+    "glm-4.6v-flash": multimodal(
+        "glm46v",
+        {"model_type": "glm4v_text"}
+        | {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        vision_config={"model_type": "glm4v_vision", **GLM_VISION},
+    ),
+    "glm-4.5v": multimodal(
+        "glm4v_moe",
+        {**GLM_MOE, "rope_parameters": MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        vision_config=GLM_VISION,
     ),
     "aya-vision": multimodal(
         "aya_vision",

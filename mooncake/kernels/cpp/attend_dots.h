@@ -307,7 +307,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);
         const int stop = std::min(length, position + 1 - item.begin);
-        const int start = call.window ? std::max(0, position + 1 - call.window - item.begin) : 0;
+        const int start = call.window ? std::max(0, call.first_seen(position) - item.begin) : 0;
         float* line = scores + row * width;
         for (int t = 0; t < std::min(start, length); t++) line[t] = NEVER;
         for (int64_t t = std::max(stop, 0); t < width; t++) line[t] = NEVER;

@@ -152,20 +152,22 @@ struct PairTile {
 };
 
 template <class Tile>
-void attend_tile(const RowBlock& rows, const Tile& tile, int begin, int count, int window, float cap_log2, int D, float* scores) {
+void attend_tile(const AttentionCall& call, const RowBlock& rows, const Tile& tile, int begin, int count, float* scores) {
+    const int D = call.head_dim;
     for (int t = 0; t < count; t += 4) tile.score(rows, t, D, scores + t * LANES);
-    if (cap_log2) bend(scores, count * LANES, cap_log2);
+    if (call.cap_log2) bend(scores, count * LANES, call.cap_log2);
     const bool future = begin + count - 1 > rows.first_position;
-    const bool past = window && begin <= rows.last_position - window;
+    const bool past = call.window && begin < call.first_seen(rows.last_position);
     vf fade[LANE_VECS];
     for (int v = 0; v < LANE_VECS; v++) {
         float* column = scores + v * W;
         if (future || past) {
             vi position;
             std::memcpy(&position, rows.position + v * W, sizeof position);
+            const vi first = call.window ? call.first_seen(position) : vi{};
             for (int t = 0; t < count; t++) {
                 vi hidden = position < begin + t;
-                if (window) hidden |= position >= begin + t + window;
+                hidden |= first > begin + t;
                 store(column + t * LANES, hidden ? splat(NEVER) : load(column + t * LANES));
             }
         }
@@ -247,11 +249,11 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
             RowBlock part{queries + from * D, mixed + from * D, most + from, sums + from, positions + from,
                           positions[from], positions[from + LANES - 1]};
             if (at > part.last_position) continue;
-            if (call.window && at + count <= part.first_position - call.window + 1) continue;
+            if (call.window && at + count <= call.first_seen(part.first_position)) continue;
             if (in_pairs)
-                attend_tile(part, pairs, at, count, call.window, call.cap_log2, D, scores);
+                attend_tile(call, part, pairs, at, count, scores);
             else
-                attend_tile(part, floats, at, count, call.window, call.cap_log2, D, scores);
+                attend_tile(call, part, floats, at, count, scores);
         }
     }
 

@@ -58,19 +58,20 @@ struct TiledTokens {
 
 // The softmax step for one vector of rows: soft-caps the scores if there is a cap, masks what the rows must not see,
 // finds the largest, and writes the weights as pairs of tokens. Returns the factor by which everything before fades.
-inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int window, float cap_log2, float* scores,
+inline vf weigh(const AttentionCall& call, const TiledRows& rows, const TiledTokens& tokens, int v, float* scores,
                 uint32_t* weights) {
     float* column = scores + v * W;
     if (tokens.key_scales)
         for (int t = 0; t < tokens.count; t++)
             store(column + t * TILE_LANES, load(column + t * TILE_LANES) * tokens.key_scales[t]);
-    for (int t = 0; t < tokens.count && cap_log2; t++) bend(column + t * TILE_LANES, W, cap_log2);
+    for (int t = 0; t < tokens.count && call.cap_log2; t++) bend(column + t * TILE_LANES, W, call.cap_log2);
     const bool future = tokens.begin + tokens.padded - 1 > rows.first_position || tokens.count < tokens.padded;
-    if (future || (window && tokens.begin <= rows.last_position - window)) {
+    if (future || (call.window && tokens.begin < call.first_seen(rows.last_position))) {
         const vi position = load_as<vi>(rows.position + v * W);
+        const vi first = call.window ? call.first_seen(position) : vi{};
         for (int t = 0; t < tokens.padded; t++) {
             vi hidden = position < tokens.begin + t;
-            if (window) hidden |= position >= tokens.begin + t + window;
+            hidden |= first > tokens.begin + t;
             if (t >= tokens.count) hidden = ~vi{};
             store(column + t * TILE_LANES, hidden ? splat(NEVER) : load(column + t * TILE_LANES));
         }
@@ -96,8 +97,9 @@ inline vf weigh(const TiledRows& rows, const TiledTokens& tokens, int v, int win
     return fade;
 }
 
-inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window, float cap_log2, int D, float* scores,
+inline void attend_tokens(const AttentionCall& call, const TiledRows& rows, TiledTokens tokens, float* scores,
                           uint32_t* weights) {
+    const int D = call.head_dim;
     const int64_t key_bytes = D * int64_t(sizeof(bf16)), strip_values = tokens.padded;
     // tokens that no row of the block sees add nothing
     const int seen = (rows.last_position + TILE_STRIP - tokens.begin) / TILE_STRIP * TILE_STRIP;
@@ -108,7 +110,7 @@ inline void attend_tokens(const TiledRows& rows, TiledTokens tokens, int window,
         multiply_tiles<BF16S>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
                               (char*)(scores + t * TILE_LANES), nullptr, 0);
     vf fade[PANEL_VECS];
-    for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(rows, tokens, v, window, cap_log2, scores, weights);
+    for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(call, rows, tokens, v, scores, weights);
     for (int d = 0; d < D; d += TILE_STRIP) {
         multiply_tiles<BF16S>((const char*)(tokens.values + d * strip_values), TILE_STRIP, (const char*)weights,
                               token_bytes, (char*)scores, nullptr, 0);
@@ -168,8 +170,8 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
             const TiledRows part{(const char*)(queries + from * D / 2), mixed + from * D, most + from, sums + from, positions + from,
                                  positions[from], positions[from + TILE_LANES - 1]};
             if (at > part.last_position) continue;
-            if (call.window && at + count <= part.first_position - call.window + 1) continue;
-            attend_tokens(part, tokens, call.window, call.cap_log2, D, scores, weights);
+            if (call.window && at + count <= call.first_seen(part.first_position)) continue;
+            attend_tokens(call, part, tokens, scores, weights);
         }
     }
 

@@ -27,7 +27,8 @@ struct AttentionCall {
     float* output;         // [T, Hq, D], contiguous
     const int32_t *block_tables, *query_starts, *context_lens;
     int64_t table_stride;
-    int num_sequences, num_heads, num_kv_heads, head_dim, window;
+    int num_sequences, num_heads, num_kv_heads, head_dim;
+    int window;           // as in reference.paged_attention: > 0 slides, < 0 is a chunk of -window tokens, 0 is none
     float scale_log2;     // scale * log2(e)
     float cap_log2 = 0;   // scores are soft-capped to ± this / log2(e); 0: no cap
     const int32_t* first_positions = nullptr;  // position of each sequence's first query; null: queries end the context
@@ -43,6 +44,11 @@ struct AttentionCall {
     int position(int seq, int row) const {
         if (!first_positions) return context_lens[seq] - tokens(seq) + row / group();
         return std::min(first_positions[seq] + row / group(), context_lens[seq] - 1);
+    }
+
+    // The first token that one at `position` sees with a window; of a vector of positions, each one's. May be negative.
+    template <class P> P first_seen(P position) const {
+        return window < 0 ? position - position % -window : position - (window - 1);
     }
 
     const float* query_row(int seq, int kv_head, int row) const {
@@ -155,7 +161,7 @@ private:
     }
 
     int first_token(int seq, int first_row) const {
-        return call_.window ? std::max(0, call_.position(seq, first_row) - call_.window + 1) : 0;
+        return call_.window ? std::max(0, call_.first_seen(call_.position(seq, first_row))) : 0;
     }
     int end_token(int seq, int first_row) const {
         return call_.position(seq, std::min(first_row + BLOCK_ROWS, call_.rows(seq)) - 1) + 1;

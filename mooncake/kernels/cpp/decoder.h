@@ -11,12 +11,14 @@
 
 namespace mooncake {
 
+constexpr int32_t NO_WINDOW = INT32_MIN;  // with a group added to it, the kind of a plan for layers without a window
+
 // Mirrored in cpu_decoder.py, as are the next three.
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
     const float *cos, *sin;                                          // [num_positions][head_dim / 2]
     const PackedLinear *qkv, *output, *gate_up, *down;  // in a layer without its own KV, `qkv` is queries only
-    int32_t kv_layer, owns_kv, window;                  // the cache layer it attends to; window 0: full attention
+    int32_t kv_layer, owns_kv, window;                  // the cache layer it attends to; window: as in AttentionCall
 };
 
 struct Decoder {
@@ -218,7 +220,7 @@ private:
         if (instead_) return instead_(int(index), qkv_, call_.query_stride, mixed_) ? STOPPED_BY_HOOK : OK;
         call_.window = layer.window;
         call_.block_tables = tables_of(group_of(layer));
-        const AttentionPlan& plan = plan_of(layer.window ? layer.window : -group_of(layer));
+        const AttentionPlan& plan = plan_of(layer.window ? layer.window : NO_WINDOW + group_of(layer));
         attend(call_, plan, pages_of(layer), threads_);
         return OK;
     }

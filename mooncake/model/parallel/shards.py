@@ -139,7 +139,7 @@ def _cut_widths(config: ModelConfig) -> list[int]:
 
 
 def _has_dense_layers(config: ModelConfig) -> bool:
-    return not config.num_experts or (config.routing is not None and config.routing.num_dense_layers > 0)
+    return not config.num_experts or (config.routing is not None and len(config.routing.dense_layers) > 0)
 
 
 def _expert_of(name: str) -> int | None:

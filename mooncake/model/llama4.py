@@ -1,0 +1,38 @@
+"""Llama 4's language model over a paged cache (Meta 2025)."""
+
+from __future__ import annotations
+
+import torch
+
+from mooncake.families.gated import expert_names
+from mooncake.kernels import Experts
+from mooncake.model.decoder import Step
+from mooncake.model.routed import GlmMoe, Mixture
+
+
+class Llama4(GlmMoe):
+    """Heads that rotate are normalised afterwards, without weights; that changes no rotation, so it can come first. An
+    expert's input is scaled by how much its token wants it, and its output is not."""
+
+    _rotates_in_turn = True
+
+    def _head_norms(self, attention: str, order: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        plain = self._final_norm.new_ones(self.config.head_dim)
+        return plain, plain
+
+    def take_experts(self, prefix: str) -> Experts:
+        at = prefix + expert_names(self.config).experts
+        gate_up, down = (self.weight(f"{at}.{name}_proj").mT.unbind() for name in ("gate_up", "down"))
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+
+    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+        return step.attend(index, qkv) if index in self.config.still_layers else super()._attend(index, qkv, step)
+
+    def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
+        """Each token enters as often as it has experts."""
+        logits, chosen = mlp.router(normed.float()).topk(self.config.experts_per_token, dim=-1)  # [T, k] each
+        entering = normed[:, None] * logits.sigmoid().to(normed.dtype)[..., None]
+        alone = chosen.reshape(-1, 1)
+        mixed = mlp.experts(entering.flatten(0, 1), alone, torch.ones_like(alone, dtype=torch.float32))
+        mixed = mixed.view(len(normed), -1, normed.shape[1]).sum(1)
+        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
