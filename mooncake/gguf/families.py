@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.errors import ModelError
+from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
-from mooncake.gguf.rope import rope_theta
-from mooncake.model_config import MAX_LAYERS
+from mooncake.gguf.rope import TRAINED_LEN, log_multiplier, rope_theta
+from mooncake.model_config import MAX_LAYERS, MAX_POSITIONS
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -32,6 +33,24 @@ def _llama(meta: Metadata) -> Fields:
         "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "qk_norm": meta.has_tensor("blk.0.attn_q_norm.weight"),
     }
+
+
+def _mistral3(meta: Metadata) -> Fields:
+    """Ministral 3. Converters also give the name to older models of Mistral's, whose queries do not grow."""
+    growth, of_all = meta.number("attention.temperature_scale", 0.0), log_multiplier(meta)
+    if not 0 <= growth < 1e6:
+        raise meta.wrong("attention.temperature_scale", f"must be positive or 0, got {growth}")
+    factor = meta.number("rope.scaling.factor", 1.0)
+    sharpness = yarn_sharpness(factor) / yarn_sharpness(factor, of_all) if of_all else None
+    grows = {"query_growth": growth, "query_span": _positions(meta, TRAINED_LEN)} if growth else {}
+    return {**decoder_fields(meta, attention_factor=sharpness), **grows, "architecture": "ministral3"}
+
+
+def _positions(meta: Metadata, key: str) -> int:
+    count = meta.integer(key)
+    if not 0 < count <= MAX_POSITIONS:
+        raise meta.wrong(key, f"must be between 1 and {MAX_POSITIONS}, got {count}")
+    return count
 
 
 def _phi3(meta: Metadata) -> Fields:
@@ -243,6 +262,7 @@ def _gpt2(meta: Metadata) -> Fields:
 READERS: dict[str, Callable[[Metadata], Fields]] = {
     "llama": _llama,
     "mistral": _llama,
+    "mistral3": _mistral3,
     "qwen2": _llama,
     "qwen3": _llama,
     "phi3": _phi3,

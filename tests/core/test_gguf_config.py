@@ -30,6 +30,7 @@ EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_lengt
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 512}
 METADATA: dict[str, dict[str, Any]] = {
     "llama": {RMS: 1e-5},
+    "mistral3": {RMS: 1e-5},
     "phi3": {RMS: 1e-5, "attention.sliding_window": 2047, "rope.scaling.original_context_length": 4096},
     "gemma2": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
     "gemma3": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
@@ -152,6 +153,18 @@ def test_gpt_oss_does_not_round_the_borders_of_yarn(tmp_path: Path) -> None:
     assert config(tmp_path, "gpt-oss").max_model_len == 4096
 
 
+def test_queries_of_ministral3_grow_where_its_file_says_so(tmp_path: Path) -> None:
+    """Newer converters call older models of Mistral's by its name, too."""
+    growing = YARN | {"attention.temperature_scale": 0.25, "rope.scaling.yarn_log_multiplier": 0.5}
+    found = config(tmp_path, "mistral3", **growing)
+    assert (found.architecture, found.query_growth, found.query_span) == ("ministral3", 0.25, 512)
+    assert found.rope_scaling is not None and found.max_model_len == 4096
+    expected = (0.1 * math.log(8) + 1) / (0.05 * math.log(8) + 1)
+    assert found.rope_scaling["attention_factor"] == pytest.approx(expected, rel=1e-12)
+    plain = config(tmp_path, "mistral3")
+    assert (plain.rope_scaling, plain.query_growth, plain.query_span) == (None, 0.0, 0)
+
+
 def test_deepseek_scores_experts_as_its_file_says_or_by_their_bias(tmp_path: Path) -> None:
     """The oldest files say nothing. In V3 and what is built like it, a bias takes part in the choice of experts."""
     assert config(tmp_path, "deepseek2").architecture == "deepseek_v2"
@@ -255,6 +268,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "key_length_mla must be above rope.dimension_count, 8",
     ),
     "temperature": ("deepseek2", {"attention.temperature_scale": 0.1}, "asks for attention.temperature_scale"),
+    "shrinking": (
+        "mistral3",
+        YARN | {"attention.temperature_scale": -0.1},
+        "mistral3.attention.temperature_scale must be positive or 0, got -0.1",
+    ),
+    "growing without end": (
+        "mistral3",
+        {"attention.temperature_scale": 0.1},
+        "lacks the metadata mistral3.rope.scaling.original_context_length",
+    ),
+    "growing at once": (
+        "mistral3",
+        YARN | {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 0},
+        "mistral3.rope.scaling.original_context_length must be between 1 and",
+    ),
     "sharpness": (
         "deepseek2",
         YARN | {"rope.scaling.yarn_log_multiplier": -1.0},

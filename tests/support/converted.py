@@ -19,20 +19,23 @@ import torch
 from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
-from tiny_families import Published
+from tiny_families import FAMILIES, Published
 from tiny_gguf import add_metadata, finish
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_members import MEMBERS
+from transformers import AutoConfig
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 
 Kind = gguf.GGMLQuantizationType
 Tensors = dict[str, torch.Tensor]
 
+MODELS = FAMILIES | MEMBERS
 ARCHITECTURES = {
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3,
     "mixtral": MODEL_ARCH.LLAMA,
+    "ministral3": MODEL_ARCH.MISTRAL3,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
@@ -65,7 +68,7 @@ ARCHITECTURES = {
     "gpt2": MODEL_ARCH.GPT2,
 }
 
-# Of tiny_families, with what a GGUF file cannot say changed in their config.json.
+# Of ``MODELS``, with what a GGUF file cannot say changed in their config.json.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16},
@@ -79,13 +82,24 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("glm-4.5-air", "dots1", "dots1-without-norm", "minimax-m2", "ernie-4.5-moe", "hunyuan", "glm", "phi"),
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
-            *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
+            *(
+                "ministral3",
+                "olmo3",
+                "cohere",
+                "cohere-plus",
+                "cohere2",
+                "glm4",
+                "falcon-7b",
+                "falcon-40b",
+                "falcon2-11b",
+                "gpt2",
+            ),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
-_TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
+_TURNED = ("mixtral", "ministral3", "granite", "granitemoe", "smollm3")
 
 
 class Converted:
@@ -103,7 +117,7 @@ class Converted:
     ) -> None:
         """``tokenizer``: metadata by their whole keys; ``tensors_a_file``: at most, 0 for one file; ``changes`` of
         config.json."""
-        self.published = Published(family, folder / "published")
+        self.published = Published(family, folder / "published", MODELS)
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
         (where / "config.json").write_text(json.dumps(settings | CHANGES[family] | changes))
@@ -113,7 +127,7 @@ class Converted:
         self._is_older, self._has_halves = False, True
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
-        self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+        self.theirs = type(self.published.theirs).from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
         self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
         self.path = folder / "model.gguf"  # of several files: the first

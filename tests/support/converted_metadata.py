@@ -101,7 +101,7 @@ class ConvertedMetadata:
         alpha = rope.get("alpha")
         if self.family != "gemma2":
             writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
-        whole = ("mixtral", "granite", "granitemoe", "cohere2")
+        whole = ("mixtral", "ministral3", "granite", "granitemoe", "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
         if self.family in (*whole, *partial):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
@@ -114,7 +114,9 @@ class ConvertedMetadata:
             writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
             writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
             if rope.get("mscale_all_dim"):
-                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+                writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] * (0.1 if self.family in _LATENT else 1.0))
+            if rope.get("llama_4_scaling_beta"):
+                writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
         if rope.get("rope_type") == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
