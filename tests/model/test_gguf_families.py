@@ -63,8 +63,14 @@ def narrowed(value: object) -> object:
     return tuple(map(narrowed, value)) if isinstance(value, (list, tuple)) else value
 
 
+WRITTEN_AS = {"glm4_moe_lite": "deepseek_v3"}
+"""Families whose files are called, and read, by the name of one that computes alike."""
+
+
 def test_a_file_says_of_a_model_what_its_folder_says(converted: Converted) -> None:
-    assert plain(converted.checkpoint.config) == plain(converted.published.checkpoint.config)
+    expected = plain(converted.published.checkpoint.config)
+    name = WRITTEN_AS.get(converted.family, converted.family)
+    assert plain(converted.checkpoint.config) == expected | {"architecture": name}
 
 
 def test_a_file_holds_the_weights_of_the_folder(converted: Converted) -> None:

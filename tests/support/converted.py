@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "dots1": MODEL_ARCH.DOTS1,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
@@ -83,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
-            *("ministral3",),
+            *("ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import gguf
 from transformers import PreTrainedConfig
 
-_LATENT = ("deepseek_v2", "deepseek_v3")
+_LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 def falcon_kv_heads(config: PreTrainedConfig) -> int:
@@ -89,6 +89,8 @@ class ConvertedMetadata:
             writer.add_key_length_mla(key_dim)
             writer.add_value_length_mla(config.v_head_dim)
         is_v2 = self.family == "deepseek_v2"
+        if hasattr(config, "mlp_layer_types"):
+            return  # config.json of GLM-4.7-Flash does not name the function, and neither does its file
         if not (is_v2 and self.is_older):
             kinds = gguf.ExpertGatingFuncType
             writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
@@ -146,7 +148,8 @@ class ConvertedMetadata:
             writer.add_expert_feed_forward_length(config.intermediate_size)
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         if self.family in ("glm4_moe", "dots1", *_LATENT):
-            writer.add_leading_dense_block_count(config.first_k_dense_replace)
+            kinds = getattr(config, "mlp_layer_types", ())
+            writer.add_leading_dense_block_count(kinds.count("dense") if kinds else config.first_k_dense_replace)
             writer.add_expert_shared_count(config.n_shared_experts)
             writer.add_expert_weights_scale(config.routed_scaling_factor)
             if config.norm_topk_prob or self.family not in _LATENT:
