@@ -82,6 +82,10 @@ def _ernie(meta: Metadata) -> Fields:
 # Gemma
 
 
+def _gemma1(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "gemma", "activation": "gelu_tanh"}
+
+
 def _gemma2(meta: Metadata) -> Fields:
     caps = {
         name: meta.number(key, default)
@@ -269,6 +273,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "ernie4_5": _ernie,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "qwen2moe": qwen_moe,

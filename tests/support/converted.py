@@ -31,6 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 MODELS = FAMILIES | MEMBERS
 ARCHITECTURES = {
+    "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3,
@@ -84,7 +85,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
-            *("ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
+            *("gemma", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},

@@ -101,7 +101,7 @@ class ConvertedMetadata:
         kinds = config.rope_parameters
         rope = kinds.get("full_attention", kinds)
         alpha = rope.get("alpha")
-        if self.family != "gemma2":
+        if self.family not in ("gemma", "gemma2"):
             writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
         whole = ("mixtral", "ministral3", "granite", "granitemoe", "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
