@@ -124,6 +124,13 @@ def _gemma(meta: Metadata) -> Fields:
     return {**values, "attention_scale": scale, "activation": "gelu_tanh"}
 
 
+# AFM-4.5B
+
+
+def _arcee(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "arcee", "activation": "relu2"}
+
+
 # Granite, OLMo-2 and -3, EXAONE 4
 
 
@@ -285,6 +292,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "deepseek2": deepseek,
     "minimax-m2": minimax,
     "ernie4_5-moe": ernie_moe,
+    "arcee": _arcee,
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,

@@ -14,7 +14,7 @@ from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 _CHOICE_BIAS = ".e_score_correction_bias"
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-_TURNED = ("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe", "smollm3")
+_TURNED = ("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
 _PUT_TOGETHER = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 _PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")

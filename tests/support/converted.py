@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "olmoe": MODEL_ARCH.OLMOE,
+    "arcee": MODEL_ARCH.ARCEE,
     "granite": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "olmo2": MODEL_ARCH.OLMO2,
@@ -85,13 +86,13 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
-            *("gemma", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
+            *("gemma", "afm", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
-_TURNED = ("mixtral", "ministral3", "granite", "granitemoe", "smollm3")
+_TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "smollm3")
 
 
 class Converted:

@@ -103,7 +103,7 @@ class ConvertedMetadata:
         alpha = rope.get("alpha")
         if self.family not in ("gemma", "gemma2"):
             writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
-        whole = ("mixtral", "ministral3", "granite", "granitemoe", "cohere2")
+        whole = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
         if self.family in (*whole, *partial):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
