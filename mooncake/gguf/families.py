@@ -135,6 +135,7 @@ def _arcee(meta: Metadata) -> Fields:
 
 
 def _granite(meta: Metadata) -> Fields:
+    """Granite 4 without Mamba, too. Whether heads rotate is said by a key that elsewhere means something else."""
     factors = {
         "attention_scale": meta.positive("attention.scale", 1.0),
         "embedding_factor": meta.positive("embedding_scale", 1.0),
@@ -142,6 +143,8 @@ def _granite(meta: Metadata) -> Fields:
         "logit_divisor": meta.positive("logit_scale", 1.0),
     }
     values = {**decoder_fields(meta), **factors, "architecture": "granite"}
+    if not meta.flag("rope.scaling.finetuned", True):
+        values["still_layers"] = tuple(range(min(meta.integer("block_count"), MAX_LAYERS)))
     if not meta.integer("expert_count", 0):
         return values
     if meta.integer("expert_shared_feed_forward_length", 0):

@@ -36,7 +36,7 @@ def decoder_fields(
         "hidden_size": hidden,
         "intermediate_size": meta.integer("feed_forward_length"),
         "num_heads": heads,
-        "num_kv_heads": meta.integer("attention.head_count_kv", heads),
+        "num_kv_heads": meta.uniform("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_model_len": context_of(meta, scaling),
         "rope_theta": rope_theta(meta),

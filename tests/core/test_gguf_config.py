@@ -153,6 +153,14 @@ def test_gpt_oss_does_not_round_the_borders_of_yarn(tmp_path: Path) -> None:
     assert config(tmp_path, "gpt-oss").max_model_len == 4096
 
 
+def test_counts_may_be_given_for_each_layer(tmp_path: Path) -> None:
+    key = "attention.head_count_kv"
+    assert config(tmp_path, "granite", **{key: [2] * 8}).num_kv_heads == 2
+    for wrong in ([2, 2, 2, 1], [True], ["2"]):
+        with pytest.raises(ModelError, match="head_count_kv must be the same integer for all layers"):
+            config(tmp_path, "granite", **{key: wrong})
+
+
 def test_queries_of_ministral3_grow_where_its_file_says_so(tmp_path: Path) -> None:
     """Newer converters call older models of Mistral's by its name, too."""
     growing = YARN | {"attention.temperature_scale": 0.25, "rope.scaling.yarn_log_multiplier": 0.5}

@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "olmoe": MODEL_ARCH.OLMOE,
     "arcee": MODEL_ARCH.ARCEE,
     "granite": MODEL_ARCH.GRANITE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "olmo2": MODEL_ARCH.OLMO2,
     "olmo3": MODEL_ARCH.OLMO2,
@@ -77,6 +78,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gemma3": {"query_pre_attn_scalar": 16},
     "mixtral": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
+    **{name: {"intermediate_size": 112} for name in ("granite-4", "granite-4-without-rotation")},
     **{
         name: {}
         for name in (
@@ -92,7 +94,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
 _SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
-_TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "smollm3")
+_TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 
 
 class Converted:
@@ -248,6 +250,11 @@ class Converted:
             gate, up = tensor.split(config.intermediate_size, dim=-2)
             yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
             yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
+        elif "shared_mlp.input_linear" in name:
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}_proj"), rows
+        elif "shared_mlp.output_linear" in name:
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
         elif "kv_b_proj" in name:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
             keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import gguf
 from transformers import PreTrainedConfig
 
+_GRANITE = ("granite", "granitemoe", "granitemoehybrid")
 _LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
@@ -49,6 +50,8 @@ class ConvertedMetadata:
         writer.add_feed_forward_length(config.intermediate_size)
         if family in _LATENT:
             self._write_latent(writer)
+        elif family == "granitemoehybrid":
+            writer.add_head_count_kv([config.num_key_value_heads] * config.num_hidden_layers)
         elif family != "gpt_neox":
             writer.add_head_count_kv(config.num_key_value_heads)
         if family in ("stablelm", "gpt_neox"):
@@ -59,8 +62,7 @@ class ConvertedMetadata:
             names = "layer_norm_eps", "norm_epsilon", "norm_eps"
             writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
         if family not in (
-            "granite",
-            "granitemoe",
+            *_GRANITE,
             "phi3",
             "starcoder2",
             "phi",
@@ -103,7 +105,7 @@ class ConvertedMetadata:
         alpha = rope.get("alpha")
         if self.family not in ("gemma", "gemma2"):
             writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
-        whole = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "cohere2")
+        whole = ("mixtral", "ministral3", "arcee", *_GRANITE, "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
         if self.family in (*whole, *partial):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
@@ -176,7 +178,11 @@ class ConvertedMetadata:
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
         if family in ("cohere", "cohere2"):
             writer.add_logit_scale(config.logit_scale)
-        if family in ("granite", "granitemoe"):
+        if family == "granitemoehybrid":
+            writer.add_expert_count(0)
+            writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+            writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
+        if family in _GRANITE:
             writer.add_attention_scale(config.attention_multiplier)
             writer.add_embedding_scale(config.embedding_multiplier)
             writer.add_residual_scale(config.residual_multiplier)
