@@ -13,7 +13,17 @@ from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
-from mooncake.gguf.mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
+from mooncake.gguf.mixtures import (
+    dots,
+    ernie_moe,
+    expert_fields,
+    glm_moe,
+    gpt_oss,
+    hunyuan_moe,
+    minimax,
+    olmoe,
+    qwen_moe,
+)
 from mooncake.gguf.rope import TRAINED_LEN, log_multiplier, rope_theta
 from mooncake.model_config import MAX_LAYERS, MAX_POSITIONS
 
@@ -305,6 +315,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "glm4": _glm,
     "chatglm": _glm,
     "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": hunyuan_moe,
     "starcoder2": _starcoder2,
     "falcon": _falcon,
     "phi2": _phi2,

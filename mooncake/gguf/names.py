@@ -58,6 +58,7 @@ _LATENT = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+_HUNYUAN_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _GLM = {**LLAMA, "mlp.gate_up_proj": "ffn_up"}
 
 LAYERS: dict[str, Mapping[str, str]] = {
@@ -96,10 +97,14 @@ LAYERS: dict[str, Mapping[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "ernie4_5_moe": _ROUTED,
-    "hunyuan_v1_dense": {
-        **LLAMA,
-        "self_attn.query_layernorm": "attn_q_norm",
-        "self_attn.key_layernorm": "attn_k_norm",
+    "hunyuan_v1_dense": {**LLAMA, **_HUNYUAN_NORMS},
+    "hunyuan_v1_moe": {
+        **_EXPERTS,
+        **_HUNYUAN_NORMS,
+        "mlp.gate.wg": "ffn_gate_inp",
+        "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+        "mlp.shared_mlp.down_proj": "ffn_down_shexp",
     },
     "phi": {**_ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
     "gpt_neox": {

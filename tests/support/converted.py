@@ -64,6 +64,7 @@ ARCHITECTURES = {
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
     "glm": MODEL_ARCH.CHATGLM,
     "phi": MODEL_ARCH.PHI2,
     "stablelm": MODEL_ARCH.STABLELM,
@@ -91,9 +92,20 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("gemma", "afm", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
+    "hunyuan-moe": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
+    },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
-_SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
+_SMALL = (
+    "mlp.gate",
+    "gate.wg",
+    "router",
+    "router.layer",
+    "block_sparse_moe.gate",
+    "shared_expert_gate",
+    "wpe",
+)  # stay float32
 _TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 
 

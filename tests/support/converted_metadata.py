@@ -105,6 +105,9 @@ class ConvertedMetadata:
         alpha = rope.get("alpha")
         if self.family not in ("gemma", "gemma2"):
             writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
+        if alpha:
+            writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+            writer.add_rope_scaling_factor(1)
         whole = ("mixtral", "ministral3", "arcee", *_GRANITE, "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
         if self.family in (*whole, *partial):
@@ -139,11 +142,16 @@ class ConvertedMetadata:
         if not count:
             return
         writer.add_expert_count(count)
-        writer.add_expert_used_count(config.moe_k if self.family == "ernie4_5_moe" else config.num_experts_per_tok)
+        used = config.moe_k if self.family == "ernie4_5_moe" else config.num_experts_per_tok
+        writer.add_expert_used_count(used[0] if isinstance(used, list) else used)
         if self.family == "ernie4_5_moe":
             writer.add_interleave_moe_layer_step(config.moe_layer_interval)
             writer.add_leading_dense_block_count(config.moe_layer_start_index)
             writer.add_expert_shared_count(config.moe_num_shared_experts)
+        if self.family == "hunyuan_v1_moe":
+            writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+            writer.add_expert_feed_forward_length(config.intermediate_size)
+            writer.add_expert_shared_count(1)
         if self.family == "gpt_oss":
             writer.add_expert_feed_forward_length(config.intermediate_size)
         if self.family == "minimax_m2":
