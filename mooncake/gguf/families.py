@@ -134,11 +134,15 @@ def _gemma(meta: Metadata) -> Fields:
     return {**values, "attention_scale": scale, "activation": "gelu_tanh"}
 
 
-# AFM-4.5B
+# AFM-4.5B and Apertus
 
 
 def _arcee(meta: Metadata) -> Fields:
     return {**decoder_fields(meta), "architecture": "arcee", "activation": "relu2"}
+
+
+def _apertus(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "apertus", "activation": "xielu", "qk_norm": True}
 
 
 # Granite, OLMo-2 and -3, EXAONE 4
@@ -306,6 +310,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "minimax-m2": minimax,
     "ernie4_5-moe": ernie_moe,
     "arcee": _arcee,
+    "apertus": _apertus,
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,

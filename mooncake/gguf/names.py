@@ -71,6 +71,7 @@ LAYERS: dict[str, Mapping[str, str]] = {
     "seed_oss": {**LLAMA, "post_attention_layernorm": "post_attention_norm"},
     "mixtral": _SPARSE,
     "minimax_m2": _SPARSE,
+    "apertus": {**LLAMA, "attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "glm4_moe": {**_ROUTED, "post_attention_layernorm": "post_attention_norm"},
     "dots1": _ROUTED,
     "deepseek_v2": _LATENT,
@@ -148,8 +149,11 @@ TOP = {
     "embed_out": "output",
 }
 
-# Weights whose names have no ".weight", or that are made of several tensors.
+# Weights whose names have no ".weight", or that are made of several tensors or of none.
 PARTS: dict[str, Mapping[str, Source]] = {
+    "apertus": {
+        f"mlp.act_fn.{name}": Source((f"xielu.{name}",), "listed") for name in ("alpha_p", "alpha_n", "beta", "eps")
+    },
     "gpt_oss": {
         "self_attn.sinks": Source(("attn_sinks.weight",)),
         "mlp.experts.gate_up_proj": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "in turn"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
@@ -60,6 +61,8 @@ def _source(architecture: str, name: str) -> Source:
         return Source((f"{TOP[kind]}.{suffix}",), _form(architecture, kind, suffix))
     at, rest = f"blk.{match['layer']}.", match["rest"]
     if part := PARTS.get(architecture, {}).get(rest):
+        if part.form == "listed":
+            return replace(part, layer=int(match["layer"]))
         return Source(tuple(at + tensor for tensor in part.tensors), part.form)
     if rest.endswith(_CHOICE_BIAS):
         return Source((f"{at}exp_probs_b.bias",))
@@ -89,6 +92,9 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
     it means a different architecture."""
     used = set()
     for name, source in sources(config, file, needed).items():
+        if source.form == "listed":
+            listed_number(file, source)
+            continue
         for which, tensor in enumerate(source.tensors):
             expected = source.stored_shape(needed[name], config, which)
             found = file.tensors.get(tensor)
@@ -103,6 +109,15 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
         if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
             name = published_name(config.architecture, tensor)
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def listed_number(file: GGUF, source: Source) -> float:
+    """Raises ModelError if the metadata have none for the layer."""
+    [key] = source.tensors
+    numbers = file.get(key)
+    if not isinstance(numbers, list) or source.layer >= len(numbers) or type(numbers[source.layer]) is not float:
+        raise ModelError(f"{file.path}: {key} must have a number for each layer, and lacks that of {source.layer}")
+    return float(numbers[source.layer])
 
 
 def _guessing_layers(file: GGUF) -> int:

@@ -15,6 +15,8 @@ from tiny_gguf import add_metadata, finish
 from mooncake.errors import ModelError
 from mooncake.gguf.config import read_gguf_config
 from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.forms import Source
+from mooncake.gguf.sources import listed_number
 from mooncake.model_config import LatentAttention, ModelConfig
 
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -42,6 +44,7 @@ METADATA: dict[str, dict[str, Any]] = {
         **{"attention.kv_lora_rank": 24, "attention.key_length": 32, "attention.value_length": 24},
         **{"attention.key_length_mla": 20, "attention.value_length_mla": 10, "leading_dense_block_count": 1},
     },
+    "apertus": {RMS: 1e-5},
     "granite": {RMS: 1e-5, "logit_scale": 8.0},
     "olmo2": {RMS: 1e-6},
     "command-r": {LAYER: 1e-5, "logit_scale": 0.0625},
@@ -59,7 +62,7 @@ def write(
     """A file of metadata, a table of 97 tokens and these ``tensors``; None omits a key."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (BASE | METADATA[architecture] | dict(changes)).items():
-        name = key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}"
+        name = key if key.startswith(("tokenizer.", "split.", "xielu.")) else f"{architecture}.{key}"
         add_metadata(writer, name, value)
     for name, values in ({"token_embd.weight": np.zeros((97, 96), np.float32)} | dict(tensors)).items():
         writer.add_tensor(name, values)
@@ -159,6 +162,13 @@ def test_counts_may_be_given_for_each_layer(tmp_path: Path) -> None:
     for wrong in ([2, 2, 2, 1], [True], ["2"]):
         with pytest.raises(ModelError, match="head_count_kv must be the same integer for all layers"):
             config(tmp_path, "granite", **{key: wrong})
+
+
+@pytest.mark.parametrize("numbers", [None, 0.5, [0.5], [1, 2], ["0.5", "0.5"]])
+def test_an_activation_that_is_missing_is_named_with_its_layer(tmp_path: Path, numbers: Any) -> None:
+    file = write(tmp_path / "a.gguf", "apertus", {"xielu.beta": numbers} if numbers else {})
+    with pytest.raises(ModelError, match=r"xielu\.beta must have a number for each layer, and lacks that of 1$"):
+        listed_number(file, Source(("xielu.beta",), "listed", layer=1))
 
 
 def test_queries_of_ministral3_grow_where_its_file_says_so(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_its_tokens_are_those_of_transformers(converted: Converted) -> None:
 
 QUANTISED = (
     *("gemma3", "phi3", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
-    *("granite-moe", "glm4", "falcon-40b", "gpt2", "deepseek-v2-in-groups"),
+    *("apertus", "granite-moe", "glm4", "falcon-40b", "gpt2", "deepseek-v2-in-groups"),
 )
 
 

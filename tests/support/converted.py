@@ -8,6 +8,7 @@ rounded by the file's kind.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +22,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, Published
 from tiny_gguf import add_metadata, finish
-from tiny_members import MEMBERS
+from tiny_members import LLAMA3, MEMBERS
 from transformers import AutoConfig
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -42,6 +43,7 @@ ARCHITECTURES = {
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "olmoe": MODEL_ARCH.OLMOE,
     "arcee": MODEL_ARCH.ARCEE,
+    "apertus": MODEL_ARCH.APERTUS,
     "granite": MODEL_ARCH.GRANITE,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
@@ -94,6 +96,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "hunyuan-moe": {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
+    },
+    "apertus": {
+        "max_position_embeddings": 65_536,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192},
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
@@ -154,6 +160,8 @@ class Converted:
         return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if ".act_fn." in name:
+            return tensor
         if "kv_b_proj" in name:
             [(_, keys), (_, values)] = self._changed(name, tensor.float())
             halves = self._rounded_as(name, keys).mT, self._rounded_as(name, values)
@@ -198,6 +206,7 @@ class Converted:
         architecture = ARCHITECTURES[self.family]
         path = self.path.with_name("model.gguf")
         writer = gguf.GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=self._tensors_a_file)
+        write_activations(writer, weights)
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
         ConvertedMetadata(self.config, self.family, self._is_older, self._num_guessing).write(writer)
         for key, value in self._tokenizer.items():
@@ -218,6 +227,8 @@ class Converted:
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
         for name, tensor in weights.items():
+            if ".act_fn." in name:  # which are metadata
+                continue
             before, is_expert, behind = name.partition(".experts.")
             number, _, rest = behind.partition(".")
             if is_expert and number.isdigit():
@@ -236,6 +247,8 @@ class Converted:
         scaling = getattr(self.config, "rope_parameters", None) or {}
         for kind in ("long", "short") if scaling.get("long_factor") else ():
             yield f"rope_factors_{kind}.weight", torch.tensor(scaling[f"{kind}_factor"])
+        if scaling.get("rope_type") == "llama3":
+            yield "rope_freqs.weight", llama3_divisors(scaling, self.config.head_dim)
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config
@@ -288,6 +301,27 @@ class Converted:
         groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
         parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
         return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def write_activations(writer: gguf.GGUFWriter, weights: Tensors) -> None:
+    """Those that each layer of Apertus has learned."""
+    adders = {
+        "alpha_p": writer.add_xielu_alpha_p,
+        "alpha_n": writer.add_xielu_alpha_n,
+        "beta": writer.add_xielu_beta,
+        "eps": writer.add_xielu_eps,
+    }
+    for name, add in adders.items():
+        if values := [float(tensor) for key, tensor in sorted(weights.items()) if key.endswith(f"act_fn.{name}")]:
+            add(values)
+
+
+def llama3_divisors(rope: Mapping[str, float], dim: int) -> torch.Tensor:
+    """What each frequency is divided by, for the longer a wave is."""
+    waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((rope["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - kept) / rope["factor"] + kept)
 
 
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:

@@ -108,7 +108,7 @@ class ConvertedMetadata:
         if alpha:
             writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
             writer.add_rope_scaling_factor(1)
-        whole = ("mixtral", "ministral3", "arcee", *_GRANITE, "cohere2")
+        whole = ("mixtral", "ministral3", "arcee", "apertus", *_GRANITE, "cohere2")
         partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
         if self.family in (*whole, *partial):
             writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
