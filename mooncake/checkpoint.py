@@ -191,8 +191,10 @@ class GGUFCheckpoint(Checkpoint):
             return 0, 0
         shapes, count, bits = weight_shapes(self.config), 0, 0
         for name, source in sources(self.config, self.file, shapes).items():
+            if not source.keeps_codes(shapes[name]):
+                continue
             kind = self.file.tensors[source.tensors[0]].kind.name
-            if kind in GROUPED_KINDS and source.keeps_codes(shapes[name]):
+            if kind in GROUPED_KINDS:
                 count += (size := math.prod(shapes[name]))
                 bits += size * GROUPED_KINDS[kind]
         return count, bits // 8

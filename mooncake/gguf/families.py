@@ -9,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.errors import ModelError
+from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
-from mooncake.gguf.mixtures import dots, ernie_moe, expert_fields, glm_moe, gpt_oss, minimax, olmoe, qwen_moe
-from mooncake.gguf.rope import rope_theta
-from mooncake.model_config import MAX_LAYERS
+from mooncake.gguf.mixtures import (
+    dots,
+    ernie_moe,
+    expert_fields,
+    glm_moe,
+    gpt_oss,
+    hunyuan_moe,
+    minimax,
+    olmoe,
+    qwen_moe,
+)
+from mooncake.gguf.rope import TRAINED_LEN, log_multiplier, rope_theta
+from mooncake.model_config import MAX_LAYERS, MAX_POSITIONS
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -32,6 +43,24 @@ def _llama(meta: Metadata) -> Fields:
         "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "qk_norm": meta.has_tensor("blk.0.attn_q_norm.weight"),
     }
+
+
+def _mistral3(meta: Metadata) -> Fields:
+    """Ministral 3. Converters also give the name to older models of Mistral's, whose queries do not grow."""
+    growth, of_all = meta.number("attention.temperature_scale", 0.0), log_multiplier(meta)
+    if not 0 <= growth < 1e6:
+        raise meta.wrong("attention.temperature_scale", f"must be positive or 0, got {growth}")
+    factor = meta.number("rope.scaling.factor", 1.0)
+    sharpness = yarn_sharpness(factor) / yarn_sharpness(factor, of_all) if of_all else None
+    grows = {"query_growth": growth, "query_span": _positions(meta, TRAINED_LEN)} if growth else {}
+    return {**decoder_fields(meta, attention_factor=sharpness), **grows, "architecture": "ministral3"}
+
+
+def _positions(meta: Metadata, key: str) -> int:
+    count = meta.integer(key)
+    if not 0 < count <= MAX_POSITIONS:
+        raise meta.wrong(key, f"must be between 1 and {MAX_POSITIONS}, got {count}")
+    return count
 
 
 def _phi3(meta: Metadata) -> Fields:
@@ -61,6 +90,10 @@ def _ernie(meta: Metadata) -> Fields:
 
 
 # Gemma
+
+
+def _gemma1(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "gemma", "activation": "gelu_tanh"}
 
 
 def _gemma2(meta: Metadata) -> Fields:
@@ -101,10 +134,22 @@ def _gemma(meta: Metadata) -> Fields:
     return {**values, "attention_scale": scale, "activation": "gelu_tanh"}
 
 
+# AFM-4.5B and Apertus
+
+
+def _arcee(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "arcee", "activation": "relu2"}
+
+
+def _apertus(meta: Metadata) -> Fields:
+    return {**decoder_fields(meta), "architecture": "apertus", "activation": "xielu", "qk_norm": True}
+
+
 # Granite, OLMo-2 and -3, EXAONE 4
 
 
 def _granite(meta: Metadata) -> Fields:
+    """Granite 4 without Mamba, too. Whether heads rotate is said by a key that elsewhere means something else."""
     factors = {
         "attention_scale": meta.positive("attention.scale", 1.0),
         "embedding_factor": meta.positive("embedding_scale", 1.0),
@@ -112,6 +157,8 @@ def _granite(meta: Metadata) -> Fields:
         "logit_divisor": meta.positive("logit_scale", 1.0),
     }
     values = {**decoder_fields(meta), **factors, "architecture": "granite"}
+    if not meta.flag("rope.scaling.finetuned", True):
+        values["still_layers"] = tuple(range(min(meta.integer("block_count"), MAX_LAYERS)))
     if not meta.integer("expert_count", 0):
         return values
     if meta.integer("expert_shared_feed_forward_length", 0):
@@ -243,12 +290,14 @@ def _gpt2(meta: Metadata) -> Fields:
 READERS: dict[str, Callable[[Metadata], Fields]] = {
     "llama": _llama,
     "mistral": _llama,
+    "mistral3": _mistral3,
     "qwen2": _llama,
     "qwen3": _llama,
     "phi3": _phi3,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
     "ernie4_5": _ernie,
+    "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "qwen2moe": qwen_moe,
@@ -260,6 +309,8 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "deepseek2": deepseek,
     "minimax-m2": minimax,
     "ernie4_5-moe": ernie_moe,
+    "arcee": _arcee,
+    "apertus": _apertus,
     "granite": _granite,
     "granitemoe": _granite,
     "olmo2": _olmo2,
@@ -269,6 +320,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "glm4": _glm,
     "chatglm": _glm,
     "hunyuan-dense": _hunyuan,
+    "hunyuan-moe": hunyuan_moe,
     "starcoder2": _starcoder2,
     "falcon": _falcon,
     "phi2": _phi2,

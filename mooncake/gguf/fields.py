@@ -12,8 +12,15 @@ Fields = dict[str, object]
 RMS_EPS, LAYER_EPS = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
 
-def decoder_fields(meta: Metadata, eps: str = RMS_EPS, partial: bool = False, truncate: bool = True) -> Fields:
-    """What all architectures say alike. ``partial``: a part of each head may rotate; ``truncate``: of YaRN."""
+def decoder_fields(
+    meta: Metadata,
+    eps: str = RMS_EPS,
+    partial: bool = False,
+    truncate: bool = True,
+    attention_factor: float | None = None,
+) -> Fields:
+    """What all architectures say alike. ``partial``: a part of each head may rotate; ``truncate`` and
+    ``attention_factor``: of YaRN."""
     heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
     head_dim = meta.integer("attention.key_length", hidden // max(1, heads))
     if (value_dim := meta.integer("attention.value_length", head_dim)) != head_dim:
@@ -23,13 +30,13 @@ def decoder_fields(meta: Metadata, eps: str = RMS_EPS, partial: bool = False, tr
         raise ModelError(f"{meta.source} rotates only a part of each head, which is not supported")
     if partial and (not 0 < rotary_dim <= head_dim or rotary_dim % 2):
         raise meta.wrong("rope.dimension_count", f"must be even and at most {head_dim}, got {rotary_dim}")
-    scaling = read_scaling(meta, rotary_dim, truncate)
+    scaling = read_scaling(meta, rotary_dim, truncate, attention_factor)
     return {
         "num_layers": meta.integer("block_count"),
         "hidden_size": hidden,
         "intermediate_size": meta.integer("feed_forward_length"),
         "num_heads": heads,
-        "num_kv_heads": meta.integer("attention.head_count_kv", heads),
+        "num_kv_heads": meta.uniform("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_model_len": context_of(meta, scaling),
         "rope_theta": rope_theta(meta),

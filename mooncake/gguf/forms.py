@@ -19,6 +19,7 @@ Form = Literal[
     "rows",
     "absorbed",
     "values",
+    "listed",
 ]
 """How the file's tensors differ from the published weight.
 
@@ -32,16 +33,20 @@ Form = Literal[
 "rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
 "absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
               [heads, outputs, inputs] (latent attention's keys and values)
+"listed"      the weight is one number, of which the metadata have a list with one for each layer (Apertus's activation)
 "values"      they do not differ, and models need its values: they put its rows together anew (latent attention)
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
+    """``tensors`` are names of tensors or, for what is "listed", the key of the list."""
+
     tensors: tuple[str, ...]
     form: Form = "as is"
     expert: int = 0
     first_row: int = 0
+    layer: int = 0  # of what is "listed"
 
     def stored_shape(self, shape: tuple[int, ...], config: ModelConfig, which: int = 0) -> tuple[int, ...]:
         """That of the tensor ``which``, for a weight of this ``shape``."""

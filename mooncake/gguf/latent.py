@@ -11,7 +11,7 @@ from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import RMS_EPS, Fields
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.mixtures import GATING, routed_fields
-from mooncake.gguf.rope import LOG_MULTIPLIER, context_of, read_scaling, rope_theta
+from mooncake.gguf.rope import context_of, log_multiplier, read_scaling, rope_theta
 from mooncake.model_config import LatentAttention
 
 _GROUPS = {256: (8, 4), 160: (8, 3)}
@@ -65,10 +65,7 @@ def _size(meta: Metadata, key: str) -> int:
 def _mscale_all_dim(meta: Metadata) -> float:
     """config.json's, of which the file has a tenth (0: none). YaRN then sharpens all of a head, and the rotations no
     more than that (``mscale``, which files do not have, is the same in published models)."""
-    stored = meta.number(LOG_MULTIPLIER, 0.0)
-    if not 0 <= stored < 1e6:
-        raise meta.wrong(LOG_MULTIPLIER, f"must be positive or 0, got {stored}")
-    return float(f"{10 * stored:.6g}")  # the decimal number that was rounded to a float32
+    return float(f"{10 * log_multiplier(meta):.6g}")  # the decimal number that was rounded to a float32
 
 
 def _mixture(meta: Metadata) -> Fields:

@@ -24,6 +24,15 @@ class Metadata:
             raise self.wrong(key, "must be one integer")
         return value
 
+    def uniform(self, key: str, default: int | None = None) -> int:
+        """An integer that may be given once for each layer, as converters of models with layers of several kinds do."""
+        given = self.get(key)
+        if not isinstance(given, list):
+            return self.integer(key, default)
+        if len(set(given)) != 1 or type(given[0]) is not int:
+            raise self.wrong(key, "must be the same integer for all layers")
+        return given[0]
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

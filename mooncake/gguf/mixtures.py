@@ -57,6 +57,18 @@ def olmoe(meta: Metadata) -> Fields:
     }
 
 
+def hunyuan_moe(meta: Metadata) -> Fields:
+    """Its theta is stored as stretched."""
+    values = {**decoder_fields(meta), **expert_fields(meta)}
+    return {
+        **values,
+        "architecture": "hunyuan_v1_moe",
+        "qk_norm": True,
+        "norm_expert_weights": True,
+        "shared_expert_size": meta.integer("expert_shared_feed_forward_length"),
+    }
+
+
 # With a routing of their own: GLM-4.5, dots.llm1, MiniMax-M2 and ERNIE 4.5
 
 

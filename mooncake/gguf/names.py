@@ -58,6 +58,7 @@ _LATENT = {
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
     "self_attn.kv_b_proj": "attn_kv_b",
 }
+_HUNYUAN_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _GLM = {**LLAMA, "mlp.gate_up_proj": "ffn_up"}
 
 LAYERS: dict[str, Mapping[str, str]] = {
@@ -70,6 +71,7 @@ LAYERS: dict[str, Mapping[str, str]] = {
     "seed_oss": {**LLAMA, "post_attention_layernorm": "post_attention_norm"},
     "mixtral": _SPARSE,
     "minimax_m2": _SPARSE,
+    "apertus": {**LLAMA, "attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     "glm4_moe": {**_ROUTED, "post_attention_layernorm": "post_attention_norm"},
     "dots1": _ROUTED,
     "deepseek_v2": _LATENT,
@@ -96,10 +98,14 @@ LAYERS: dict[str, Mapping[str, str]] = {
         "post_mlp_layernorm": "post_ffw_norm",
     },
     "ernie4_5_moe": _ROUTED,
-    "hunyuan_v1_dense": {
-        **LLAMA,
-        "self_attn.query_layernorm": "attn_q_norm",
-        "self_attn.key_layernorm": "attn_k_norm",
+    "hunyuan_v1_dense": {**LLAMA, **_HUNYUAN_NORMS},
+    "hunyuan_v1_moe": {
+        **_EXPERTS,
+        **_HUNYUAN_NORMS,
+        "mlp.gate.wg": "ffn_gate_inp",
+        "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+        "mlp.shared_mlp.down_proj": "ffn_down_shexp",
     },
     "phi": {**_ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
     "gpt_neox": {
@@ -143,8 +149,11 @@ TOP = {
     "embed_out": "output",
 }
 
-# Weights whose names have no ".weight", or that are made of several tensors.
+# Weights whose names have no ".weight", or that are made of several tensors or of none.
 PARTS: dict[str, Mapping[str, Source]] = {
+    "apertus": {
+        f"mlp.act_fn.{name}": Source((f"xielu.{name}",), "listed") for name in ("alpha_p", "alpha_n", "beta", "eps")
+    },
     "gpt_oss": {
         "self_attn.sinks": Source(("attn_sinks.weight",)),
         "mlp.experts.gate_up_proj": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "in turn"),

@@ -53,6 +53,14 @@ def read_scaling(
     return None
 
 
+def log_multiplier(meta: Metadata) -> float:
+    """What YaRN divides its sharpness by: ``mscale_all_dim`` or, in files of DeepSeek, a tenth of it; 0: nothing."""
+    stored = meta.number(LOG_MULTIPLIER, 0.0)
+    if not 0 <= stored < 1e6:
+        raise meta.wrong(LOG_MULTIPLIER, f"must be positive or 0, got {stored}")
+    return stored
+
+
 def context_of(meta: Metadata, scaling: Scaling | None) -> int:
     """Tokens of prompt plus answer; with YaRN the same as from config.json, whatever else the file says."""
     length = meta.integer("context_length")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
@@ -14,9 +15,9 @@ from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 _CHOICE_BIAS = ".e_score_correction_bias"
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-_TURNED = ("llama", "mistral", "mixtral", "granite", "granitemoe", "smollm3")
+_TURNED = ("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
 _PUT_TOGETHER = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_PLUS_ONE = ("gemma2", "gemma3_text", "nemotron")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _LATENT = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
@@ -60,6 +61,8 @@ def _source(architecture: str, name: str) -> Source:
         return Source((f"{TOP[kind]}.{suffix}",), _form(architecture, kind, suffix))
     at, rest = f"blk.{match['layer']}.", match["rest"]
     if part := PARTS.get(architecture, {}).get(rest):
+        if part.form == "listed":
+            return replace(part, layer=int(match["layer"]))
         return Source(tuple(at + tensor for tensor in part.tensors), part.form)
     if rest.endswith(_CHOICE_BIAS):
         return Source((f"{at}exp_probs_b.bias",))
@@ -89,6 +92,9 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
     it means a different architecture."""
     used = set()
     for name, source in sources(config, file, needed).items():
+        if source.form == "listed":
+            listed_number(file, source)
+            continue
         for which, tensor in enumerate(source.tensors):
             expected = source.stored_shape(needed[name], config, which)
             found = file.tensors.get(tensor)
@@ -103,6 +109,15 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
         if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
             name = published_name(config.architecture, tensor)
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def listed_number(file: GGUF, source: Source) -> float:
+    """Raises ModelError if the metadata have none for the layer."""
+    [key] = source.tensors
+    numbers = file.get(key)
+    if not isinstance(numbers, list) or source.layer >= len(numbers) or type(numbers[source.layer]) is not float:
+        raise ModelError(f"{file.path}: {key} must have a number for each layer, and lacks that of {source.layer}")
+    return float(numbers[source.layer])
 
 
 def _guessing_layers(file: GGUF) -> int:

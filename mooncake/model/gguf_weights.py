@@ -14,7 +14,7 @@ from mooncake.errors import ModelError
 from mooncake.families.family import Shapes
 from mooncake.gguf.file import GGUF, TensorInfo
 from mooncake.gguf.forms import Source
-from mooncake.gguf.sources import sources
+from mooncake.gguf.sources import listed_number, sources
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
@@ -78,6 +78,8 @@ class _Reader:
         return grouped_codes(info.kind.name, self._raw(info, expert), (shape[0], shape[1]), self._dtype)
 
     def _published(self, name: str, source: Source) -> Floats:
+        if source.form == "listed":
+            return np.full(self._shapes[name], listed_number(self._file, source), np.float32)
         shape, infos = self._shapes[name], [self._file.tensors[tensor] for tensor in source.tensors]
         if source.form == "expert":
             return self._stored(infos[0], source.expert).reshape(shape)

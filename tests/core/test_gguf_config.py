@@ -15,6 +15,8 @@ from tiny_gguf import add_metadata, finish
 from mooncake.errors import ModelError
 from mooncake.gguf.config import read_gguf_config
 from mooncake.gguf.file import GGUFFile
+from mooncake.gguf.forms import Source
+from mooncake.gguf.sources import listed_number
 from mooncake.model_config import LatentAttention, ModelConfig
 
 RMS, LAYER = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
@@ -30,6 +32,7 @@ EXPERTS = {"expert_count": 6, "expert_used_count": 2, "expert_feed_forward_lengt
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.scaling.original_context_length": 512}
 METADATA: dict[str, dict[str, Any]] = {
     "llama": {RMS: 1e-5},
+    "mistral3": {RMS: 1e-5},
     "phi3": {RMS: 1e-5, "attention.sliding_window": 2047, "rope.scaling.original_context_length": 4096},
     "gemma2": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
     "gemma3": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
@@ -41,6 +44,7 @@ METADATA: dict[str, dict[str, Any]] = {
         **{"attention.kv_lora_rank": 24, "attention.key_length": 32, "attention.value_length": 24},
         **{"attention.key_length_mla": 20, "attention.value_length_mla": 10, "leading_dense_block_count": 1},
     },
+    "apertus": {RMS: 1e-5},
     "granite": {RMS: 1e-5, "logit_scale": 8.0},
     "olmo2": {RMS: 1e-6},
     "command-r": {LAYER: 1e-5, "logit_scale": 0.0625},
@@ -58,7 +62,7 @@ def write(
     """A file of metadata, a table of 97 tokens and these ``tensors``; None omits a key."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (BASE | METADATA[architecture] | dict(changes)).items():
-        name = key if key.startswith(("tokenizer.", "split.")) else f"{architecture}.{key}"
+        name = key if key.startswith(("tokenizer.", "split.", "xielu.")) else f"{architecture}.{key}"
         add_metadata(writer, name, value)
     for name, values in ({"token_embd.weight": np.zeros((97, 96), np.float32)} | dict(tensors)).items():
         writer.add_tensor(name, values)
@@ -150,6 +154,33 @@ def test_gpt_oss_does_not_round_the_borders_of_yarn(tmp_path: Path) -> None:
     scaling = config(tmp_path, "gpt-oss").rope_scaling
     assert scaling is not None and scaling["truncate"] is False and scaling["factor"] == 8.0
     assert config(tmp_path, "gpt-oss").max_model_len == 4096
+
+
+def test_counts_may_be_given_for_each_layer(tmp_path: Path) -> None:
+    key = "attention.head_count_kv"
+    assert config(tmp_path, "granite", **{key: [2] * 8}).num_kv_heads == 2
+    for wrong in ([2, 2, 2, 1], [True], ["2"]):
+        with pytest.raises(ModelError, match="head_count_kv must be the same integer for all layers"):
+            config(tmp_path, "granite", **{key: wrong})
+
+
+@pytest.mark.parametrize("numbers", [None, 0.5, [0.5], [1, 2], ["0.5", "0.5"]])
+def test_an_activation_that_is_missing_is_named_with_its_layer(tmp_path: Path, numbers: Any) -> None:
+    file = write(tmp_path / "a.gguf", "apertus", {"xielu.beta": numbers} if numbers else {})
+    with pytest.raises(ModelError, match=r"xielu\.beta must have a number for each layer, and lacks that of 1$"):
+        listed_number(file, Source(("xielu.beta",), "listed", layer=1))
+
+
+def test_queries_of_ministral3_grow_where_its_file_says_so(tmp_path: Path) -> None:
+    """Newer converters call older models of Mistral's by its name, too."""
+    growing = YARN | {"attention.temperature_scale": 0.25, "rope.scaling.yarn_log_multiplier": 0.5}
+    found = config(tmp_path, "mistral3", **growing)
+    assert (found.architecture, found.query_growth, found.query_span) == ("ministral3", 0.25, 512)
+    assert found.rope_scaling is not None and found.max_model_len == 4096
+    expected = (0.1 * math.log(8) + 1) / (0.05 * math.log(8) + 1)
+    assert found.rope_scaling["attention_factor"] == pytest.approx(expected, rel=1e-12)
+    plain = config(tmp_path, "mistral3")
+    assert (plain.rope_scaling, plain.query_growth, plain.query_span) == (None, 0.0, 0)
 
 
 def test_deepseek_scores_experts_as_its_file_says_or_by_their_bias(tmp_path: Path) -> None:
@@ -255,6 +286,21 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         "key_length_mla must be above rope.dimension_count, 8",
     ),
     "temperature": ("deepseek2", {"attention.temperature_scale": 0.1}, "asks for attention.temperature_scale"),
+    "shrinking": (
+        "mistral3",
+        YARN | {"attention.temperature_scale": -0.1},
+        "mistral3.attention.temperature_scale must be positive or 0, got -0.1",
+    ),
+    "growing without end": (
+        "mistral3",
+        {"attention.temperature_scale": 0.1},
+        "lacks the metadata mistral3.rope.scaling.original_context_length",
+    ),
+    "growing at once": (
+        "mistral3",
+        YARN | {"attention.temperature_scale": 0.1, "rope.scaling.original_context_length": 0},
+        "mistral3.rope.scaling.original_context_length must be between 1 and",
+    ),
     "sharpness": (
         "deepseek2",
         YARN | {"rope.scaling.yarn_log_multiplier": -1.0},

@@ -17,27 +17,35 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
-from tiny_families import Published
+from tiny_families import FAMILIES, Published
 from tiny_gguf import add_metadata, finish
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_members import LLAMA3, MEMBERS
+from transformers import AutoConfig
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 
 Kind = gguf.GGMLQuantizationType
 Tensors = dict[str, torch.Tensor]
 
+MODELS = FAMILIES | MEMBERS
 ARCHITECTURES = {
+    "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "phi3": MODEL_ARCH.PHI3,
     "mixtral": MODEL_ARCH.LLAMA,
+    "ministral3": MODEL_ARCH.MISTRAL3,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
     "olmoe": MODEL_ARCH.OLMOE,
+    "arcee": MODEL_ARCH.ARCEE,
+    "apertus": MODEL_ARCH.APERTUS,
     "granite": MODEL_ARCH.GRANITE,
+    "granitemoehybrid": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
     "olmo2": MODEL_ARCH.OLMO2,
     "olmo3": MODEL_ARCH.OLMO2,
@@ -54,9 +62,11 @@ ARCHITECTURES = {
     "dots1": MODEL_ARCH.DOTS1,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
     "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
+    "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
     "glm": MODEL_ARCH.CHATGLM,
     "phi": MODEL_ARCH.PHI2,
     "stablelm": MODEL_ARCH.STABLELM,
@@ -65,12 +75,13 @@ ARCHITECTURES = {
     "gpt2": MODEL_ARCH.GPT2,
 }
 
-# Of tiny_families, with what a GGUF file cannot say changed in their config.json.
+# Of ``MODELS``, with what a GGUF file cannot say changed in their config.json.
 CHANGES: dict[str, dict[str, Any]] = {
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3": {"query_pre_attn_scalar": 16},
     "mixtral": {"sliding_window": None},
     "starcoder2": {"sliding_window": None},
+    **{name: {"intermediate_size": 112} for name in ("granite-4", "granite-4-without-rotation")},
     **{
         name: {}
         for name in (
@@ -80,13 +91,28 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
+            *("gemma", "afm", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
+    },
+    "hunyuan-moe": {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 1000.0}
+    },
+    "apertus": {
+        "max_position_embeddings": 65_536,
+        "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192},
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
 }
-_SMALL = ("mlp.gate", "router", "router.layer", "block_sparse_moe.gate", "shared_expert_gate", "wpe")  # stay float32
-_LATENT = ("deepseek_v2", "deepseek_v3")
-_TURNED = ("mixtral", "granite", "granitemoe", "smollm3")
+_SMALL = (
+    "mlp.gate",
+    "gate.wg",
+    "router",
+    "router.layer",
+    "block_sparse_moe.gate",
+    "shared_expert_gate",
+    "wpe",
+)  # stay float32
+_TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 
 
 class Converted:
@@ -104,7 +130,7 @@ class Converted:
     ) -> None:
         """``tokenizer``: metadata by their whole keys; ``tensors_a_file``: at most, 0 for one file; ``changes`` of
         config.json."""
-        self.published = Published(family, folder / "published")
+        self.published = Published(family, folder / "published", MODELS)
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
         (where / "config.json").write_text(json.dumps(settings | CHANGES[family] | changes))
@@ -114,7 +140,7 @@ class Converted:
         self._is_older, self._has_halves = False, True
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
-        self.theirs = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32).eval()
+        self.theirs = type(self.published.theirs).from_pretrained(where, dtype=torch.float32).eval()
         self.published.theirs = self.theirs
         self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
         self.path = folder / "model.gguf"  # of several files: the first
@@ -134,6 +160,8 @@ class Converted:
         return Kind.F16 if shape[-1] % GGML_QUANT_SIZES[wanted][0] else wanted
 
     def _rounded(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if ".act_fn." in name:
+            return tensor
         if "kv_b_proj" in name:
             [(_, keys), (_, values)] = self._changed(name, tensor.float())
             halves = self._rounded_as(name, keys).mT, self._rounded_as(name, values)
@@ -178,8 +206,9 @@ class Converted:
         architecture = ARCHITECTURES[self.family]
         path = self.path.with_name("model.gguf")
         writer = gguf.GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=self._tensors_a_file)
+        write_activations(writer, weights)
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
-        self._write_metadata(writer)
+        ConvertedMetadata(self.config, self.family, self._is_older, self._num_guessing).write(writer)
         for key, value in self._tokenizer.items():
             add_metadata(writer, key, value)
         for name, tensor in self._converted(weights):
@@ -198,6 +227,8 @@ class Converted:
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
         for name, tensor in weights.items():
+            if ".act_fn." in name:  # which are metadata
+                continue
             before, is_expert, behind = name.partition(".experts.")
             number, _, rest = behind.partition(".")
             if is_expert and number.isdigit():
@@ -216,6 +247,8 @@ class Converted:
         scaling = getattr(self.config, "rope_parameters", None) or {}
         for kind in ("long", "short") if scaling.get("long_factor") else ():
             yield f"rope_factors_{kind}.weight", torch.tensor(scaling[f"{kind}_factor"])
+        if scaling.get("rope_type") == "llama3":
+            yield "rope_freqs.weight", llama3_divisors(scaling, self.config.head_dim)
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config
@@ -242,6 +275,11 @@ class Converted:
             gate, up = tensor.split(config.intermediate_size, dim=-2)
             yield f"model.layers.{layer}.mlp.experts.gate_proj.weight", gate
             yield f"model.layers.{layer}.mlp.experts.up_proj.weight", up
+        elif "shared_mlp.input_linear" in name:
+            for part, rows in zip(("gate", "up"), tensor.chunk(2), strict=True):
+                yield name.replace("shared_mlp.input_linear", f"mlp.{part}_proj"), rows
+        elif "shared_mlp.output_linear" in name:
+            yield name.replace("shared_mlp.output_linear", "mlp.down_proj"), tensor
         elif "kv_b_proj" in name:
             heads = tensor.view(config.num_attention_heads, -1, tensor.shape[-1])
             keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
@@ -258,169 +296,32 @@ class Converted:
     def _ungrouped(self, tensor: torch.Tensor) -> torch.Tensor:
         """Falcon's and GPT-NeoX's queries, then keys, then values."""
         heads = self.config.num_attention_heads
-        kv_heads = self._falcon_kv_heads if self.family == "falcon" else heads
+        kv_heads = falcon_kv_heads(self.config) if self.family == "falcon" else heads
         dim = self.config.hidden_size // heads
         groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
         parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
         return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
 
-    @property
-    def _falcon_kv_heads(self) -> int:
-        return int(self.config.num_kv_heads) if self.config.new_decoder_architecture else 1
 
-    # Metadata
+def write_activations(writer: gguf.GGUFWriter, weights: Tensors) -> None:
+    """Those that each layer of Apertus has learned."""
+    adders = {
+        "alpha_p": writer.add_xielu_alpha_p,
+        "alpha_n": writer.add_xielu_alpha_n,
+        "beta": writer.add_xielu_beta,
+        "eps": writer.add_xielu_eps,
+    }
+    for name, add in adders.items():
+        if values := [float(tensor) for key, tensor in sorted(weights.items()) if key.endswith(f"act_fn.{name}")]:
+            add(values)
 
-    def _write_metadata(self, writer: gguf.GGUFWriter) -> None:
-        config, family = self.config, self.family
-        heads, hidden = config.num_attention_heads, config.hidden_size
-        writer.add_block_count(config.num_hidden_layers + self._num_guessing)
-        if self._num_guessing:
-            writer.add_nextn_predict_layers(self._num_guessing)
-        writer.add_embedding_length(hidden)
-        writer.add_head_count(heads)
-        writer.add_bos_token_id(config.bos_token_id)
-        writer.add_eos_token_id(config.eos_token_id)
-        if family == "falcon":
-            writer.add_context_length(2048)
-            writer.add_feed_forward_length(config.ffn_hidden_size)
-            writer.add_head_count_kv(self._falcon_kv_heads)
-            writer.add_layer_norm_eps(config.layer_norm_epsilon)
-            return
-        writer.add_context_length(config.max_position_embeddings)
-        if family == "gpt2":
-            writer.add_feed_forward_length(4 * hidden)
-            writer.add_layer_norm_eps(config.layer_norm_epsilon)
-            return
-        writer.add_feed_forward_length(config.intermediate_size)
-        if family in _LATENT:
-            self._write_latent(writer)
-        elif family != "gpt_neox":
-            writer.add_head_count_kv(config.num_key_value_heads)
-        if family in ("stablelm", "gpt_neox"):
-            writer.add_parallel_residual(config.use_parallel_residual)
-        if hasattr(config, "rms_norm_eps"):
-            writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        else:
-            names = "layer_norm_eps", "norm_epsilon", "norm_eps"
-            writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
-        if family not in (
-            "granite",
-            "granitemoe",
-            "phi3",
-            "starcoder2",
-            "phi",
-            "stablelm",
-            "gpt_neox",
-            "glm",
-            *_LATENT,
-        ):
-            writer.add_key_length(config.head_dim)
-            writer.add_value_length(config.head_dim)
-        self._write_rope(writer)
-        self._write_experts(writer)
-        self._write_particulars(writer)
 
-    def _write_latent(self, writer: gguf.GGUFWriter) -> None:
-        config = self.config
-        rank, key_dim = config.kv_lora_rank, config.qk_nope_head_dim + config.qk_rope_head_dim
-        writer.add_kv_lora_rank(rank)
-        if config.q_lora_rank:
-            writer.add_q_lora_rank(config.q_lora_rank)
-        writer.add_rope_dimension_count(config.qk_rope_head_dim)
-        writer.add_head_count_kv(config.num_attention_heads if self._is_older else 1)
-        writer.add_key_length(key_dim if self._is_older else rank + config.qk_rope_head_dim)
-        writer.add_value_length(config.v_head_dim if self._is_older else rank)
-        if not self._is_older:
-            writer.add_key_length_mla(key_dim)
-            writer.add_value_length_mla(config.v_head_dim)
-        is_v2 = self.family == "deepseek_v2"
-        if not (is_v2 and self._is_older):
-            kinds = gguf.ExpertGatingFuncType
-            writer.add_expert_gating_func(kinds.SOFTMAX if is_v2 else kinds.SIGMOID)
-
-    def _write_rope(self, writer: gguf.GGUFWriter) -> None:
-        config = self.config
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kinds = config.rope_parameters
-        rope = kinds.get("full_attention", kinds)
-        alpha = rope.get("alpha")
-        if self.family != "gemma2":
-            writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (dim / (dim - 2)) if alpha else 1))
-        whole = ("mixtral", "granite", "granitemoe", "cohere2")
-        partial = ("phi3", "glm4", "glm4_moe", "minimax_m2", "glm", "phi", "stablelm", "nemotron", "gpt_neox")
-        if self.family in (*whole, *partial):
-            writer.add_rope_dimension_count(int(dim * rope.get("partial_rotary_factor", 1.0)))
-        if "sliding_attention" in kinds:
-            writer.add_rope_freq_base_swa(kinds["sliding_attention"]["rope_theta"])
-        if rope.get("rope_type") == "yarn":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(rope["factor"])
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-            writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast") or 32.0)
-            writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow") or 1.0)
-            if rope.get("mscale_all_dim"):
-                writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
-        if rope.get("rope_type") == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope["factor"])
-        if self.family == "phi3":
-            trained = config.original_max_position_embeddings
-            stretch = config.max_position_embeddings / trained
-            writer.add_rope_scaling_orig_ctx_len(trained)
-            if rope.get("long_factor"):
-                sharpness = math.sqrt(1 + math.log(stretch) / math.log(trained)) if stretch > 1 else 1.0
-                writer.add_rope_scaling_attn_factors(sharpness)
-
-    def _write_experts(self, writer: gguf.GGUFWriter) -> None:
-        config = self.config
-        names = "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"
-        count = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
-        if not count:
-            return
-        writer.add_expert_count(count)
-        writer.add_expert_used_count(config.moe_k if self.family == "ernie4_5_moe" else config.num_experts_per_tok)
-        if self.family == "ernie4_5_moe":
-            writer.add_interleave_moe_layer_step(config.moe_layer_interval)
-            writer.add_leading_dense_block_count(config.moe_layer_start_index)
-            writer.add_expert_shared_count(config.moe_num_shared_experts)
-        if self.family == "gpt_oss":
-            writer.add_expert_feed_forward_length(config.intermediate_size)
-        if self.family == "minimax_m2":
-            writer.add_expert_feed_forward_length(config.intermediate_size)
-            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-        if self.family in ("glm4_moe", "dots1", *_LATENT):
-            writer.add_leading_dense_block_count(config.first_k_dense_replace)
-            writer.add_expert_shared_count(config.n_shared_experts)
-            writer.add_expert_weights_scale(config.routed_scaling_factor)
-            if config.norm_topk_prob or self.family not in _LATENT:
-                writer.add_expert_weights_norm(config.norm_topk_prob)
-            if config.n_group and not self._is_older:
-                writer.add_expert_group_count(config.n_group)
-                writer.add_expert_group_used_count(config.topk_group)
-        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", *_LATENT):
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        if self.family == "qwen2_moe":
-            writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-
-    def _write_particulars(self, writer: gguf.GGUFWriter) -> None:
-        config, family = self.config, self.family
-        if family in ("gemma2", "gemma3_text", "phi3", "gpt_oss", "cohere2", "olmo3"):
-            writer.add_sliding_window(config.sliding_window or 0)
-        if family == "exaone4" and config.sliding_window:
-            writer.add_sliding_window(config.sliding_window)
-            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-        if family in ("gemma3_text", "cohere2", "olmo3"):
-            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
-        if family == "gemma2":
-            writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-            writer.add_final_logit_softcapping(config.final_logit_softcapping)
-        if family in ("cohere", "cohere2"):
-            writer.add_logit_scale(config.logit_scale)
-        if family in ("granite", "granitemoe"):
-            writer.add_attention_scale(config.attention_multiplier)
-            writer.add_embedding_scale(config.embedding_multiplier)
-            writer.add_residual_scale(config.residual_multiplier)
-            writer.add_logit_scale(config.logits_scaling)
+def llama3_divisors(rope: Mapping[str, float], dim: int) -> torch.Tensor:
+    """What each frequency is divided by, for the longer a wave is."""
+    waves = 2 * math.pi * rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    kept = ((rope["original_max_position_embeddings"] / waves - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - kept) / rope["factor"] + kept)
 
 
 def turned(rows: torch.Tensor, heads: int) -> torch.Tensor:
