@@ -86,7 +86,7 @@ faults = st.lists(
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
     ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
     ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_same_over_many_more_seeds(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:

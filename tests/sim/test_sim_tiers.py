@@ -163,7 +163,7 @@ asked = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(0
     ],
     dram_tokens=12_000,
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_time_passes_without_end_where_neither_tier_has_room(
     asked: list[tuple[float, bool, int, int]], dram_tokens: int
 ) -> None:
