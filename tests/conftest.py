@@ -6,6 +6,7 @@ are skipped and listed, so that a slow machine still gives a result for all othe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
 
 BEGUN = time.monotonic()
 TEST_MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
+
+with contextlib.suppress(ModuleNotFoundError):  # where only GPU kernels are tested it may be missing
+    from hypothesis import settings
+
+    settings.register_profile("at any speed", deadline=None)  # a busy machine is no failure
+    settings.load_profile("at any speed")
 
 
 def pytest_configure(config: pytest.Config) -> None:

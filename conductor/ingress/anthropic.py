@@ -1,12 +1,13 @@
 """Anthropic's Messages API, as another wording of a chat.
 
 It owns what a message's fields mean and how its blocks, events and errors are worded. The computation is a chat's job
-(``openai.py``).
+(``intake.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -38,9 +39,9 @@ from conductor.ingress.anthropic_types import (
 )
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
-from conductor.ingress.http_errors import error_headers, json_response
+from conductor.ingress.http_errors import error_headers, guarded, json_response
+from conductor.ingress.intake import Intake
 from conductor.ingress.messages import Conversation, content_text
-from conductor.ingress.openai import Call, OpenAIApi, guarded
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
@@ -65,8 +66,9 @@ MESSAGES = "/v1/messages"
 class MessagesApi:
     """The routes of the Messages API."""
 
-    def __init__(self, api: OpenAIApi) -> None:
-        self._api = api
+    def __init__(self, intake: Intake, keep_alive_s: float) -> None:
+        self._intake = intake
+        self._keep_alive_s = keep_alive_s
 
     def routes(self) -> list[Route]:
         return [
@@ -75,27 +77,27 @@ class MessagesApi:
         ]
 
     async def count(self, request: Request) -> Response:
-        call, body = await self._api.receive(request, CountRequest, "msg_")
-        tokens = await self._api.encode(_conversation(body))
+        call, body = await self._intake.receive(request, CountRequest, "msg_")
+        tokens = await self._intake.encode(_conversation(body))
         return json_response(TokenCount(len(tokens)), headers=call.headers)
 
     async def answer(self, request: Request) -> Response:
-        api = self._api
-        call, body = await api.receive(request, MessagesRequest, "msg_")
+        intake = self._intake
+        call, body = await intake.receive(request, MessagesRequest, "msg_")
         check(body)
         fields = structs.replace(
             body,
             response_format=_response_format(body),
             stop=body.stop_sequences,
-            thinking_token_budget=_thinking_budget(body, api.reasoning_tokens is not None),
+            thinking_token_budget=_thinking_budget(body, intake.reasoning_tokens is not None),
             user=body.metadata.user_id if body.metadata is not None else None,
         )
-        call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, call.headers)
-        job = await api.chat_job(call, _conversation(body), body.max_tokens, None)
+        call = replace(call, fields=fields)
+        job = await intake.chat_job(call, _conversation(body), body.max_tokens, None)
         num_prompt = len(job.request.tokens)
         head = MessageBody(
             id=call.answer_id,
-            model=body.model or api.pipeline.model.name,
+            model=body.model or intake.pipeline.model.name,
             content=[],
             usage=MessageUsage(num_prompt, 0, 0),
         )
@@ -109,14 +111,14 @@ class MessagesApi:
                     for event in writer.take(piece):
                         await events.event(msgspec.json.encode(event), event.type)
 
-                await api.pipeline.run([job], tell)
+                await intake.pipeline.run([job], tell)
 
-            return StreamingAnswer(stream, call.headers, api.keep_alive_s, b"", failed=error_frame, refused=refusal)
+            return StreamingAnswer(stream, call.headers, self._keep_alive_s, b"", failed=error_frame, refused=refusal)
 
         async def take(number: int, piece: Piece) -> None:
             writer.take(piece)
 
-        await unless_gone(request.receive, api.pipeline.run([job], take))
+        await unless_gone(request.receive, intake.pipeline.run([job], take))
         return json_response(writer.message, headers=call.headers)
 
 

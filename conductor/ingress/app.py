@@ -24,14 +24,16 @@ from conductor.ingress.edge import EdgeMiddleware
 from conductor.ingress.elsewhere import refused_because
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
-from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, json_response
+from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
 from conductor.ingress.http_server import HttpServer
+from conductor.ingress.intake import Intake
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
-from conductor.ingress.openai import OpenAIApi, guarded
+from conductor.ingress.openai import OpenAIApi
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.responses import ResponsesApi
 from conductor.ingress.served_model import ServedModel
+from conductor.ingress.tokenizer_api import TokenizerApi
 from conductor.stats import DispatchStats
 from mooncake.adapters import open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
@@ -80,8 +82,8 @@ class Ingress:
         answers = output_format(
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
         )
-        api = OpenAIApi(self._pipeline, answers, self._timeout_s, keep_alive_s)
-        app: ASGIApp = KeyMiddleware(self._app(api), ApiKeys(limits.api_keys), {MESSAGES: refusal})
+        intake = Intake(self._pipeline, answers, self._timeout_s)
+        app: ASGIApp = KeyMiddleware(self._app(intake, keep_alive_s), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
             exposed = ("x-request-id", "x-mooncake-warning", "retry-after")
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=exposed)
@@ -106,11 +108,12 @@ class Ingress:
         await self._pipeline.close()
         await self._server.stop()
 
-    def _app(self, api: OpenAIApi) -> ASGIApp:
+    def _app(self, intake: Intake, keep_alive_s: float) -> ASGIApp:
         routes = [
-            *api.routes(),
-            *ResponsesApi(api).routes(),
-            *MessagesApi(api).routes(),
+            *OpenAIApi(intake, keep_alive_s).routes(),
+            *ResponsesApi(intake, keep_alive_s).routes(),
+            *MessagesApi(intake, keep_alive_s).routes(),
+            *TokenizerApi(intake).routes(),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/load", guarded(self._load), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),

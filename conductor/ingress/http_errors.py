@@ -1,15 +1,16 @@
 """Errors over HTTP: OpenAI's body, a status, and headers that say whether to retry.
 
-Also the errors that only HTTP knows, and plain JSON responses.
+Also the errors that only HTTP knows, plain JSON responses, and handlers that turn every error into a response.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
 from mooncake.errors import (
@@ -27,6 +28,8 @@ from mooncake.errors import (
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class BodyTooLarge(CallerError):
@@ -114,3 +117,17 @@ def known_error(error: Exception, what: str) -> MooncakeError:
 
 def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")
+
+
+def guarded(handler: Handler, refused: Callable[[MooncakeError], Response] = error_response) -> Handler:
+    """Every error becomes an error body, OpenAI's or another API's; a client that disconnected gets nothing."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientGone as error:
+            return Response(status_code=error.http_status)
+        except Exception as error:
+            return refused(known_error(error, request.url.path))
+
+    return endpoint

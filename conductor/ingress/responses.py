@@ -1,7 +1,7 @@
 """OpenAI's Responses API, without its server-side memory, as another wording of a chat.
 
 It owns what a response's fields mean and how its items and events are worded. The computation is a chat's job
-(``openai.py``). Nothing is stored, so the input contains the whole conversation.
+(``intake.py``). Nothing is stored, so the input contains the whole conversation.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
-from conductor.ingress.http_errors import NoSuchRoute, json_response
+from conductor.ingress.http_errors import NoSuchRoute, guarded, json_response
+from conductor.ingress.intake import WARNING_HEADER, Call, Intake
 from conductor.ingress.messages import Conversation, content_text
-from conductor.ingress.openai import WARNING_HEADER, Call, OpenAIApi, guarded
 from conductor.ingress.openai_answers import ContentLogprob
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
@@ -75,8 +76,9 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 class ResponsesApi:
     """The routes of the Responses API."""
 
-    def __init__(self, api: OpenAIApi) -> None:
-        self._api = api
+    def __init__(self, intake: Intake, keep_alive_s: float) -> None:
+        self._intake = intake
+        self._keep_alive_s = keep_alive_s
 
     def routes(self) -> list[Route]:
         return [
@@ -90,8 +92,8 @@ class ResponsesApi:
         raise NotFound("responses are not stored here: each is sent once, when it is generated")
 
     async def respond(self, request: Request) -> Response:
-        api = self._api
-        call, body = await api.receive(request, ResponsesRequest, "resp_")
+        intake = self._intake
+        call, body = await intake.receive(request, ResponsesRequest, "resp_")
         check(body)
         tools = _tools(body)
         logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None
@@ -100,14 +102,14 @@ class ResponsesApi:
             response_format=_response_format(body),
             truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
         )
-        call = Call(call.request, fields, call.arrived_at, call.answer_id, call.created, _headers(call, body))
+        call = replace(call, fields=fields, headers=_headers(call, body))
         effort = body.reasoning.effort if body.reasoning is not None else None
         variables = chosen_variables(body.chat_template_kwargs, effort)
         conversation = Conversation(_messages(body), tools, variables, param="input")
-        job = await api.chat_job(call, conversation, body.max_output_tokens, logprobs)
-        api.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
-        head = _head(call, body, body.model or api.pipeline.model.name, job.request.sampling)
-        extras = api.extras(body, logprobs is not None)
+        job = await intake.chat_job(call, conversation, body.max_output_tokens, logprobs)
+        intake.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
+        head = _head(call, body, body.model or intake.pipeline.model.name, job.request.sampling)
+        extras = intake.extras(body, logprobs is not None)
         writer = ResponseWriter(head, extras, sends_reasoning=body.include_reasoning is not False)
         if body.stream:
 
@@ -116,14 +118,14 @@ class ResponsesApi:
                     for event in writer.take(piece):
                         await events.event(msgspec.json.encode(event), event.type)
 
-                await api.pipeline.run([job], tell)
+                await intake.pipeline.run([job], tell)
 
-            return StreamingAnswer(stream, call.headers, api.keep_alive_s, last=b"", failed=writer.failed)
+            return StreamingAnswer(stream, call.headers, self._keep_alive_s, last=b"", failed=writer.failed)
 
         async def take(number: int, piece: Piece) -> None:
             writer.take(piece)
 
-        await unless_gone(request.receive, api.pipeline.run([job], take))
+        await unless_gone(request.receive, intake.pipeline.run([job], take))
         return json_response(writer.response, headers=call.headers)
 
 

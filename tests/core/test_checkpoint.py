@@ -475,7 +475,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     return Sample(tmp_path_factory.mktemp("damaged") / "a.gguf")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(where=st.floats(0, 1), change=st.binary(min_size=1, max_size=8))
 def test_damage_anywhere_in_a_header_is_a_sentence_or_another_model(
     sample: Sample, where: float, change: bytes

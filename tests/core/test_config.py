@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.config import Config, dump_toml, load_config, transfer_secret
@@ -190,7 +190,6 @@ def mutated(draw: Any) -> Config:
     return msgspec.convert(tree, Config)
 
 
-@settings(deadline=None)
 @given(config=st.composite(mutated)())
 def test_what_is_written_is_read_back(config: Config, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "written.toml"

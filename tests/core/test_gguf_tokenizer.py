@@ -138,7 +138,7 @@ def test_sentencepiece_is_what_its_definition_says(tmp_path: Path, has_prefix: b
 letters = st.text("▁abc", min_size=1, max_size=5)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     pieces=st.lists(letters.filter(lambda piece: len(piece) > 1), unique=True, max_size=12),
     text=st.text(" abcé", max_size=24),

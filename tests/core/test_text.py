@@ -120,7 +120,7 @@ def first_stop(text: str, stop: tuple[str, ...], known: int = 0) -> str | None:
 words = st.text(alphabet="aab\né", min_size=1, max_size=5)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(parts=st.lists(words, max_size=12), stop=st.lists(words, max_size=4).map(tuple))
 def test_any_cut_into_tokens_gives_the_same_text(tokenizer: Tokenizer, parts: list[str], stop: tuple[str, ...]) -> None:
     text = "".join(parts)
@@ -130,7 +130,7 @@ def test_any_cut_into_tokens_gives_the_same_text(tokenizer: Tokenizer, parts: li
     assert pieces[-1].stopped == (expected is not None)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(parts=st.lists(words, max_size=12), stop=st.lists(words, max_size=4).map(tuple), min_tokens=st.integers(0, 12))
 def test_a_stop_string_within_the_tokens_that_an_answer_must_have_is_text(
     tokenizer: Tokenizer, parts: list[str], stop: tuple[str, ...], min_tokens: int
@@ -144,7 +144,7 @@ def test_a_stop_string_within_the_tokens_that_an_answer_must_have_is_text(
     assert pieces[-1].stopped == (expected is not None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(alphabet="ab", max_size=12), stop=st.lists(words, min_size=1, max_size=4).map(tuple))
 def test_no_more_is_held_back_than_may_become_a_stop_string(
     tokenizer: Tokenizer, spelled: dict[str, int], text: str, stop: tuple[str, ...]

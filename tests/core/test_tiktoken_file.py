@@ -100,7 +100,7 @@ def test_ids_are_the_definitions(text: str, tokenizer: Tokenizer, ranks: dict[by
     assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.sampled_from("Theo quick's dlazy'veHELLO12 \n\r中文北京é;("), max_size=60))
 def test_any_text_has_the_definitions_ids(tokenizer: Tokenizer, ranks: dict[bytes, int], text: str) -> None:
     assert tokenizer.encode(text).tolist() == defined_ids(text, ranks)
@@ -128,7 +128,7 @@ def converted(ranks: dict[bytes, int], tmp_path_factory: pytest.TempPathFactory)
     return tokenizer_from_gguf(GGUFFile(writer.path), ())
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(st.sampled_from("Theo quick's dlazy'veHELLO12 \n\r中文北京é;("), max_size=60))
 def test_a_gguf_file_of_the_same_model_gives_the_same_ids(
     converted: Tokenizer, ranks: dict[bytes, int], text: str

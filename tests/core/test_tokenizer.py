@@ -109,7 +109,7 @@ def test_digits_are_cut_one_by_one_as_the_model_was_trained(
     assert smollm2.decode(smollm2.encode(text)) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(max_size=200))
 def test_any_text_agrees_and_survives_the_round_trip(
     smollm2: Tokenizer, theirs_digit_by_digit: Any, byte_tokens: dict[int, int], text: str
@@ -120,7 +120,7 @@ def test_any_text_agrees_and_survives_the_round_trip(
         assert smollm2.decode(ids) == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40))
 def test_any_tokens_are_decoded_as_transformers_decodes_them(smollm2: Tokenizer, theirs: Any, ids: list[int]) -> None:
     assert smollm2.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
@@ -147,7 +147,7 @@ def test_half_a_surrogate_pair_is_refused(smollm2: Tokenizer) -> None:
 # Streams
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_a_stream_gives_the_whole_text_and_only_whole_characters(
     smollm2: Tokenizer, byte_tokens: dict[int, int], text: str
@@ -247,7 +247,7 @@ def test_control_tokens_in_a_users_text_are_text(smollm2: Tokenizer, forged: str
 FRAGMENTS = ["<|im_start|>", "<|im_end|>", "<|", "im_", "start", "end", "|>", "\n", "system", " "]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(parts=st.lists(st.sampled_from(FRAGMENTS)))
 def test_no_combination_of_fragments_opens_a_turn(smollm2: Tokenizer, parts: list[str]) -> None:
     ids = smollm2.encode_chat([ChatMessage("user", "".join(parts))])

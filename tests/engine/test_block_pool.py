@@ -225,7 +225,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.books.check()
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestPoolMachine = PoolMachine.TestCase
 
 

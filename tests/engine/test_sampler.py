@@ -98,7 +98,7 @@ def brute_force(logits: np.ndarray, sampling: SamplingParams) -> set[int]:
     return set(order)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @example(seed=0, temperature=0.5, top_k=0, top_p=0.9999999999999999, min_p=0.0)
 @given(
     seed=st.integers(0, 10_000),
@@ -315,7 +315,7 @@ def test_no_alternatives_are_listed_when_none_are_asked_for() -> None:
     assert token_logprob(random_logits(0), 5, 0).top == ()
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=st.integers(0, 1000), temperature=st.floats(1e-4, 100.0), draw_seed=st.integers(0, 2**64 - 1))
 def test_any_temperature_gives_a_token(seed: int, temperature: float, draw_seed: int) -> None:
     sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=draw_seed)
@@ -338,7 +338,6 @@ SAMPLINGS = st.builds(
 
 
 @given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
-@settings(deadline=None)
 def test_the_library_draws_what_the_definition_draws(
     samplings: list[SamplingParams], seed: int, is_masked: bool
 ) -> None:

@@ -31,7 +31,6 @@ good = {"prompt": "x", "input": "x", "messages": [{"role": "user", "content": "x
 bodies = st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=6).map(lambda wishes: good | wishes)
 quick = settings(
     max_examples=60,
-    deadline=None,
     phases=(Phase.explicit, Phase.generate),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -54,7 +54,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
 
 
 @given(batches(), st.booleans(), st.sampled_from([0, 64, 256]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_query_reads_every_visible_key_once(
     batch: tuple[list[int], list[int], np.ndarray], share: bool, piece_tokens: int
 ) -> None:
@@ -71,7 +71,7 @@ def test_every_query_reads_every_visible_key_once(
 
 
 @given(batches(), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_rows_and_merges_name_each_part_once(batch: tuple[list[int], list[int], np.ndarray], share: bool) -> None:
     queries, contexts, tables = batch
     plan = plan_of(queries, contexts, piece_tokens=64, block_tables=tables if share else None)

@@ -67,7 +67,7 @@ steps = st.lists(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=steps)
 def test_a_policy_evicts_leaves_that_nobody_holds_whatever_happens(name: str, steps: list[tuple[str, int]]) -> None:
     pool = Pool(make_policy(name, CAPACITY))

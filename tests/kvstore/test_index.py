@@ -399,4 +399,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestLife.settings = settings(max_examples=150, stateful_step_count=50)

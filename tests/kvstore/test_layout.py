@@ -132,20 +132,20 @@ def there_and_back(pair: tuple[ShardedLayout, ShardedLayout], seed: int, transfe
                     assert np.array_equal(target.blocks(rank), source.blocks(rank))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.integers(0, 1 << 32))
 def test_a_round_trip_changes_no_bit(transfer: TransferEngine, pair: tuple[ShardedLayout, ShardedLayout], seed: int):
     there_and_back(pair, seed, transfer)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.integers(0, 1 << 32))
 def test_many_round_trips_change_no_bit(transfer, pair, seed):
     there_and_back(pair, seed, transfer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(layouts())
 def test_every_byte_of_a_target_comes_from_somewhere_once(pair: tuple[ShardedLayout, ShardedLayout]):
     source, target = pair
@@ -230,7 +230,7 @@ def test_narrower_types_lose_what_they_must_and_no_more(transfer):
                 assert narrow.blocks(0).nbytes * 3 < source.blocks(0).nbytes / (4 if dtype == "int8" else 2) * 1.07
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(list(itertools.product(sorted(WIDER), repeat=2))),
     st.tuples(*(st.integers(1, most) for most in (3, 4, 70))),

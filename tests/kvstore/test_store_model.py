@@ -333,13 +333,13 @@ class StoreLife(RuleBasedStateMachine):
 
 
 TestStoreLife = StoreLife.TestCase
-TestStoreLife.settings = settings(max_examples=6, stateful_step_count=40, deadline=None)
+TestStoreLife.settings = settings(max_examples=6, stateful_step_count=40)
 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_operations_agree_with_a_dict() -> None:
     StoreLife.operations = StoreLife.renewed = 0
-    run_state_machine_as_test(StoreLife, settings=settings(max_examples=60, stateful_step_count=100, deadline=None))
+    run_state_machine_as_test(StoreLife, settings=settings(max_examples=60, stateful_step_count=100))
     assert StoreLife.operations >= 100_000 and StoreLife.renewed >= 1000
 
 

@@ -97,7 +97,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Target]:
     assert crashes == []
 
 
-SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @SETTINGS

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.model.parallel.context_plan import ContextPlan, Method, Run, Shape
@@ -31,7 +31,6 @@ def positions(runs: Sequence[Run], plan: ContextPlan) -> list[tuple[int, int]]:
     return [(run.sequence, plan.prefixes[run.sequence] + t) for run in runs for t in range(run.first, run.end)]
 
 
-@settings(deadline=None)
 @given(steps)
 def test_every_token_has_one_rank_and_sees_all_before_it_once(step: tuple[int, list[tuple[int, int]]]) -> None:
     plan = plan_of(*step)
@@ -55,7 +54,6 @@ def test_every_token_has_one_rank_and_sees_all_before_it_once(step: tuple[int, l
             assert keys == {(sequence, at) for at in range(position + 1)}
 
 
-@settings(deadline=None)
 @given(steps)
 def test_work_is_the_pairs_that_see_each_other(step: tuple[int, list[tuple[int, int]]]) -> None:
     plan = plan_of(*step)

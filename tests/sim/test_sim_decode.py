@@ -67,7 +67,7 @@ arrival = st.tuples(st.floats(0.0, 6.0), st.integers(1, 20_000), st.integers(2, 
 
 
 @given(st.lists(arrival, min_size=1, max_size=25))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sequences_end_at_the_same_time_as_in_the_shipped_engine(arrivals: list[Arrival]) -> None:
     ours, theirs = summed_up(arrivals), step_by_step(arrivals)
     assert ours.keys() == theirs.keys() == set(range(len(arrivals)))

@@ -45,11 +45,11 @@ def check_invariants(simulation: Simulation) -> None:
     assert not (results.fate == Fate.OPEN).any(), "a request was lost"
     assert simulation.conductor.fleet.open_work == {}, "something is still booked"
     assert simulation.network.num_open == 0, "a hand-off or a fetch is still open"
-    for machine in simulation.prefill.values():
+    for machine in simulation.machines.prefill.values():
         assert machine.running is None and not machine.queue
         machine.cache.check()
         assert machine.cache.num_in_use == 0, "somebody still holds blocks"
-    for decoder in simulation.decode.values():
+    for decoder in simulation.machines.decode.values():
         assert not decoder.running and not decoder.waiting
         assert decoder.reserved_tokens == 0 and decoder.context == 0
     if simulation.conductor.admission is not None:
@@ -86,7 +86,7 @@ faults = st.lists(
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
     ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
@@ -102,7 +102,7 @@ def test_every_request_ends_once_and_nothing_leaks_whatever_dies(
     store_blocks=st.sampled_from([0, 20, 300, 3000]),
     ssd_tokens=st.sampled_from([0, 10_000, 2_000_000]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_same_over_many_more_seeds(
     seed: int, policy: str, admission: str, struck: list[Fault], store_blocks: int, ssd_tokens: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_a_request_goes_on_elsewhere_when_its_decode_machine_dies() -> None:
     again = results.attempts > 1
     assert again.any(), "nobody was on the machine that died: choose another moment"
     assert (results.fate == Fate.DONE).all()
-    assert simulation.decode["decode-1"].tokens > 0
+    assert simulation.machines.decode["decode-1"].tokens > 0
 
 
 def one_of_each(**of_all: float) -> Cluster:
@@ -131,7 +131,7 @@ def test_an_answer_that_goes_on_elsewhere_has_as_many_tokens_as_one_that_does_no
     assert (results.fate.item(0), results.attempts.item(0)) == (Fate.DONE, 2)
     told = prompts[0] - 1024
     assert told > 1, "it died before it had decoded anything: choose another moment"
-    assert told + 1 + simulation.decode["decode-1"].tokens == 100, "of which prefill gave one, each time"
+    assert told + 1 + simulation.machines.decode["decode-1"].tokens == 100, "of which prefill gave one, each time"
 
 
 def test_requests_wait_for_the_only_machine_of_a_role_as_live_ones_do() -> None:
@@ -173,7 +173,7 @@ def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ss
     held: list[int] = []
 
     def look() -> None:
-        held.append(sum(machine.cache.match(hot) == len(hot) for machine in simulation.prefill.values()))
+        held.append(sum(machine.cache.match(hot) == len(hot) for machine in simulation.machines.prefill.values()))
 
     for at_s in (4.0, 25.0, 320.0):
         simulation.agenda.at(at_s, look)
@@ -201,7 +201,7 @@ def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None
 def test_a_machine_that_comes_back_gets_work_again() -> None:
     simulation = play(small_cluster(), 3, [Fault(5.0, "prefill-0", 5.0)], 300)
     check_invariants(simulation)
-    assert len(simulation.prefill["prefill-0"].cache.pool._by_key) > 0
+    assert len(simulation.machines.prefill["prefill-0"].cache.pool._by_key) > 0
 
 
 def test_a_prefix_that_is_fetched_is_computed_when_its_source_dies() -> None:
@@ -248,10 +248,10 @@ def test_coupled_machines_keep_the_invariants_too() -> None:
     results = simulation.run()
     assert (results.fate == Fate.DONE).all()
     assert simulation.conductor.fleet.open_work == {}
-    for machine in simulation.coupled.values():
+    for machine in simulation.machines.coupled.values():
         machine.pool.check()
         assert machine.pool.num_in_use == 0
-    assert sum(machine.tokens for machine in simulation.coupled.values()) == results.output_tokens.sum()
+    assert sum(machine.tokens for machine in simulation.machines.coupled.values()) == results.output_tokens.sum()
 
 
 def test_machines_that_change_roles_lose_nothing_and_keep_their_hosts_memory() -> None:
@@ -265,4 +265,4 @@ def test_machines_that_change_roles_lose_nothing_and_keep_their_hosts_memory() -
     check_invariants(simulation)
     assert (simulation.results.fate == Fate.DONE).all()
     assert simulation.conductor.balancer is not None and simulation.conductor.balancer.switches >= 1
-    assert any(machine.cache.pool.num_cached for machine in simulation.prefill.values())
+    assert any(machine.cache.pool.num_cached for machine in simulation.machines.prefill.values())

@@ -83,7 +83,7 @@ paces = st.lists(st.tuples(st.integers(0, 11), st.floats(0.1, 50.0), st.floats(0
 
 
 @given(flows, paces)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_port_carries_more_than_it_can_and_nobody_could_have_more(
     asked: list[tuple[int, int, float, float, float]], changes: list[tuple[int, float, float]]
 ) -> None:

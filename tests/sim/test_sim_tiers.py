@@ -163,7 +163,7 @@ asked = st.tuples(st.sampled_from([0.0, 0.3, 1.0]), st.booleans(), st.integers(0
     ],
     dram_tokens=12_000,
 )
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_no_time_passes_without_end_where_neither_tier_has_room(
     asked: list[tuple[float, bool, int, int]], dram_tokens: int
 ) -> None:
@@ -216,7 +216,7 @@ def test_an_ssd_finds_what_memory_had_to_give_up(under: Simulation) -> None:
 def test_an_ssd_that_is_slower_than_computing_is_not_read() -> None:
     slow = play(tiered(read_gb_per_s=0.05))
     assert summarize(slow, "").hit_ssd == 0.0
-    assert sum(disk.bytes_written for disk in slow.disks.values()) > 0
+    assert sum(disk.bytes_written for disk in slow.machines.disks.values()) > 0
 
 
 def test_an_ssd_that_nothing_goes_to_changes_nothing() -> None:
@@ -227,7 +227,7 @@ def test_an_ssd_that_nothing_goes_to_changes_nothing() -> None:
 
 def test_the_conductor_knows_the_tier_of_each_block(under: Simulation) -> None:
     index = under.conductor.index
-    for name, machine in under.prefill.items():
+    for name, machine in under.machines.prefill.items():
         assert isinstance(machine.cache, TieredCache)
         told = {key: tier for shard in index.blocks_of(f"store-{name}") for key, tier in shard}
         on_ssd = {key for key, tier in told.items() if tier is Tier.SSD}

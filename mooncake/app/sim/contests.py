@@ -205,7 +205,7 @@ class _Watch:
     def __init__(self, simulation: Simulation, burst_request: TraceRequest) -> None:
         self.busy_s: list[list[float]] = []  # at each of those times, by machine
         self.replicas: list[int] = []  # likewise: machines that hold the burst's prefix
-        self._machines = simulation.prefill.values()
+        self._machines = simulation.machines.prefill.values()
         self._keys = simulation.block_keys(burst_request)
         for at_s in (CROWD_FROM_S, CROWD_UNTIL_S, CROWD_UNTIL_S + AFTER_CROWD_S):
             simulation.agenda.at(at_s, self._look)

@@ -4,7 +4,6 @@ are dropped; here their bytes take time and share the links with all other trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,7 +12,7 @@ from mooncake.app.sim.cluster import Model
 from mooncake.app.sim.conductor import SimConductor, host_of
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.prefill import PrefillMachine
+from mooncake.app.sim.machines import SimMachines
 from mooncake.app.sim.tiered import Loading, TieredCache
 
 
@@ -28,7 +27,7 @@ class _Moving:
 
 
 class Copies:
-    """The callers change ``machines`` and ``down`` (the dead ones); ``tell`` publishes changes in a machine's cache."""
+    """All copies of one run."""
 
     def __init__(
         self,
@@ -36,9 +35,7 @@ class Copies:
         agenda: Agenda,
         network: Network,
         conductor: SimConductor,
-        machines: Mapping[str, PrefillMachine],
-        down: Collection[str],
-        tell: Callable[[str], None],
+        machines: SimMachines,
     ) -> None:
         self.made = 0
         self.dropped = 0
@@ -47,8 +44,6 @@ class Copies:
         self._network = network
         self._conductor = conductor
         self._machines = machines
-        self._down = down
-        self._tell = tell
         self._moving: dict[_Moving, None] = {}
 
     def look(self) -> None:
@@ -69,10 +64,10 @@ class Copies:
         moving = _Moving(copy)
         self._moving[moving] = None
         source, target = host_of(copy.source), host_of(copy.target)
-        if source in self._down or target in self._down:  # the conductor has not noticed yet: its call fails
+        if self._machines.down & {source, target}:  # the conductor has not noticed yet: its call fails
             self._end(moving, ok=False)
             return
-        store = self._machines[source].cache
+        store = self._machines.prefill[source].cache
         if isinstance(store, TieredCache):
             moving.loading = store.load(copy.keys, partial(self._loaded, moving))
         if moving.loading is None:
@@ -80,26 +75,26 @@ class Copies:
 
     def _loaded(self, moving: _Moving, num_blocks: int) -> None:
         moving.loading = None
-        self._tell(host_of(moving.copy.source))
+        self._machines.tell_index(host_of(moving.copy.source))
         self._send(moving)
 
     def _send(self, moving: _Moving) -> None:
         copy = moving.copy
         source, target = host_of(copy.source), host_of(copy.target)
-        store, num_blocks = self._machines[source].cache, len(copy.keys)
+        store, num_blocks = self._machines.prefill[source].cache, len(copy.keys)
         if store.match(copy.keys) < num_blocks:  # evicted meanwhile
             self._end(moving, ok=False)
             return
         moving.held = store.hold(copy.keys, num_blocks)
-        lacking = num_blocks - self._machines[target].cache.match(copy.keys)
+        lacking = num_blocks - self._machines.prefill[target].cache.match(copy.keys)
         moving.flow = self._network.send(source, target, lacking * self._block_bytes, partial(self._sent, moving))
 
     def _sent(self, moving: _Moving, flow: Flow) -> None:
         moving.flow = None
         target = host_of(moving.copy.target)
-        cache = self._machines[target].cache
+        cache = self._machines.prefill[target].cache
         cache.add(moving.copy.keys, [], into_dram=True)
-        self._tell(target)
+        self._machines.tell_index(target)
         self._end(moving, ok=cache.match(moving.copy.keys) == len(moving.copy.keys))
 
     def _end(self, moving: _Moving, ok: bool) -> None:
@@ -110,14 +105,14 @@ class Copies:
             self._network.cancel(moving.flow)
         if moving.held:
             source = host_of(moving.copy.source)
-            self._machines[source].cache.release(moving.held)
-            self._tell(source)
+            self._machines.prefill[source].cache.release(moving.held)
+            self._machines.tell_index(source)
         self.made += ok
         self._conductor.copied(moving.copy, ok)
 
     def _drop(self, drop: DropReplica) -> None:
         machine = host_of(drop.node_id)
-        if machine in self._down:
+        if machine in self._machines.down:
             return
-        self.dropped += self._machines[machine].cache.give_up(drop.keys) > 0
-        self._tell(machine)
+        self.dropped += self._machines.prefill[machine].cache.give_up(drop.keys) > 0
+        self._machines.tell_index(machine)

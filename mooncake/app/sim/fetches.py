@@ -4,20 +4,19 @@ conductor decides what is fetched; blocks evicted meanwhile are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from mooncake.app.sim.cluster import Cluster
 from mooncake.app.sim.conductor import SimConductor, store_id
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.prefill import PrefillMachine
+from mooncake.app.sim.machines import SimMachines
 from mooncake.app.sim.requests import SimRequest
 from mooncake.app.sim.tiered import TieredCache
 
 
 class Fetches:
-    """The callers change ``machines`` and ``down`` (the dead ones); ``tell`` publishes changes in a machine's cache."""
+    """All fetches of one run."""
 
     def __init__(
         self,
@@ -25,16 +24,12 @@ class Fetches:
         agenda: Agenda,
         network: Network,
         conductor: SimConductor,
-        machines: Mapping[str, PrefillMachine],
-        down: Collection[str],
-        tell: Callable[[str], None],
+        machines: SimMachines,
     ) -> None:
         self._agenda = agenda
         self._network = network
         self._conductor = conductor
         self._machines = machines
-        self._down = down
-        self._tell = tell
         self._block_tokens = cluster.model.block_tokens
         self._token_bytes = cluster.model.token_bytes
         self._sample_every = cluster.conductor.sample_every
@@ -47,16 +42,16 @@ class Fetches:
         if not placement.fetched_tokens:
             return
         source = placement.pools[0].host_id
-        if source in self._down:
+        if source in self._machines.down:
             return
         wanted = (placement.local_tokens + placement.fetched_tokens) // self._block_tokens
-        cache = self._machines[request.prefill_id].cache
+        cache = self._machines.prefill[request.prefill_id].cache
         if source == placement.prefill.host_id:
             if isinstance(cache, TieredCache):
                 request.loading = cache.load(request.keys[:wanted], partial(self._loaded_here, request))
                 request.is_ready = request.loading is None
             return
-        store = self._machines[source].cache
+        store = self._machines.prefill[source].cache
         run = min(store.stored(request.keys), wanted)
         own = cache.match(request.keys[:run])
         if run <= own:
@@ -94,18 +89,18 @@ class Fetches:
         """Blocks have come from the machine's own SSD; they are held in memory until the prompt is computed."""
         request.loading = None
         request.ssd_tokens = num_blocks * self._block_tokens
-        cache = self._machines[request.prefill_id].cache
+        cache = self._machines.prefill[request.prefill_id].cache
         request.held = cache.hold(request.keys, cache.match(request.keys))
-        self._tell(request.prefill_id)
+        self._machines.tell_index(request.prefill_id)
         self._is_ready(request)
 
     def _loaded_there(self, request: SimRequest, run: int, num_blocks: int) -> None:
         """Blocks have come from the SSD into the memory of the source host."""
         request.loading = None
         request.ssd_tokens = num_blocks * self._block_tokens
-        self._tell(request.source_id)
-        run = self._machines[request.source_id].cache.match(request.keys[:run])
-        own = self._machines[request.prefill_id].cache.match(request.keys[:run])
+        self._machines.tell_index(request.source_id)
+        run = self._machines.prefill[request.source_id].cache.match(request.keys[:run])
+        own = self._machines.prefill[request.prefill_id].cache.match(request.keys[:run])
         if run > own:
             self._send(request, run, own)
         else:
@@ -114,7 +109,7 @@ class Fetches:
 
     def _send(self, request: SimRequest, run: int, own: int) -> None:
         source = request.source_id
-        request.source_held = self._machines[source].cache.hold(request.keys, run)
+        request.source_held = self._machines.prefill[source].cache.hold(request.keys, run)
         request.fetched_tokens = (run - own) * self._block_tokens
         num_bytes = request.fetched_tokens * self._token_bytes
         done = partial(self._fetched, request, run)
@@ -124,10 +119,10 @@ class Fetches:
         request.transfers.remove(flow)
         source = request.source_id
         self._let_source_go(request)
-        machine = self._machines[request.prefill_id]
+        machine = self._machines.prefill[request.prefill_id]
         machine.cache.add(request.keys[:run], [], into_dram=True)  # needed in DRAM now, even if the SSD has it
         request.held = machine.cache.hold(request.keys, machine.cache.match(request.keys[:run]))
-        self._tell(machine.name)
+        self._machines.tell_index(machine.name)
         took_ms = (self._agenda.now - flow.started_s) * 1e3
         if request.index % self._sample_every == 0:
             self._conductor.costs.observe_transfer(request.prefill_id, store_id(source), int(flow.num_bytes), took_ms)
@@ -135,11 +130,11 @@ class Fetches:
 
     def _is_ready(self, request: SimRequest) -> None:
         request.is_ready = True
-        self._machines[request.prefill_id].make_ready()
+        self._machines.prefill[request.prefill_id].make_ready()
 
     def _let_source_go(self, request: SimRequest) -> None:
         source, request.source_id = request.source_id, ""
         if source:
-            self._machines[source].cache.release(request.source_held)
+            self._machines.prefill[source].cache.release(request.source_held)
             request.source_held = []
-            self._tell(source)
+            self._machines.tell_index(source)

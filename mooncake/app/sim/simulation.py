@@ -1,14 +1,13 @@
 """One run: a trace against a cluster in virtual time, with the real conductor in the middle.
 
-Machines, links, clients and faults are simulated here; all decisions are the conductor's (``conductor``). A request is
-placed, (fetches a prefix), is computed, handed over and decoded. Failures are reported to the conductor as the live
+A request is placed, (fetches a prefix), is computed, handed over and decoded; its way is here, what machines do is in
+``machines``, and all decisions are the conductor's (``conductor``). Failures are reported to the conductor as the live
 dispatcher would, and the request continues elsewhere with the tokens it has.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,22 +15,17 @@ from typing import cast
 
 import numpy as np
 
-from conductor.control.balance import Switch, SwitchState
 from conductor.control.replication import TICK_S
 from conductor.registry import NodeLoad
-from mooncake.app.sim.cache import Cache, HostCache
-from mooncake.app.sim.cluster import Cluster, Machines
+from mooncake.app.sim.cluster import Cluster
 from mooncake.app.sim.conductor import Refused, SimConductor, store_id
 from mooncake.app.sim.copies import Copies
-from mooncake.app.sim.coupled import CoupledMachine
-from mooncake.app.sim.decode import DecodeMachine
-from mooncake.app.sim.disk import Disk
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.prefill import PrefillMachine
+from mooncake.app.sim.machines import SimMachines
 from mooncake.app.sim.requests import Fate, Results, RetryTime, SimRequest
-from mooncake.app.sim.tiered import TieredCache
+from mooncake.app.sim.switching import Switching
 from mooncake.app.sim.timeline import Timeline
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded, TryLater
@@ -79,34 +73,18 @@ class Simulation:
         self.network = Network(self.agenda, cluster.latency_ms / 1e3)
         self.results = Results(trace)
         self.timeline = Timeline()
-        self.prefill: dict[str, PrefillMachine] = {}
-        self.decode: dict[str, DecodeMachine] = {}
-        self.coupled: dict[str, CoupledMachine] = {}
         self._arrival_rng, conductor_rng = np.random.default_rng(run.seed).spawn(2)
         self.conductor = SimConductor(cluster, conductor_rng)
         self._block_tokens = cluster.model.block_tokens
         self._sample_every = cluster.conductor.sample_every
-        self._stride, rest = divmod(cluster.model.block_tokens, run.tokens_per_block)
-        if rest or not self._stride:
-            raise ConfigError(
-                f"the cluster's blocks have {cluster.model.block_tokens} tokens, which is no multiple of the trace's "
-                f"{run.tokens_per_block}: scale it with --tokens-per-block "
-                f"{math.gcd(cluster.model.block_tokens, TRACE_BLOCK_TOKENS)}"
-            )
-        self._names: Counter[str] = Counter()  # number of machines named so far, by role
-        self._groups: dict[str, Machines] = {}  # group of each machine
-        self._down: set[str] = set()
-        self.disks: dict[str, Disk] = {}
-        self._died: set[str] = set()  # machines that have not been restarted in a role that keeps KV
-        self._slowed: dict[str, float] = {}  # by a fault
+        self._stride = _ids_per_block(cluster.model.block_tokens, run.tokens_per_block)
         self._absent_since: float | None = None  # since when a role has no machine
         self._waiting: dict[SimRequest, None] = {}  # requests that wait for a machine to return
-        self._draining: Switch | None = None
-        self.fetches = Fetches(
-            cluster, self.agenda, self.network, self.conductor, self.prefill, self._down, self._tell_index
-        )
-        self.copies = Copies(
-            cluster.model, self.agenda, self.network, self.conductor, self.prefill, self._down, self._tell_index
+        self.machines = SimMachines(cluster, self.agenda, self.network, self.conductor, self)
+        self.fetches = Fetches(cluster, self.agenda, self.network, self.conductor, self.machines)
+        self.copies = Copies(cluster.model, self.agenda, self.network, self.conductor, self.machines)
+        self._switching = Switching(
+            self.agenda, self.conductor, self.machines, cluster.conductor.switch_s, self._is_unused
         )
         self._faults = faults
         self._open: dict[SimRequest, None] = {}  # requests in progress
@@ -114,13 +92,6 @@ class Simulation:
         self._next = 0  # index into the trace, by arrival
         self._order = self._arrivals()
         self._on_progress: Callable[[int], None] = lambda _: None
-        for group in cluster.machines:
-            for _ in range(group.count):
-                name = f"{group.role}-{self._names[group.role]}"
-                self._names[group.role] += 1
-                self._groups[name] = group
-                self._start_machine(name)
-                self.network.join(name, group.nic_gb_per_s * 1e9)
 
     # The run
 
@@ -129,7 +100,7 @@ class Simulation:
         if on_progress is not None:
             self._on_progress = on_progress
         for fault in self._faults:
-            if fault.machine not in self._groups:
+            if fault.machine not in self.machines:
                 raise ConfigError(f"no machine is called {fault.machine!r}")
             self.agenda.at(fault.at_s, self._strike, fault)
         self._plan_arrival()
@@ -189,14 +160,14 @@ class Simulation:
             self._end(request, Fate.FAILED if request.attempts else Fate.REJECTED, retry_s)
             return
         machines = (request.prefill_id, request.decode_id)
-        missing = [name for name in machines if name in self._down] if self._down else ()
+        missing = [name for name in machines if name in self.machines.down] if self.machines.down else ()
         if missing:  # the conductor has not noticed yet: its call fails, which does not count as a retry
             self._try_again(request, missing, is_free=True)
-        elif self.coupled:
-            self.coupled[request.prefill_id].submit(request)
+        elif self.machines.coupled:
+            self.machines.coupled[request.prefill_id].submit(request)
         else:
             self.fetches.begin(request)
-            self.prefill[request.prefill_id].submit(request)
+            self.machines.prefill[request.prefill_id].submit(request)
 
     def _refused(self, request: SimRequest, retry_s: float) -> None:
         if request.returns == self.options.returns or math.isnan(retry_s):
@@ -218,7 +189,7 @@ class Simulation:
         if self._absent_since is None:
             self._absent_since = now
         until = self._absent_since + _LIVE.node_wait_s
-        if now >= until or not self._down:
+        if now >= until or not self.machines.down:
             self._end(request, Fate.FAILED if request.attempts else Fate.REJECTED, math.nan)
             return
         request.begin_attempt()  # discards the state of the last one
@@ -234,7 +205,7 @@ class Simulation:
 
     # Prefill
 
-    def _prefill_starts(self, request: SimRequest, work_s: float) -> None:
+    def prefill_starts(self, request: SimRequest, work_s: float) -> None:
         assert request.placement is not None
         num_bytes = request.placement.sent_blocks * self._block_tokens * self.cluster.model.token_bytes
         if not request.decode_id or not num_bytes:
@@ -245,17 +216,17 @@ class Simulation:
         flow = self.network.send(request.prefill_id, request.decode_id, num_bytes, done, num_bytes / work_s)
         request.transfers.append(flow)
 
-    def _pace_changed(self, request: SimRequest, left_s: float) -> None:
+    def pace_changed(self, request: SimRequest, left_s: float) -> None:
         for flow in request.transfers:  # its hand-off: fetched data arrived before it started
             self.network.finish_within(flow, left_s)
 
-    def _prefill_ends(self, request: SimRequest, work_s: float) -> None:
-        machine = self.prefill[request.prefill_id]
+    def prefill_ends(self, request: SimRequest, work_s: float) -> None:
+        machine = self.machines.prefill[request.prefill_id]
         new_tokens = request.num_tokens - request.cached_tokens
         computing_ms = work_s * 1e3 - machine.load_ms(request.cached_tokens)
         if request.index % self._sample_every == 0:
             self.conductor.costs.observe_prefill(request.prefill_id, new_tokens, request.cached_tokens, computing_ms)
-        self._tell_index(request.prefill_id)
+        self.machines.tell_index(request.prefill_id)
         request.is_prefilled = True
         self.results.prefill_ms[request.index] += work_s * 1e3
         if not self.conductor.prefill_ended(request, self.agenda.now):
@@ -264,11 +235,11 @@ class Simulation:
             return
         self._note_first_token(request)
         if not request.decode_id:
-            self._finished(request, math.nan)
+            self.finished(request, math.nan)
         elif request.is_handed_over:
             self._join_decode(request)
 
-    def _first_token(self, request: SimRequest, spent_s: float) -> None:
+    def first_token(self, request: SimRequest, spent_s: float) -> None:
         """The first token, on a coupled machine."""
         self.results.prefill_ms[request.index] += spent_s * 1e3
         self.conductor.prefill_ended(request, self.agenda.now)
@@ -296,11 +267,11 @@ class Simulation:
             self._join_decode(request)
 
     def _join_decode(self, request: SimRequest) -> None:
-        self.decode[request.decode_id].join(request)
+        self.machines.decode[request.decode_id].join(request)
 
     # Endings
 
-    def _finished(self, request: SimRequest, tail_ms: float) -> None:
+    def finished(self, request: SimRequest, tail_ms: float) -> None:
         now, results, index = self.agenda.now, self.results, request.index
         gaps = results.output_tokens.item(index) - 1
         if gaps:
@@ -325,10 +296,10 @@ class Simulation:
     def _clean_up(self, request: SimRequest) -> None:
         """Stop everything that belongs to this attempt."""
         self.fetches.cancel(request)
-        if request.prefill_id in self.prefill:
-            self.prefill[request.prefill_id].cancel(request)
-        if request.decode_id in self.decode:
-            self.decode[request.decode_id].cancel(request)
+        if request.prefill_id in self.machines.prefill:
+            self.machines.prefill[request.prefill_id].cancel(request)
+        if request.decode_id in self.machines.decode:
+            self.machines.decode[request.decode_id].cancel(request)
 
     def _try_again(self, request: SimRequest, dead: Sequence[str], is_free: bool = False) -> None:
         """Its nodes died: the next attempt runs elsewhere and continues from the existing tokens."""
@@ -342,7 +313,7 @@ class Simulation:
         self.conductor.ended(request, 0, now)
         request.retries += not is_free
         if not request.output_tokens:
-            self._finished(request, math.nan)
+            self.finished(request, math.nan)
         elif request.retries > _LIVE.retries:
             self._end(request, Fate.FAILED, math.nan)
         else:
@@ -352,25 +323,20 @@ class Simulation:
 
     def _strike(self, fault: Fault) -> None:
         name = fault.machine
-        if name in self._down:
+        if name in self.machines.down:
             return
         if fault.slowdown:
-            self._set_slowdown(name, fault.slowdown)
-            self.agenda.after(fault.down_s, self._set_slowdown, name, 1.0)
+            self.machines.slow_down(name, fault.slowdown)
+            self.agenda.after(fault.down_s, self.machines.slow_down, name, 1.0)
             return
-        if name in self.coupled:
+        if name in self.machines.coupled:
             raise ConfigError("coupled machines cannot die in a simulation")
-        self._down.add(name)
-        self._died.add(name)
+        self.machines.go_down(name)
         for request in [request for request in self._open if request.source_id == name]:
             self.fetches.lose_source(request)
         self.copies.lose(name)
         on_it = [request for request in self._open if self._is_on(request, name)]
-        if name in self.decode:
-            self.decode[name].fail()
-        if name in self.prefill:
-            self.prefill[name].fail()
-            self.prefill[name].cache.die()
+        self.machines.fail(name)
         for request in on_it:
             self._try_again(request, [name])
         self.agenda.after(fault.down_s, self._revive, name)
@@ -380,32 +346,18 @@ class Simulation:
         gone_from_prefill = request.is_prefilled and request.is_handed_over
         return request.decode_id == name or (request.prefill_id == name and not gone_from_prefill)
 
+    def _is_unused(self, name: str) -> bool:
+        return not any(self._is_on(request, name) for request in self._open)
+
     def _revive(self, name: str) -> None:
-        self._down.discard(name)
-        self._start_machine(name)
+        self.machines.revive(name)
         self._absent_since = None
         waiting, self._waiting = list(self._waiting), {}
         for request in waiting:
             self._place(request)
 
-    def _set_slowdown(self, name: str, slowdown: float) -> None:
-        self._slowed[name] = slowdown
-        if name in self.decode:
-            self.decode[name].disturb(slowdown)
-        elif name in self.prefill:
-            self.prefill[name].disturb(slowdown)
-        else:
-            self.coupled[name].slowdown = slowdown
-
     def _look_beside(self) -> None:
-        """Machines that share a processor slow one another down while both work."""
-        prefills = any(machine.running is not None for machine in self.prefill.values())
-        decodes = any(machine.running for machine in self.decode.values())
-        for is_beside, machines in ((decodes, self.prefill), (prefills, self.decode)):
-            for name, machine in machines.items():
-                slowdown = self._slowed.get(name, 1.0) * (self._groups[name].beside if is_beside else 1.0)
-                if slowdown != machine.slowdown:
-                    machine.disturb(slowdown)
+        self.machines.look_beside()
         if self._open or self._next < len(self._order):
             self.agenda.after(LOOK_BESIDE_S, self._look_beside)
 
@@ -419,9 +371,9 @@ class Simulation:
     def _heartbeats(self) -> None:
         now, conductor = self.agenda.now, self.conductor
         self._beats += 1
-        self._look(now)
-        for name, machine in self.decode.items():
-            if name in self._down or self._groups[name].role != "decode":
+        self.timeline.sample(self.machines, now)
+        for name, machine in self.machines.decode.items():
+            if name in self.machines.down or self.machines.role(name) != "decode":
                 continue
             used = -(-machine.reserved_tokens // self._block_tokens)
             blocks = machine.kv_tokens // self._block_tokens
@@ -432,16 +384,16 @@ class Simulation:
                 blocks_total=blocks,
                 blocks_free=max(blocks - used, 0),
             )
-            conductor.heartbeat(name, load, now, self._drains(name))
+            conductor.heartbeat(name, load, now, self._switching.drains(name))
             conductor.fleet.heartbeat(name, load)
             if machine.running and self._beats % DECODE_SAMPLE_BEATS == 0:
                 conductor.costs.observe_decode(name, len(machine.running), machine.context_now, machine.step_ms)
-        self._balance(now)
+        self._switching.look()
         if self._faults:  # without faults no machine is ever missing
-            for name in self.prefill:
-                if name not in self._down:
-                    if self._groups[name].role == "prefill":
-                        conductor.heartbeat(name, NodeLoad(), now, self._drains(name))
+            for name in self.machines.prefill:
+                if name not in self.machines.down:
+                    if self.machines.role(name) == "prefill":
+                        conductor.heartbeat(name, NodeLoad(), now, self._switching.drains(name))
                     conductor.heartbeat(store_id(name), NodeLoad(), now)
             conductor.tick(now)
         if self._open or self._next < len(self._order):
@@ -449,97 +401,13 @@ class Simulation:
                 raise AssertionError(f"{len(self._open)} requests wait for nothing")
             self.agenda.after(self.cluster.conductor.heartbeat_s, self._heartbeats)
 
-    # Roles
 
-    def _drains(self, name: str) -> bool:
-        return self._draining is not None and self._draining.node_id == name
-
-    def _balance(self, now: float) -> None:
-        """Begin a switch when the conductor asks for it, and finish it when the machine is empty."""
-        balancer = self.conductor.balancer
-        if balancer is None:
-            return
-        switch = self.conductor.switch(now)
-        if switch is not None:
-            self._draining = switch
-        switch = self._draining
-        if switch is None:
-            return
-        if balancer.switching is None:  # it took too long
-            self._draining = None
-            self.conductor.heartbeat(switch.node_id, NodeLoad(), now)
-            return
-        self.conductor.heartbeat(switch.node_id, NodeLoad(), now, draining=True)
-        is_empty = not any(self._is_on(request, switch.node_id) for request in self._open)
-        if is_empty and balancer.switching[1] is SwitchState.DRAINING:
-            balancer.moved(SwitchState.FLIPPING, now)
-            self.agenda.after(self.cluster.conductor.switch_s, self._flip, switch)
-
-    def _flip(self, switch: Switch) -> None:
-        """The machine serves the other role; weights and the KV in its host's memory stay."""
-        name, balancer = switch.node_id, self.conductor.balancer
-        self._draining = None
-        self._groups[name] = next(group for group in self.cluster.machines if group.role == switch.to)
-        self._start_machine(name)
-        if balancer is not None and balancer.switching is not None:
-            balancer.moved(SwitchState.DONE, self.agenda.now)
-
-    def _look(self, now: float) -> None:
-        timeline, num_prefill, num_decode = self.timeline, max(len(self.prefill), 1), max(len(self.decode), 1)
-        running = [machine for machine in self.decode.values() if machine.running]
-        timeline.at_s.append(now)
-        timeline.prefill_load.append(sum(m.running is not None for m in self.prefill.values()) / num_prefill)
-        timeline.queued.append(sum(len(m.queue) for m in self.prefill.values()) / num_prefill)
-        timeline.batch.append(sum(len(m.running) for m in running) / num_decode / 64)
-        timeline.step_ms.append(sum(m.step_ms for m in running) / max(len(running), 1))
-
-    def _tell_index(self, machine: str) -> None:
-        events = self.prefill[machine].cache.take_events()
-        if events:
-            self.conductor.stored(store_id(machine), events)
-
-    # Machines
-
-    def _start_machine(self, name: str) -> None:
-        """A new process with empty memory; counters of an earlier one with this name continue."""
-        group, model = self._groups[name], self.cluster.model
-        curve = self.cluster.curves[group.curve]
-        if group.role == "coupled":
-            self.coupled[name] = CoupledMachine(
-                name, group, curve, model, self.agenda, self._first_token, self._finished
-            )
-        elif group.role == "decode":
-            if name not in self.decode:
-                self.decode[name] = DecodeMachine(name, group, curve, model, self.agenda, self._finished)
-        else:
-            if name in self.prefill and name not in self._died:  # it had this role before: its host still has the KV
-                self.conductor.join(name, group, self.agenda.now, has_store=False)
-                return
-            self._died.discard(name)
-            machine = PrefillMachine(
-                name,
-                group,
-                curve,
-                model,
-                self.agenda,
-                self._make_cache(name, group),
-                self._prefill_starts,
-                self._pace_changed,
-                self._prefill_ends,
-            )
-            if name in self.prefill:
-                machine.busy_s = self.prefill[name].busy_s
-            self.prefill[name] = machine
-        self.conductor.join(name, group, self.agenda.now)
-        if name in self.disks:  # it recovers its blocks from there
-            self._tell_index(name)
-
-    def _make_cache(self, name: str, group: Machines) -> Cache:
-        """An empty cache in memory; the SSD keeps its content."""
-        model, ssd = self.cluster.model, group.ssd
-        if ssd is None:
-            return HostCache(group.store_tokens // model.block_tokens, model.block_tokens)
-        if name not in self.disks:
-            self.disks[name] = Disk(ssd, model, self.agenda)
-        tell = partial(self._tell_index, name)
-        return TieredCache(group.store_tokens, ssd, model, self.agenda, self.disks[name], tell)
+def _ids_per_block(block_tokens: int, tokens_per_id: int) -> int:
+    """Ids of the trace for each block of the cluster. Raises ConfigError when that is no whole number."""
+    ids, rest = divmod(block_tokens, tokens_per_id)
+    if rest or not ids:
+        raise ConfigError(
+            f"the cluster's blocks have {block_tokens} tokens, which is no multiple of the trace's {tokens_per_id}: "
+            f"scale it with --tokens-per-block {math.gcd(block_tokens, TRACE_BLOCK_TOKENS)}"
+        )
+    return ids

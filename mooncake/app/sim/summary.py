@@ -72,10 +72,10 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
     spent_ms = max(float(results.prefill_ms.sum()), 1e-9)
     predicted = done & ~np.isnan(results.predicted_ttft_s) & (results.ttft_s > 0)
     errors = np.abs(results.predicted_ttft_s[predicted] / results.ttft_s[predicted] - 1)
-    coupled = [machine.busy_s for machine in simulation.coupled.values()]
+    coupled = [machine.busy_s for machine in simulation.machines.coupled.values()]
     busy = {
-        "prefill": [machine.busy_s for machine in simulation.prefill.values()] + coupled,
-        "decode": [machine.busy_s for machine in simulation.decode.values()] + coupled,
+        "prefill": [machine.busy_s for machine in simulation.machines.prefill.values()] + coupled,
+        "decode": [machine.busy_s for machine in simulation.machines.decode.values()] + coupled,
     }
     return Summary(
         cluster=cluster.name,
@@ -109,8 +109,8 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         bytes_moved_gb=simulation.network.bytes_moved / 1e9,
         copies_made=simulation.copies.made,
         copies_given_up=simulation.copies.dropped,
-        ssd_read_gb=sum(disk.bytes_read for disk in simulation.disks.values()) / 1e9,
-        ssd_written_gb=sum(disk.bytes_written for disk in simulation.disks.values()) / 1e9,
+        ssd_read_gb=sum(disk.bytes_read for disk in simulation.machines.disks.values()) / 1e9,
+        ssd_written_gb=sum(disk.bytes_written for disk in simulation.machines.disks.values()) / 1e9,
     )
 
 
