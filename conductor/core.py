@@ -26,7 +26,7 @@ from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
 from conductor.wire import describe, info_from_bytes
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
-from mooncake.errors import MooncakeError
+from mooncake.errors import MooncakeError, NodeIdTaken
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
 
@@ -100,7 +100,8 @@ class Core:
         await self.channels.close()
 
     def register(self, info: NodeInfo) -> None:
-        """Raises ConfigError or StaleEpoch, as ``Registry.register``."""
+        """Raises ConfigError or StaleEpoch, as ``Registry.register``, and NodeIdTaken, as ``check``."""
+        self.check(info)
         known = self.registry.get(info.node_id)
         is_new = known is None or known.info.incarnation != info.incarnation
         replaced = self.registry.register(info, self.clock())
@@ -114,6 +115,18 @@ class Core:
             self.subscriber.follow(info)
             self.health.joined(info)
             log.info("%s node %s joins at %s", info.role, info.node_id, info.control_address)
+
+    def check(self, info: NodeInfo) -> None:
+        """Raises ConfigError when something differs that nodes must have in common, and NodeIdTaken while another
+        process has the id: they would replace each other in turns. A process that has ended leaves its connection, so
+        its successor need not wait until its heartbeats are late."""
+        self.registry.check_same_cluster(info)
+        rival = self.registry.rival(info)
+        if rival is not None and self.subscriber.is_connected(rival):
+            raise NodeIdTaken(
+                f"the id {info.node_id!r} is taken: the {rival.role} node at {rival.control_address} has it and is "
+                "alive; give every process its own node.id"
+            )
 
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
         """Returns whether the node is known. Raises StaleEpoch when it was replaced."""

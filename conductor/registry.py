@@ -171,6 +171,14 @@ class Registry:
         self.version += 1
         return old.info if old else None
 
+    def rival(self, info: NodeInfo) -> NodeInfo | None:
+        """The process that ``info`` would replace although its heartbeats arrive and it is not leaving. One at the
+        same address has ended: its successor listens there, or it has taken another role."""
+        node = self._nodes.get(info.node_id)
+        if node is None or node.state is not NodeState.LIVE or node.info.incarnation == info.incarnation:
+            return None
+        return node.info if node.info.control_address != info.control_address else None
+
     def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool, now: float) -> bool:
         """Returns whether the node is known; if not it must register. Raises StaleEpoch when it was replaced."""
         self._refuse_replaced(node_id, incarnation)

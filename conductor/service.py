@@ -34,7 +34,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
         )
 
     async def Check(self, request: pb.CheckRequest, context: Any) -> pb.CheckResponse:  # noqa: N802
-        self._core.registry.check_same_cluster(info_from_wire(request.node))
+        self._core.check(info_from_wire(request.node))
         return pb.CheckResponse()
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802

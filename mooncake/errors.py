@@ -5,7 +5,8 @@
     │   ├── Unauthenticated         no API key, or a wrong one
     │   ├── InvalidRequest          a value is malformed or out of range
     │   │   └── ContextTooLong      the prompt and the answer do not fit the model
-    │   └── NotFound                no such model, node or block
+    │   ├── NotFound                no such model, node or block
+    │   └── NodeIdTaken             a live process has this node's id
     ├── RetryElsewhere              another node may well succeed
     │   ├── NodeUnavailable         a peer is gone, unreachable or draining
     │   ├── HandoffFailed           a hand-off ended failed or expired
@@ -88,6 +89,14 @@ class NotFound(CallerError):
     grpc_status = "NOT_FOUND"
     http_status = 404
     code = "not_found"
+
+
+class NodeIdTaken(CallerError):
+    """Another process, which is alive, is part of the cluster under this node's id."""
+
+    grpc_status = "ALREADY_EXISTS"
+    http_status = 409
+    code = "node_id_taken"
 
 
 class RetryElsewhere(MooncakeError):

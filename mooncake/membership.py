@@ -21,6 +21,7 @@ from mooncake.errors import (
     ConfigError,
     DeadlineExceeded,
     MooncakeError,
+    NodeIdTaken,
     NodeUnavailable,
     StaleEpoch,
     Unauthenticated,
@@ -42,8 +43,8 @@ _IDLE_POLL_S = 0.02
 async def check_settings(config: Config, info: pb.NodeInfo) -> None:
     """Ask the conductor whether it would refuse this node, before the node spends minutes on loading its model.
 
-    Raises ConfigError when the settings differ from the cluster's, Unauthenticated for another API key. A conductor
-    that does not answer says nothing: it decides when the node joins.
+    Raises ConfigError when the settings differ from the cluster's, NodeIdTaken when a live process has the node's id,
+    Unauthenticated for another API key. A conductor that does not answer says nothing: it decides when the node joins.
     """
     address, metadata = config.conductor_address, bearer(config.conductor.api_key)
     channels = Channels(tls=tls_of(config))
@@ -53,7 +54,7 @@ async def check_settings(config: Config, info: pb.NodeInfo) -> None:
         )
     except grpc.RpcError as failure:
         error = error_from_rpc(failure, f"conductor {address}")
-        if isinstance(error, (ConfigError, Unauthenticated)):
+        if isinstance(error, (ConfigError, NodeIdTaken, Unauthenticated)):
             raise error from None
         log.debug("%s loads its model unasked: %s", info.node_id, error)
     finally:
@@ -85,7 +86,7 @@ class Membership:
         self._recent = RecentSamples()
         self._conductor = 0  # incarnation of the conductor that knows us; 0: none
         self._registered = asyncio.Event()
-        self._replaced: asyncio.Future[StaleEpoch] = asyncio.get_running_loop().create_future()
+        self._replaced: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
         self._said_waiting = False
         self._task: asyncio.Task[None] | None = None
 
@@ -96,8 +97,8 @@ class Membership:
     async def start(self) -> None:
         """Try once, and continue in the background if the conductor is not there yet.
 
-        Raises ConfigError when the conductor refuses this node, Unauthenticated when it requires another API key, and
-        StaleEpoch when another process has the node's id.
+        Raises ConfigError when the conductor refuses this node, Unauthenticated when it requires another API key,
+        NodeIdTaken when a live process has the node's id, and StaleEpoch when one has taken it since.
         """
         await self._try_register()
         self._task = asyncio.create_task(self._run(), name="membership")
@@ -106,9 +107,8 @@ class Membership:
         """Return once a conductor knows this node."""
         await self._registered.wait()
 
-    async def wait_replaced(self) -> StaleEpoch:
-        """Return the error once another process has taken this node's id, so that the cluster no longer accepts this
-        one."""
+    async def wait_replaced(self) -> MooncakeError:
+        """Return the error once another process has this node's id, so that the cluster does not accept this one."""
         return await asyncio.shield(self._replaced)
 
     async def drain(self, is_idle: Callable[[], bool], patience_s: float) -> bool:
@@ -156,7 +156,7 @@ class Membership:
                     await self._heartbeat()
                 else:
                     await self._try_register()
-            except StaleEpoch as error:
+            except (StaleEpoch, NodeIdTaken) as error:
                 log.error("%s leaves the cluster: %s", self._info.node_id, error)
                 self._registered.clear()
                 self._replaced.set_result(error)

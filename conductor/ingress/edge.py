@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from conductor.ingress.arriving import ArrivingBodies
 from conductor.ingress.http_errors import error_response
 from mooncake.errors import Cancelled, Overloaded
 
@@ -17,14 +18,15 @@ Observe = Callable[[str, int], None]  # (route, status)
 
 
 class EdgeMiddleware:
-    """Limits the POSTs that are open, including those whose body is still arriving; adds the request id to every
-    response, and counts it."""
+    """Limits the POSTs that are open, and apart from them those whose body is still arriving; adds the request id to
+    every response, and counts it."""
 
     def __init__(self, app: ASGIApp, observe: Observe, max_posts: int) -> None:
         self._app = app
         self._observe = observe
         self._max_posts = max_posts
-        self._posts = 0
+        self._arriving = ArrivingBodies(max_posts)
+        self._posts = 0  # whose body has arrived
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,17 +41,29 @@ class EdgeMiddleware:
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
             await send(message)
 
-        is_post = scope["method"] == "POST"
-        app: ASGIApp = self._app
-        if is_post and self._posts >= self._max_posts:
-            app = error_response(Overloaded(f"{self._posts} requests are open already"))
-        self._posts += is_post
         try:
-            await app(scope, receive, send_with_id)
+            if scope["method"] == "POST":
+                await self._post(scope, receive, send_with_id)
+            else:
+                await self._app(scope, receive, send_with_id)
         finally:
-            self._posts -= is_post
             route = scope.get("route")
             self._observe(getattr(route, "path", "unknown"), status)
+
+    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._posts >= self._max_posts or not self._arriving.make_room():
+            refusal = error_response(Overloaded(f"{self._posts + len(self._arriving)} requests are open already"))
+            await refusal(scope, receive, send)
+            return
+        body = self._arriving.add(receive, self._count)
+        try:
+            await self._app(scope, body, send)
+        finally:
+            self._arriving.remove(body)
+            self._posts -= body.has_arrived
+
+    def _count(self) -> None:
+        self._posts += 1
 
 
 def _client_request_id(scope: Scope) -> bytes | None:

@@ -19,7 +19,7 @@ from mooncake.directory import BlockTable, Directory
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc.common_pb2_grpc import CacheEventsStub
 from mooncake.rpc.convert import event_from_wire
-from mooncake.rpc.server import Channels
+from mooncake.rpc.server import TAKEN_KEY, Channels
 from mooncake.types import Role, Tier
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Subscriber:
         self._channels = channels
         self._directory = directory
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._connected: dict[str, int] = {}  # incarnations by node id
 
     def follow(self, info: NodeInfo, table: BlockTable | None = None) -> None:
         """Continue from where ``table`` ends, whose blocks the index takes over; without one from the beginning."""
@@ -66,6 +67,10 @@ class Subscriber:
         if task := self._tasks.pop(node_id, None):
             task.cancel()
         self._index.forget(node_id)
+
+    def is_connected(self, info: NodeInfo) -> bool:
+        """Whether this process has taken our call for its events and has not ended since."""
+        return self._connected.get(info.node_id) == info.incarnation
 
     async def close(self) -> None:
         tasks, self._tasks = list(self._tasks.values()), {}
@@ -98,6 +103,8 @@ class Subscriber:
         request = pb.SubscribeRequest(incarnation=cursor.incarnation, next_sequence=cursor.next_sequence)
         call = stub.Subscribe(request)
         try:
+            if (await call.initial_metadata()).get(TAKEN_KEY):
+                self._connected[info.node_id] = info.incarnation
             async for message in call:
                 if not cursor.takes(message):
                     log.warning("events of %s have a gap; subscribing again", info.node_id)
@@ -111,3 +118,5 @@ class Subscriber:
                 self._directory.changed(info.node_id, cursor.incarnation, cursor.next_sequence, changes, message.reset)
         finally:
             call.cancel()
+            if self.is_connected(info):
+                del self._connected[info.node_id]

@@ -354,10 +354,16 @@ class FakeCluster:
         await node.start(self.address, self.config.conductor.heartbeat_interval_s)
 
     async def restart_decode(self, number: int) -> None:
-        """A new process takes the old one's id; the old one keeps running."""
-        self._old.append(self.decode[number])
+        """A new process takes the id of the old one, which is dead or dies now."""
+        self._old.append(old := self.decode[number])
+        await old.die()
+        await eventually(lambda: not self._is_connected(old.node_id))
         self.decode[number] = FakeDecode(self.decode[number].node_id)
         await self.join(self.decode[number])
+
+    def _is_connected(self, node_id: str) -> bool:
+        node = self.core.registry.get(node_id)
+        return node is not None and self.core.subscriber.is_connected(node.info)
 
     async def stop(self) -> None:
         for node in (*self.nodes, *self._old):

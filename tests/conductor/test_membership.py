@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 from typing import Any
@@ -118,7 +119,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("how", [["-m", "kvstore"], ["-c", ACTOR]], ids=["role", "actor"])
 async def test_a_process_that_was_replaced_ends_with_an_error(start_cluster: Any, how: list[str]) -> None:
-    cluster = await start_cluster(0, 0)
+    cluster = await start_cluster(0, 0, node_timeout_s=60.0)
     settings = (f"node.conductor={cluster.address}", "node.id=s9", "store.dram_gb=0.001", "store.block_bytes=4096")
     arguments = [argument for setting in settings for argument in ("--set", setting)]
 
@@ -130,9 +131,12 @@ async def test_a_process_that_was_replaced_ends_with_an_error(start_cluster: Any
     old = await asyncio.create_subprocess_exec(sys.executable, *how, *arguments, stderr=pipe)
     await cluster.eventually(incarnation, within_s=30)
     first = incarnation()
+    old.send_signal(signal.SIGSTOP)  # it hangs, and while it answers nobody may replace it
+    await cluster.eventually(lambda: cluster.core.registry.get("s9").state == "suspect")
     new = await asyncio.create_subprocess_exec(sys.executable, "-m", "kvstore", *arguments, stderr=pipe)
     try:
         await cluster.eventually(lambda: incarnation() != first, within_s=30)
+        old.send_signal(signal.SIGCONT)
         _, said = await asyncio.wait_for(old.communicate(), 20)
         assert old.returncode == 1
         assert "another process has registered as 's9'" in said.decode()

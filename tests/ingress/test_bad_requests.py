@@ -11,7 +11,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from conductor.ingress.anthropic_types import MessagesRequest
-from conductor.ingress.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from conductor.ingress.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+    decode_request,
+)
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
@@ -208,3 +214,24 @@ async def test_many_bad_requests_at_once_leave_nothing_behind(front):
 
     assert {response.status_code for response in responses} == {400}
     assert front.script.asked == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "x", **{f"field_{number}": 1 for number in range(200_000)}},
+        {"prompt": "x", "messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 50_000}]},
+        {"messages": [{"role": "user", "content": "x", "nmae": 1}] * 50_000},
+    ],
+    ids=["fields", "parts", "messages"],
+)
+def test_names_of_ignored_fields_are_not_looked_for_among_very_many(body):
+    """That takes seconds, and everybody's tokens wait for it."""
+    form = ChatRequest if "messages" in body else CompletionRequest
+    request, ignored = decode_request(json.dumps(body).encode(), form)
+    assert isinstance(request, form) and ignored == []
+
+
+def test_a_long_text_does_not_hide_what_is_mistyped_beside_it():
+    _, ignored = decode_request(json.dumps({"prompt": "x" * (3 << 20), "temprature": 1}).encode(), CompletionRequest)
+    assert ignored == ["temprature (is temperature meant?)"]
