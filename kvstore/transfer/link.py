@@ -1,8 +1,8 @@
 """One peer: the slices waiting for it, and the threads that carry them.
 
 A thread that wants something moved drives a free path itself, so that a small request costs no thread switch; helpers
-drive the other paths while there is more to share. One lock guards the accounts; nobody holds it while bytes move.
-``schedule`` and ``routes`` decide what travels next and over which path.
+drive the other paths while there is more to share. One lock guards ``accounts``, which know what waits and what is in
+flight, and ``routes``, which know the paths; nobody holds it while bytes move. ``schedule`` decides what travels next.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from kvstore.transfer.accounts import Accounts
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
 from kvstore.transfer.routes import Rail, Routes, TransportStats
-from kvstore.transfer.schedule import Pace, Queue, Watch, takes
+from kvstore.transfer.schedule import Pace, Watch
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from kvstore.transfer.work import LoneWork, QueuedWork
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
@@ -47,18 +48,14 @@ class Link:
         self.address = address
         self._caller = caller
         self._helpers = helpers
-        self._pacer = pacer
+        self._is_paced = pacer is not None
         self._look_after = look_after
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # for threads waiting for the rate limit
-        self._queue: Queue[Slice] = Queue()
-        self._waiting_bytes = 0
-        self._transfers: dict[Slice, Transfer] = {}  # by slice waiting or in flight
-        self._live: set[Transfer] = set()
-        self._ended: list[Transfer] = []  # to be notified once the lock is released
         self._closed = False
         self.used_at = time.monotonic()  # last request through the engine
         self._routes = Routes(address, transports, retry_after_s)
+        self._accounts = Accounts(self._routes, pacer)
 
     def check(self) -> None:
         """Raises NodeUnavailable when no configured transport reaches the peer, or this has been closed."""
@@ -81,7 +78,7 @@ class Link:
         """
         self._look_after()
         with self._lock:
-            settled = not (self._closed or self._waiting_bytes or self._pacer)
+            settled = not (self._closed or self._accounts.waiting_bytes or self._is_paced)
             rail = self._routes.free_rail() if settled else None
             if rail is None or rail.path is None:
                 return None
@@ -125,13 +122,12 @@ class Link:
         """Check for late and stalled transfers. True while there is anything to check."""
         with self._lock:
             now = time.monotonic()
-            for transfer in [each for each in self._live if now >= each.deadline]:
-                self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
-            stalled = self._routes.stalled(now, any(each.error is not None for each in self._live))
+            self._accounts.fail_late(DeadlineExceeded("the deadline of the transfer is past"), now)
+            stalled = self._routes.stalled(now, self._accounts.has_failed)
             for rail, _ in stalled:
                 rail.was_cut = True
             crew = self._crew(now)
-            is_busy = bool(self._live) or any(rail.is_driven for rail in self._routes.rails)
+            is_busy = self._accounts.is_live or any(rail.is_driven for rail in self._routes.rails)
         for rail, path in stalled:
             log.info("%s: %s path %d stands still", self.address.node_id, rail.route.transport.name, rail.index)
             path.cut()
@@ -147,13 +143,13 @@ class Link:
     def is_gone(self) -> bool:
         """Whether nothing is in flight, and everything open leads nowhere."""
         with self._lock:
-            return not self._live and self._routes.is_gone
+            return not self._accounts.is_live and self._routes.is_gone
 
     @property
     def is_busy(self) -> bool:
         """Whether something waits or is in flight."""
         with self._lock:
-            return bool(self._live) or any(rail.is_driven for rail in self._routes.rails)
+            return self._accounts.is_live or any(rail.is_driven for rail in self._routes.rails)
 
     @property
     def transport(self) -> str:
@@ -165,8 +161,7 @@ class Link:
         with self._lock:
             self._closed = True
             now = time.monotonic()
-            for transfer in list(self._live):
-                self._fail(transfer, NodeUnavailable("this transfer engine has been closed"), now)
+            self._accounts.fail_all(NodeUnavailable("this transfer engine has been closed"), now)
             rails = self._routes.rails
             driven = [rail.path for rail in rails if rail.path is not None and rail.is_driven]
             idle = self._routes.take_idle_paths(rails)
@@ -186,12 +181,9 @@ class Link:
             self._check()
             now = time.monotonic()
             self._routes.choose(now)
-            self._live.add(transfer)
-            for part in slices:
-                self._transfers[part] = transfer
-                self._enqueue(part, transfer, now)
+            self._accounts.accept(transfer, slices, now)
             rail = self._claim(now, self._routes.has_open_rail) if is_driver else None
-            alone = rail is not None and len(self._queue) == 1
+            alone = rail is not None and self._accounts.num_waiting == 1
             return rail, [] if alone else self._crew(now, skip=int(rail is not None))
 
     def _drive(self, rail: Rail, until: Transfer | None = None) -> None:
@@ -218,11 +210,11 @@ class Link:
             with self._lock:
                 now = time.monotonic()
                 wanted = until is None or (until.num_waiting > 0 and not (failed and self._routes.has_open_rail))
-                if wanted and self._would_take(rail, now):
+                if wanted and self._accounts.would_take(rail, now):
                     continue
                 rail.is_driven = False
                 left = self._routes.take_idle_paths([rail]) if self._closed else []
-                crew = self._crew(now) if self._waiting_bytes else []
+                crew = self._crew(now) if self._accounts.waiting_bytes else []
             _close(left)
             self._send_out(crew)
             return
@@ -235,7 +227,7 @@ class Link:
             else:
                 rail.pace.gave_back(part.nbytes)
                 rail.route.on_way -= 1
-            if failure is None and not self._closed and not self._waiting_bytes:  # the usual case
+            if failure is None and not self._closed and not self._accounts.waiting_bytes:  # the usual case
                 rail.is_driven = False
                 return
         if failure is not None:
@@ -243,7 +235,7 @@ class Link:
         with self._lock:
             rail.is_driven = False
             left = self._routes.take_idle_paths([rail]) if self._closed else []
-            crew = self._crew(now) if self._waiting_bytes else []
+            crew = self._crew(now) if self._accounts.waiting_bytes else []
         _close(left)
         self._send_out(crew)
 
@@ -252,7 +244,7 @@ class Link:
         if transfer.wait(max(0.0, transfer.deadline - time.monotonic())):
             return
         with self._lock:
-            self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), time.monotonic())
+            self._accounts.fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), time.monotonic())
         self._tell()
         if not transfer.wait(_OVERDUE_S):
             with self._lock:
@@ -265,7 +257,7 @@ class Link:
         """The best idle rail that would take the next slice. A caller does not open a rail while another could
         carry."""
         for rail in self._routes.idle(now):
-            if (rail.path is not None or not only_open) and self._would_take(rail, now):
+            if (rail.path is not None or not only_open) and self._accounts.would_take(rail, now):
                 rail.is_driven = True
                 return rail
         return None
@@ -274,9 +266,9 @@ class Link:
         """Claim idle rails for helpers: at most one per waiting slice, apart from the ``skip`` that others will
         take."""
         crew: list[Rail] = []
-        if len(self._queue) > skip:
+        if self._accounts.num_waiting > skip:
             for rail in self._routes.idle(now):
-                if len(crew) < len(self._queue) - skip and self._would_take(rail, now):
+                if len(crew) < self._accounts.num_waiting - skip and self._accounts.would_take(rail, now):
                     rail.is_driven = True
                     crew.append(rail)
         return crew
@@ -294,122 +286,42 @@ class Link:
     def take(self, rail: Rail, until: Transfer | None) -> Slice | None:
         while True:
             with self._lock:
-                part, wait_s = self._next(rail, until, time.monotonic())
-                if wait_s > 0 and not self._ended:
+                part, wait_s = self._accounts.take(rail, until, time.monotonic())
+                if wait_s > 0 and not self._accounts.has_ended:
                     self._changed.wait(wait_s)
-            if self._ended:
+            if self._accounts.has_ended:
                 self._tell()
             if wait_s == 0:
                 return part
 
     def done(self, rail: Rail, part: Slice) -> None:
         with self._lock:
-            now = time.monotonic()
-            self._routes.carried(rail, part.nbytes, now)
-            transfer = self._transfers.pop(part)
-            transfer.num_on_way -= 1
-            transfer.moved_bytes += part.nbytes
-            transfer.transport = rail.route.transport.name
-            self._check_end(transfer, now)
-        if self._ended:
+            self._accounts.arrived(rail, part, time.monotonic())
+        if self._accounts.has_ended:
             self._tell()
 
     def refuse(self, rail: Rail, part: Slice, error: MooncakeError) -> None:
         with self._lock:
-            now = time.monotonic()
-            transfer = self._came_back(rail, part)
-            del self._transfers[part]
-            self._fail(transfer, error, now)
+            self._accounts.refused(rail, part, error, time.monotonic())
         self._tell()
 
     def give_back(self, rail: Rail, parts: Iterable[Slice]) -> None:
         with self._lock:
-            now = time.monotonic()
-            for part in parts:
-                transfer = self._came_back(rail, part)
-                if transfer.error is None and now < part.deadline:
-                    transfer.num_waiting += 1
-                    self._enqueue(part, transfer, now)
-                else:
-                    del self._transfers[part]
-                    self._fail(transfer, DeadlineExceeded("the peer did not answer until the deadline"), now)
+            self._accounts.came_back(rail, parts, time.monotonic())
         self._tell()
-
-    def _came_back(self, rail: Rail, part: Slice) -> Transfer:
-        rail.pace.gave_back(part.nbytes)
-        rail.route.on_way -= 1
-        transfer = self._transfers[part]
-        transfer.num_on_way -= 1
-        return transfer
-
-    def _next(self, rail: Rail, until: Transfer | None, now: float) -> tuple[Slice | None, float]:
-        """A slice for this rail; or None, and how long to wait for the rate limit before asking again."""
-        if until is not None and until.num_waiting == 0:
-            return None, 0.0
-        while (part := self._queue.peek(now)) is not None:
-            transfer = self._transfers[part]
-            if now >= part.deadline:
-                self._fail(transfer, DeadlineExceeded("the deadline of the transfer is past"), now)
-                continue
-            if not self._would_take(rail, now, part):
-                return None, 0.0
-            wait_s = self._pacer.try_take(part.nbytes) if self._pacer else 0.0
-            if wait_s > 0 and now + wait_s >= part.deadline:
-                message = f"the rate limit asks for {wait_s:.2f} s more, past the transfer's deadline"
-                self._fail(transfer, DeadlineExceeded(message), now)
-                continue
-            if wait_s > 0:  # first finish what is in flight
-                return None, 0.0 if rail.pace.on_way else wait_s
-            self._queue.pop(now)
-            self._waiting_bytes -= part.nbytes
-            transfer.num_waiting -= 1
-            transfer.num_on_way += 1
-            rail.pace.began(part.nbytes, now)
-            rail.route.began(now)
-            return part, 0.0
-        return None, 0.0
-
-    def _would_take(self, rail: Rail, now: float, part: Slice | None = None) -> bool:
-        part = part or self._queue.peek(now)
-        if part is None or rail.route is not self._routes.current or rail.rest_until > now:
-            return False
-        others = [other.pace for other in rail.route.rails if other is not rail and other.path is not None]
-        window = rail.path.window_bytes if rail.path is not None else part.nbytes
-        return takes(rail.pace, others, part.nbytes, self._waiting_bytes, window, now)
-
-    def _enqueue(self, part: Slice, transfer: Transfer, now: float) -> None:
-        self._queue.push(part, transfer.priority, part.deadline, now)
-        self._waiting_bytes += part.nbytes
 
     # The end of a transfer
 
     def _cancel(self, transfer: Transfer) -> None:
         with self._lock:
-            self._fail(transfer, Cancelled("the transfer was cancelled"), time.monotonic())
+            self._accounts.fail(transfer, Cancelled("the transfer was cancelled"), time.monotonic())
             self._changed.notify_all()
         self._tell()
-
-    def _fail(self, transfer: Transfer, error: MooncakeError, now: float) -> None:
-        """Start nothing more of it; it ends when nothing of it is in flight. The first error counts."""
-        if transfer not in self._live:
-            return
-        transfer.error = transfer.error or error
-        if transfer.num_waiting:
-            for part in self._queue.discard(lambda part: self._transfers[part] is transfer):
-                self._waiting_bytes -= part.nbytes
-                del self._transfers[part]
-            transfer.num_waiting = 0
-        self._check_end(transfer, now)
-
-    def _check_end(self, transfer: Transfer, now: float) -> None:
-        if transfer.num_on_way == 0 and transfer.num_waiting == 0 and transfer in self._live:
-            self._live.remove(transfer)
-            self._ended.append(transfer)
 
     def _tell(self) -> None:
         """Call without the lock: waiters may call us again."""
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended = self._accounts.take_ended()
         for transfer in ended:
             transfer.end(time.monotonic())
 
@@ -419,7 +331,7 @@ class Link:
         """Open the rail's path now. Raises PathFailed, StaleEpoch or DeadlineExceeded. None when nothing waits."""
         with self._lock:
             now = time.monotonic()
-            part = self._queue.peek(now)
+            part = self._accounts.first(now)
             if part is None:
                 return None
             has_other = self._routes.has_other
@@ -448,21 +360,16 @@ class Link:
                 broken.append(rail.path)
                 rail.path, rail.pace = None, Pace()
             if isinstance(error, StaleEpoch):
-                self._fail_all(error, now)
+                self._accounts.fail_waiting(error, now)
             elif isinstance(error, DeadlineExceeded):
-                for transfer in [each for each in self._live if now >= each.deadline]:
-                    self._fail(transfer, error, now)
+                self._accounts.fail_late(error, now)
             elif not self._closed:
                 if was_open:  # the idle ones may be broken too
                     broken += self._routes.take_idle_paths(rail.route.rails)
                 if hopeless := self._routes.failed(rail, error, was_open, now):
-                    self._fail_all(NodeUnavailable(f"{self.address.node_id}: {hopeless}"), now)
+                    self._accounts.fail_waiting(NodeUnavailable(f"{self.address.node_id}: {hopeless}"), now)
         _close(broken)
         self._tell()
-
-    def _fail_all(self, error: MooncakeError, now: float) -> None:
-        for transfer in [each for each in self._live if each.num_waiting]:
-            self._fail(transfer, error, now)
 
 
 def _close(paths: Iterable[Path]) -> None:

@@ -214,7 +214,8 @@ def on_gpu(
     _check_gpus(checkpoint, device)
     from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
-    from mooncake.model.gpu_model import BUCKETS, GpuModel, PlannedKernels
+    from mooncake.model.gpu_model import BUCKETS, GpuModel
+    from mooncake.model.planned_kernels import PlannedKernels
 
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
         return _model(checkpoint, precision, size, kernels, adapters)

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -26,8 +25,9 @@ from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.decoding.draft_model import DraftModel
-from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepPlan
+from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
@@ -35,7 +35,6 @@ from mooncake.events import EventLog
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu_threads import use_threads
-from mooncake.model.batch import PieceHook
 from mooncake.model.pages import Mappable
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.rpc import cluster_pb2 as pb
@@ -43,8 +42,6 @@ from mooncake.types import KVLayout, SamplingParams, TokenIds
 from mooncake.variants import Profile, read_profile
 
 log = logging.getLogger(__name__)
-
-MAX_SAMPLES = 256  # measured steps kept between two heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,75 +73,6 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
             f"{2 * groups.num_groups} are needed, for 2 blocks: raise kv_gb or lower block.tokens"
         )
     return CachePlan(layout, num_pages, max_model_len, groups)
-
-
-class StepSamples:
-    """Measured steps since the last report: the input of the conductor's cost model. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._prefill: deque[pb.PrefillSample] = deque(maxlen=MAX_SAMPLES)
-        self._decode: deque[pb.DecodeSample] = deque(maxlen=MAX_SAMPLES)
-        self._transfer: deque[pb.TransferSample] = deque(maxlen=MAX_SAMPLES)
-
-    def add_step(self, plan: StepPlan, elapsed_ms: float) -> None:
-        """A step counts if it is of one kind: a single prefill chunk, or decodes only."""
-        chunks = plan.entries
-        if plan.variant_entries or any(chunk.num_draft or chunk.sequence.reused.blend is not None for chunk in chunks):
-            return
-        if len(chunks) == 1 and chunks[0].num_tokens > 1:
-            sample = pb.PrefillSample(new_tokens=chunks[0].num_tokens, prefix_tokens=chunks[0].first, ms=elapsed_ms)
-            with self._lock:
-                self._prefill.append(sample)
-        elif chunks and all(chunk.num_tokens == 1 for chunk in chunks):
-            context = sum(chunk.first + 1 for chunk in chunks)
-            with self._lock:
-                self._decode.append(pb.DecodeSample(batch=len(chunks), context_tokens=context, ms=elapsed_ms))
-
-    def add_transfer(self, peer: str, transport: str, num_bytes: int, elapsed_ms: float) -> None:
-        with self._lock:
-            self._transfer.append(pb.TransferSample(peer=peer, transport=transport, bytes=num_bytes, ms=elapsed_ms))
-
-    def take(self) -> pb.CostSamples:
-        with self._lock:
-            samples = pb.CostSamples(prefill=self._prefill, decode=self._decode, transfer=self._transfer)
-            for kept in (self._prefill, self._decode, self._transfer):
-                kept.clear()
-        return samples
-
-
-class NodeHook:
-    """A role's hook, with step times and block events published around it."""
-
-    def __init__(self, inner: StepHook, samples: StepSamples, publish: Callable[[], None]) -> None:
-        self.admitted = inner.admitted
-        self.before_layer = inner.before_layer
-        self.num_layers = 0  # layers reached by steps, in total
-        self._inner = inner
-        self._samples = samples
-        self._publish = publish
-        self._started_s = 0.0
-
-    @property
-    def wants_layers(self) -> bool:
-        return self._inner.wants_layers
-
-    def after_layer(self, layer: int) -> None:
-        self.num_layers += 1
-        self._inner.after_layer(layer)
-
-    def after_piece(self, layer: int, num_tokens: int) -> None:
-        if isinstance(self._inner, PieceHook):
-            self._inner.after_piece(layer, num_tokens)
-
-    def begin_step(self, plan: StepPlan) -> None:
-        self._started_s = time.monotonic()
-        self._inner.begin_step(plan)
-
-    def end_step(self, plan: StepPlan) -> None:
-        self._samples.add_step(plan, (time.monotonic() - self._started_s) * 1e3)
-        self._inner.end_step(plan)
-        self._publish()
 
 
 class EngineHost:

@@ -15,7 +15,7 @@ import bisect
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,12 +24,13 @@ import numpy.typing as npt
 import torch
 
 from mooncake.kernels.attention_plan import MIN_SHARED_TOKENS, PIECES_PER_PROCESSOR
-from mooncake.kernels.gpu import GpuKernels, pack
+from mooncake.kernels.gpu import pack
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.device_sampler import Draws, choose
 from mooncake.model.llama import CausalLM
+from mooncake.model.planned_kernels import PlannedKernels, Plans
 from mooncake.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -44,61 +45,6 @@ bench gpu`` times both ways."""
 
 NO_SLOT = -1  # slot of a padding token: its keys and values are not written
 WARM_UP_TOKENS = (512, 128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all
-
-Plans = Mapping[int, DevicePlan]
-"""A step's plan for each sliding window in use, 0 for none."""
-
-
-class PlannedKernels(GpuKernels):
-    """Kernels whose attention follows the plans of the running step.
-
-    If layers share KV, the last ones of a step compute only some of its rows (``ForwardBatch.narrowed``): this is
-    planned when the first of them asks.
-    """
-
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__(device)
-        self.step_plans: dict[int, DevicePlan] = {}
-        self._planned: torch.Tensor | None = None  # the query starts that they are for
-
-    def follow(self, plans: Plans, query_starts: torch.Tensor) -> None:
-        """Use these plans in attention with these ``query_starts``."""
-        self.step_plans, self._planned = dict(plans), query_starts
-
-    def paged_attention(
-        self,
-        query: torch.Tensor,
-        cache_layer: torch.Tensor,
-        block_tables: torch.Tensor,
-        query_starts: torch.Tensor,
-        context_lens: torch.Tensor,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-        plan: DevicePlan | None = None,
-        scales: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if query_starts is not self._planned:
-            self.follow({}, query_starts)
-        if plan is None and window not in self.step_plans and len(query):
-            is_coded = cache_layer.dtype is torch.int8
-            self.step_plans[window] = self.plan_call(
-                query, cache_layer, query_starts, context_lens, window, scaled=is_coded
-            )
-        return super().paged_attention(
-            query,
-            cache_layer,
-            block_tables,
-            query_starts,
-            context_lens,
-            scale,
-            window,
-            softcap,
-            sinks,
-            plan or self.step_plans.get(window),
-            scales,
-        )
 
 
 class _Graph(Protocol):

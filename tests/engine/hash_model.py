@@ -7,8 +7,9 @@ or stale byte anywhere in a sequence's KV changes its answer.
 
 from __future__ import annotations
 
+import random
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import KVLayout, SamplingParams
+from mooncake.types import BeamSearch, KVLayout, SamplingParams
 
 VOCAB = 97
 BLOCK = 4
@@ -130,3 +131,44 @@ def answers(outputs: list[StepOutput]) -> dict[str, list[int]]:
         assert output.token.index == first.setdefault(name, output.token.index) + len(tokens)
         tokens.append(output.token.token_id)
     return by_request
+
+
+@dataclass
+class Life:
+    """What has become of the requests of ``random_life``."""
+
+    answers: dict[str, list[int]]
+    aborted: set[str] = field(default_factory=set)
+    searches: set[str] = field(default_factory=set)  # answered by beams
+
+    @property
+    def greedy(self) -> list[tuple[str, list[int]]]:
+        """Each whole greedy answer, with the name of its request; a request may have several."""
+        named = [(name.partition("#")[0], tokens) for name, tokens in self.answers.items()]
+        return [(name, tokens) for name, tokens in named if name not in self.aborted | self.searches]
+
+
+def random_life(engine: Engine, prompts: dict[str, list[int]], rng: random.Random) -> Life:
+    """Requests with one answer (24 tokens), with several (10) and with beams come one by one, with priorities, and
+    some are aborted, until nothing is left to do. No step may find the blocks miscounted, or nothing to run."""
+    life, names = Life({}), list(prompts)
+    outputs: list[StepOutput] = []
+    while names or engine.has_work:
+        if names and rng.random() < 0.5:
+            name = names.pop()
+            sampling = SamplingParams(max_tokens=24, temperature=0.0)
+            if rng.random() < 0.3:
+                sampling = SamplingParams(max_tokens=10, temperature=0.0, n=3)
+            elif rng.random() < 0.2:
+                sampling = SamplingParams(max_tokens=6, temperature=0.0, n=2, beam_search=BeamSearch())
+                life.searches.add(name)
+            engine.add(hash_sequence(name, prompts[name], sampling, priority=rng.randint(0, 2)))
+        if rng.random() < 0.05:
+            victim = rng.choice(list(prompts))
+            engine.abort(victim)
+            life.aborted.add(victim)
+        outputs += engine.step()
+        assert not (engine.is_stalled and engine.has_work)
+        engine.block_pool.check()
+    life.answers = answers(outputs)
+    return life

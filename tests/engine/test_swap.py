@@ -8,12 +8,13 @@ import pytest
 
 from mooncake.engine.cache.swap import SwapSpace
 from mooncake.engine.engine import Engine
-from mooncake.types import BeamSearch, SamplingParams
+from mooncake.types import SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
     answers,
     hash_engine,
     hash_sequence,
+    random_life,
     random_prompt,
     run_all,
     true_answer,
@@ -32,9 +33,8 @@ def test_what_was_kept_is_not_computed_again() -> None:
     computed = {}
     for num_places in (0, 64):
         engine = hash_engine(num_blocks=12, num_places=num_places)
-        engine._scheduler.block_manager.swap.note_prompt(
-            1, 1e9
-        )  # computing is the dearer of the two, however fast this model is
+        # Computing is the dearer of the two, however fast this model is.
+        engine._scheduler.block_manager.swap.note_prompt(1, 1e9)
         for name, prompt in prompts.items():
             engine.add(hash_sequence(name, prompt, LONG))
         assert answers(run_all(engine)) == expected
@@ -74,30 +74,11 @@ def test_no_answer_changes_and_nothing_leaks_whatever_comes_and_goes(seed: int) 
     num_places = rng.choice([2, 6, 30])
     engine = hash_engine(num_blocks=rng.randint(18, 26), num_places=num_places, speculative_tokens=rng.choice([0, 4]))
     prompts = {f"r{i}": random_prompt(rng.randint(2, 30), 100 * seed + i) for i in range(12)}
-    aborted, outputs, names = set(), [], list(prompts)
-    searches = set()
-    while names or engine.has_work:
-        if names and rng.random() < 0.5:
-            name = names.pop()
-            sampling = LONG
-            if rng.random() < 0.3:
-                sampling = SamplingParams(max_tokens=10, temperature=0.0, n=3)
-            elif rng.random() < 0.2:
-                sampling = SamplingParams(max_tokens=6, temperature=0.0, n=2, beam_search=BeamSearch())
-                searches.add(name)
-            engine.add(hash_sequence(name, prompts[name], sampling, priority=rng.randint(0, 2)))
-        if rng.random() < 0.05:
-            victim = rng.choice(list(prompts))
-            engine.abort(victim)
-            aborted.add(victim)
-        outputs += engine.step()
+    life = random_life(engine, prompts, rng)
     engine.take_ended()
-    got = answers(outputs)
-    for name, tokens in got.items():
-        request = name.partition("#")[0]
-        if request not in aborted | searches:
-            assert tokens == true_answer(prompts[request], len(tokens)) and len(tokens) in (10, 24)
-    assert set(prompts) - aborted <= set(got)
+    for name, tokens in life.greedy:
+        assert tokens == true_answer(prompts[name], len(tokens)) and len(tokens) in (10, 24)
+    assert set(prompts) - life.aborted <= set(life.answers)
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0
     assert num_free_places(engine) == num_places

@@ -10,8 +10,8 @@ import pytest
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import SequenceState
 from mooncake.page_groups import PageGroups, page_key, plan_groups
-from mooncake.types import BeamSearch, SamplingParams
-from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_prompt, run_all
+from mooncake.types import SamplingParams
+from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_life, random_prompt, run_all
 from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_engine
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -170,30 +170,10 @@ def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> N
         f"r{i}": [*rng.choice(heads)[: rng.randint(4, 30)], *random_prompt(rng.randint(1, 14), 100 * seed + i)]
         for i in range(12)
     }
-    aborted, outputs, names = set(), [], list(prompts)
-    searches = set()
-    while names or engine.has_work:
-        if names and rng.random() < 0.5:
-            name = names.pop()
-            sampling = SamplingParams(max_tokens=24, temperature=0.0)
-            if rng.random() < 0.3:
-                sampling = SamplingParams(max_tokens=10, temperature=0.0, n=3)
-            elif rng.random() < 0.2:
-                sampling = SamplingParams(max_tokens=6, temperature=0.0, n=2, beam_search=BeamSearch())
-                searches.add(name)
-            engine.add(hash_sequence(name, prompts[name], sampling, priority=rng.randint(0, 2)))
-        if rng.random() < 0.05:
-            victim = rng.choice(list(prompts))
-            engine.abort(victim)
-            aborted.add(victim)
-        outputs += engine.step()
-        assert not (engine.is_stalled and engine.has_work)
-        engine.block_pool.check()
-    assert not [name for name, _ in engine.take_ended() if name not in aborted]
-    for name, tokens in answers(outputs).items():
-        request = name.partition("#")[0]
-        if request not in aborted | searches:
-            assert tokens == true_answer(prompts[request], len(tokens), windows) and len(tokens) in (10, 24)
+    life = random_life(engine, prompts, rng)
+    assert not [name for name, _ in engine.take_ended() if name not in life.aborted]
+    for name, tokens in life.greedy:
+        assert tokens == true_answer(prompts[name], len(tokens), windows) and len(tokens) in (10, 24)
     assert engine.block_pool.num_in_use == 0
     assert engine._scheduler.block_manager.swap.num_free == places
 

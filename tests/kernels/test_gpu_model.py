@@ -25,9 +25,10 @@ from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
-from mooncake.model.gpu_model import GpuModel, PlannedKernels
+from mooncake.model.gpu_model import GpuModel
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, Routing
 from mooncake.types import KVLayout, SamplingParams
 

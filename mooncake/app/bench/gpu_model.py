@@ -9,8 +9,9 @@ from mooncake.app.bench.gpu_kernels import HEAD_DIM, HEADS, KV_HEADS
 from mooncake.app.bench.report import Figure, Report
 from mooncake.checkpoint import weight_shapes
 from mooncake.model.batch import ForwardBatch, NoHook
-from mooncake.model.gpu_model import GpuModel, PlannedKernels
+from mooncake.model.gpu_model import GpuModel
 from mooncake.model.llama import CausalLM
+from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import ModelConfig
 
 BLOCK = 64

@@ -1,0 +1,62 @@
+"""GPU kernels whose attention follows the plans of the running step, which its model makes once for all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mooncake.kernels.gpu import GpuKernels
+from mooncake.kernels.gpu_attention import DevicePlan
+
+Plans = Mapping[int, DevicePlan]
+"""A step's plan for each sliding window in use, 0 for none."""
+
+
+class PlannedKernels(GpuKernels):
+    """If layers share KV, the last ones of a step compute only some of its rows (``ForwardBatch.narrowed``): this is
+    planned when the first of them asks."""
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        super().__init__(device)
+        self.step_plans: dict[int, DevicePlan] = {}
+        self._planned: torch.Tensor | None = None  # the query starts that they are for
+
+    def follow(self, plans: Plans, query_starts: torch.Tensor) -> None:
+        """Use these plans in attention with these ``query_starts``."""
+        self.step_plans, self._planned = dict(plans), query_starts
+
+    def paged_attention(
+        self,
+        query: torch.Tensor,
+        cache_layer: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lens: torch.Tensor,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        plan: DevicePlan | None = None,
+        scales: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if query_starts is not self._planned:
+            self.follow({}, query_starts)
+        if plan is None and window not in self.step_plans and len(query):
+            is_coded = cache_layer.dtype is torch.int8
+            self.step_plans[window] = self.plan_call(
+                query, cache_layer, query_starts, context_lens, window, scaled=is_coded
+            )
+        return super().paged_attention(
+            query,
+            cache_layer,
+            block_tables,
+            query_starts,
+            context_lens,
+            scale,
+            window,
+            softcap,
+            sinks,
+            plan or self.step_plans.get(window),
+            scales,
+        )
