@@ -29,7 +29,7 @@ from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 from mooncake.rpc.server import RpcServer
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 TRACE = "\n".join(
