@@ -163,8 +163,9 @@ class Message(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-class ChatRequest(AnswerFields, frozen=True, kw_only=True):
-    messages: list[Message]
+class ChatFields(AnswerFields, frozen=True, kw_only=True):
+    """All but the messages."""
+
     add_special_tokens: bool | None = None  # true is refused: the chat template decides
     echo: bool | None = None  # likewise: of completions
     return_prompt_text: bool | None = None
@@ -183,6 +184,25 @@ class ChatRequest(AnswerFields, frozen=True, kw_only=True):
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
     include_reasoning: bool | None = None  # None: true; vLLM's
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class ChatRequest(ChatFields, frozen=True, kw_only=True):
+    messages: list[Message]
+
+
+class BatchChatRequest(ChatFields, frozen=True, kw_only=True):
+    """vLLM's: conversations that are answered by one choice each."""
+
+    messages: list[list[Message]]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +226,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]:
+def template_variables(body: ChatFields | TokenizeRequest) -> dict[str, object]:
     """Variables for the chat template. Raises InvalidRequest for contradictory ones, and for another template."""
     if body.add_generation_prompt and body.continue_final_message:
         what = "add_generation_prompt begins a new message: no continue_final_message with it"

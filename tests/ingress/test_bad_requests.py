@@ -11,13 +11,30 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from conductor.ingress.anthropic_types import MessagesRequest
-from conductor.ingress.openai_types import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from conductor.ingress.openai_types import (
+    BatchChatRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
-FORMS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
+POSTS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+    *("/tokenize", "/detokenize"),
+)
+FORMS = (
+    CompletionRequest,
+    ChatRequest,
+    BatchChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 FIELDS = sorted({name for form in FORMS for name in form.__struct_fields__})
 
 numbers = st.integers(-(1 << 70), 1 << 70) | st.floats()
