@@ -47,6 +47,7 @@ from mooncake.llm_inputs import (
     one_each,
     priority_list,
     prompt_list,
+    warn_of_spelled_control,
 )
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
@@ -195,6 +196,7 @@ class LLM:
         ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = prompt_list(prompts)
+        warn_of_spelled_control(given, self.tokenizer)
         token_ids = [self._encode(prompt) for prompt in given]
         places = adapter_places(adapter, lora_request, len(given), self._adapters)
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)

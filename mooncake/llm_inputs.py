@@ -6,6 +6,7 @@ It knows neither a model's vocabulary nor how answers are made.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import numpy as np
 from mooncake.adapters import Adapter
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_params import SamplingParams
-from mooncake.text.tokenizer import ROLES, ChatCall, ChatMessage
+from mooncake.text.tokenizer import ROLES, ChatCall, ChatMessage, Tokenizer
 from mooncake.types import TokenIds
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, object]
@@ -54,6 +55,13 @@ def prompt_list(prompts: Prompts) -> list[object]:
         return [_unnamed(prompts)]
     items: list[object] = list(prompts)
     return [items] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))
+
+
+def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer) -> None:
+    """The prompts of one call are made alike, so the first one tells whether a chat template has rendered them."""
+    if prompts and isinstance(prompts[0], str) and (name := tokenizer.spelled_control(prompts[0])):
+        what = f"a prompt spells {name}, which is plain text in it: LLM.chat renders conversations"
+        warnings.warn(f"{what}, and a prompt of token ids may have control tokens", stacklevel=3)
 
 
 def _unnamed(prompt: object) -> object:

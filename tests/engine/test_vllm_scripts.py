@@ -214,6 +214,15 @@ def test_lora_requests(tmp_path: Path) -> None:
             tiny.generate([prompt], sampling, adapter="one", lora_request=requests[0])
 
 
+def test_a_conversation_that_was_rendered_elsewhere_is_warned_of(llm: LLM) -> None:
+    """vLLM takes the control tokens in it for what they spell; here no text can forge them."""
+    one = SamplingParams(max_tokens=1, temperature=0)
+    with pytest.warns(UserWarning, match=r"spells <\|im_start\|>, which is plain text in it: LLM.chat") as warned:
+        llm.generate(["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"], one)
+    assert warned[0].filename == __file__
+    llm.generate("Hello <there>", one)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
