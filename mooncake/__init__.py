@@ -13,17 +13,23 @@ if TYPE_CHECKING:
     from mooncake import errors
     from mooncake.client import Client
     from mooncake.llm import LLM
+    from mooncake.llm_inputs import LoRARequest
+    from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
-    from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
+    from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
 
 __all__ = [
     "LLM",
     "BeamSearch",
+    "BeamSearchParams",
     "Client",
     "Guide",
     "GuideKind",
+    "LoRARequest",
     "RepetitionDetection",
+    "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "ThinkingBudget",
     "Tls",
     "errors",
@@ -32,7 +38,11 @@ __all__ = [
 _HOMES = {
     "LLM": "mooncake.llm",
     "Client": "mooncake.client",
-    "SamplingParams": "mooncake.types",
+    "LoRARequest": "mooncake.llm_inputs",
+    "BeamSearchParams": "mooncake.sampling_params",
+    "RequestOutputKind": "mooncake.sampling_params",
+    "SamplingParams": "mooncake.sampling_params",
+    "StructuredOutputsParams": "mooncake.sampling_params",
     "BeamSearch": "mooncake.types",
     "Guide": "mooncake.types",
     "GuideKind": "mooncake.types",

@@ -32,8 +32,9 @@ from mooncake.rpc.convert import (
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.limits import pings
 from mooncake.rpc.server import KEEPALIVE_S, MAX_MESSAGE_BYTES, check_address
+from mooncake.sampling_params import SamplingParams
 from mooncake.tls import Tls, own_tls
-from mooncake.types import PrefillReport, SampledToken, SamplingParams, Usage, check_type
+from mooncake.types import PrefillReport, SampledToken, Usage, check_type
 
 Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
@@ -149,10 +150,10 @@ class Client:
     ) -> GenerateResult:
         """The whole answer to exactly one of ``prompt``, ``messages`` and ``token_ids``.
 
-        ``sampling`` None leaves everything to the server, including the number of tokens (16; for messages the rest of
-        the context); seed 0 means a random one. ``cache_salt`` restricts which cached blocks may be reused; ``session``
-        hints which requests belong together; a lower ``priority`` comes first; ``model`` names an adapter ("" is the
-        model itself).
+        ``sampling`` None leaves everything to the server; ``max_tokens`` None in it leaves that alone (16; for messages
+        the rest of the context). Its ``stop`` strings count beside those of ``stop``. ``cache_salt`` restricts which
+        cached blocks may be reused; ``session`` hints which requests belong together; a lower ``priority`` comes first;
+        ``model`` names an adapter ("" is the model itself).
         """
         request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id, priority, model)
         by_choice: dict[int, list[GenerateChunk]] = {}
@@ -281,11 +282,22 @@ def _request(
         elif token_ids is not None:
             request.token_ids.CopyFrom(pb.TokenIds(ids=token_ids))
         if sampling is not None:
-            check_type("sampling", sampling, SamplingParams)
-            request.sampling.CopyFrom(sampling_to_wire(sampling))
-            if not sampling.seed:
-                request.sampling.ClearField("seed")  # the server draws one
+            check_type("sampling", sampling, SamplingParams, "a mooncake.SamplingParams")
+            _add_sampling(request, sampling)
     return request
+
+
+def _add_sampling(request: pb.GenerateRequest, sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for what only ``LLM`` and HTTP have."""
+    if not (sampling.detokenize and sampling.skip_special_tokens):
+        name = "skip_special_tokens" if sampling.detokenize else "detokenize"
+        raise InvalidRequest(f"{name} is always true over gRPC; HTTP has it, and answers have their tokens", name)
+    request.sampling.CopyFrom(sampling_to_wire(sampling.for_engine()))
+    if sampling.max_tokens is None:
+        request.sampling.ClearField("max_tokens")
+    request.stop.extend(sampling.stop_strings)
+    request.bad_words.extend(sampling.forbidden)
+    request.include_stop_str_in_output = sampling.include_stop_str_in_output
 
 
 def _chat(messages: Messages) -> pb.ChatMessages:

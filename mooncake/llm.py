@@ -17,11 +17,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mooncake import types
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
@@ -32,21 +34,26 @@ from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.llm_answers import Completion, Draft
+from mooncake.llm_absent import absent_because
+from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, beams_of
 from mooncake.llm_inputs import (
     Adapters,
+    LoRARequests,
     Message,
+    Priorities,
     Prompts,
-    TextForm,
+    adapter_places,
     conversation_list,
     one_each,
     priority_list,
     prompt_list,
-    stop_strings,
+    warn_of_spelled_control,
 )
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
-from mooncake.text.detokenizer import TextAssembler
-from mooncake.types import BeamSearch, SamplingParams, TokenIds
+from mooncake.sampling_params import BeamSearchParams, SamplingParams
+from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
+from mooncake.text.tokenizer import Tokenizer
+from mooncake.types import TokenIds, check_type
 
 
 class LLM:
@@ -151,12 +158,24 @@ class LLM:
         self.engine.drop_cached()
         self._backend.close()
 
+    if not TYPE_CHECKING:  # type checkers know what there is
+
+        def __getattr__(self, name: str) -> object:
+            """Names that only vLLM's class has say what there is in their place."""
+            reason = absent_because(name)
+            raise AttributeError(f"LLM.{name}: {reason}" if reason else f"an LLM has no {name!r}", name=name, obj=self)
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, so that the next prompt is computed as a whole."""
         self.engine.drop_cached()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's, in this project's form: ``encode``, ``encode_chat``, ``decode``."""
+        return self.tokenizer
+
     def get_default_sampling_params(self) -> SamplingParams:
-        """Used where no ``sampling_params`` are given, including what the model's generation_config.json says."""
+        """Used where no ``sampling_params`` are given, including what the model's generation_config.json says. Change
+        it at will: each call makes one."""
         return self._defaults.params()
 
     def generate(
@@ -164,25 +183,23 @@ class LLM:
         prompts: Prompts,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: str | Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        skip_special_tokens: bool = True,
         adapter: Adapters = None,
-        priority: Sequence[int] | None = None,
+        lora_request: LoRARequests = None,
+        priority: Priorities = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer every prompt; answers are in the order of the prompts.
 
-        One ``sampling_params`` and ``adapter`` for all or one each; the default is ``get_default_sampling_params()``,
-        and seed 0 means a random one. Each answer ends before the first of the ``stop`` strings in it, or behind it
-        with ``include_stop_str_in_output``. With ``n`` each prompt is computed once and answered that many times.
-        Prompts with a lower ``priority`` (one each) are computed first. ``use_tqdm`` shows a progress bar; by default
-        on a terminal. Raises InvalidRequest, ContextTooLong.
+        One of ``sampling_params``, ``adapter`` and ``priority`` for all prompts, or one each; the default is
+        ``get_default_sampling_params()``. With ``n`` each prompt is computed once and answered that many times.
+        ``lora_request`` names adapters in vLLM's form. Prompts with a lower ``priority`` are computed first.
+        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
         """
         given = prompt_list(prompts)
+        warn_of_spelled_control(given, self.tokenizer)
         token_ids = [self._encode(prompt) for prompt in given]
-        form = TextForm(stop_strings(stop), include_stop_str_in_output, skip_special_tokens)
-        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm, priority)
+        places = adapter_places(adapter, lora_request, len(given), self._adapters)
+        completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
@@ -191,19 +208,18 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, object]] = (),
+        tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        stop: str | Sequence[str] = (),
-        include_stop_str_in_output: bool = False,
-        skip_special_tokens: bool = True,
         adapter: Adapters = None,
+        lora_request: LoRARequests = None,
+        priority: Priorities = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
         """Answer one conversation, or each of several, using the model's own chat template, which gets ``tools`` (in
         OpenAI's form) and the variables in ``chat_template_kwargs``. With ``continue_final_message`` the answer is more
-        of the last message.
+        of the last message. The other arguments are those of ``generate``.
 
         Reasoning and calls are part of the text, and parsed over HTTP alone. Raises like ``generate``, and
         InvalidRequest where the template has no place for tools.
@@ -215,33 +231,24 @@ class LLM:
             variables["add_generation_prompt"] = False
         conversations = conversation_list(messages)
         token_ids = [self.tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
-        form = TextForm(stop_strings(stop), include_stop_str_in_output, skip_special_tokens)
-        completions = self._answer(token_ids, sampling_params, form, adapter, use_tqdm)
+        places = adapter_places(adapter, lora_request, len(token_ids), self._adapters)
+        completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     def beam_search(
         self,
         prompts: Prompts,
-        beam_width: int = 4,
-        max_tokens: int = 16,
+        params: BeamSearchParams,
         *,
-        length_penalty: float = 1.0,
-        early_stopping: bool = False,
-        ignore_eos: bool = False,
+        lora_request: LoRARequests = None,
         use_tqdm: bool | None = None,
-    ) -> list[Completion]:
-        """The ``beam_width`` answers to each prompt found by beam search, best first, by the rules of transformers:
-        the sum of log-probabilities divided by length ** ``length_penalty``. Raises like ``generate``."""
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=0.0,
-            n=beam_width,
-            beam_search=BeamSearch(length_penalty, early_stopping),
-            ignore_eos=ignore_eos,
-            logprobs=0,
-        )
-        return self.generate(prompts, sampling, use_tqdm=use_tqdm)
+    ) -> list[BeamSearchOutput]:
+        """The ``params.beam_width`` answers to each prompt found by beam search, best first, by the rules of
+        transformers. Raises like ``generate``."""
+        check_type("params", params, BeamSearchParams)
+        found = self.generate(prompts, params.sampling(), lora_request=lora_request, use_tqdm=use_tqdm)
+        return [beams_of(each, self.tokenizer, params.skip_special_tokens) for each in found]
 
     def _encode(self, prompt: object) -> TokenIds:
         try:
@@ -256,35 +263,17 @@ class LLM:
             raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", "prompts")
         return ids.astype(np.uint32)
 
-    def _places(self, adapter: Adapters, count: int) -> list[int]:
-        """Indices of the named adapters, one per prompt. Raises InvalidRequest."""
-        names = [adapter] * count if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != count:
-            raise InvalidRequest(f"{len(names)} adapters were given for {count} prompts", "adapter")
-        places = {"": -1} | {known.name: place for place, known in enumerate(self._adapters)}
-        try:
-            return [places[name or ""] for name in names]
-        except KeyError as unknown:
-            raise InvalidRequest(f"there is no adapter {unknown.args[0]!r}", "adapter") from None
-
     def _answer(
         self,
         prompts: list[TokenIds],
         sampling: SamplingParams | Sequence[SamplingParams] | None,
-        form: TextForm,
-        adapter: Adapters,
+        adapters: list[int],
+        priority: Priorities,
         use_tqdm: bool | None,
-        priority: Sequence[int] | None = None,
     ) -> list[Completion]:
-        priorities = priority_list(priority, len(prompts))
         samplings = one_each(sampling or self.get_default_sampling_params(), len(prompts))
-        places = self._places(adapter, len(prompts))
-        drafts = [
-            self._draft(prompt, wanted, place, form)
-            for prompt, wanted, place in zip(prompts, samplings, places, strict=True)
-        ]
-        for draft, rank in zip(drafts, priorities, strict=True):
-            draft.sequence.priority = rank
+        priorities = priority_list(priority, len(prompts))
+        drafts = [self._draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
         try:
             self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
         finally:
@@ -293,23 +282,35 @@ class LLM:
             self.engine.take_ended()
         return [draft.completion() for draft in drafts]
 
-    def _draft(self, prompt: TokenIds, sampling: SamplingParams, adapter: int, form: TextForm) -> Draft:
-        ends = set() if sampling.ignore_eos else set(self._eos_ids)
-        assemblers = [
-            TextAssembler(
-                self.tokenizer, form.stop, form.includes_stop, form.skips_special, min_tokens=sampling.min_tokens
-            )
-            for _ in range(sampling.num_answers)
-        ]
+    def _draft(self, prompt: TokenIds, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
+        longest = max(self.max_model_len - len(prompt), 1)
+        sampling = wanted.for_engine(longest, bad_word_tokens(self.tokenizer, wanted.forbidden))
+        sequence = self._sequence(prompt, _ranking(sampling), adapter)
+        sequence.priority = priority
         return Draft(
-            self._sequence(prompt, _ranking(sampling), adapter),
+            sequence,
             sampling,
-            assemblers,
-            frozenset(sampling.stop_token_ids) - ends,
-            form.includes_stop,
+            [self._assembler(wanted) for _ in range(sampling.num_answers)],
+            frozenset(sampling.stop_token_ids) - (set() if sampling.ignore_eos else set(self._eos_ids)),
+            wanted.include_stop_str_in_output,
+            self._text_of,
         )
 
-    def _sequence(self, prompt: TokenIds, sampling: SamplingParams, adapter: int) -> engine_sequence.Sequence:
+    def _text_of(self, token_id: int) -> str:
+        return self.tokenizer.token_bytes(token_id, skip_special=False).decode(errors="replace")
+
+    def _assembler(self, wanted: SamplingParams) -> TextAssembler | None:
+        if not wanted.detokenize:
+            return None
+        return TextAssembler(
+            self.tokenizer,
+            wanted.stop_strings,
+            wanted.include_stop_str_in_output,
+            wanted.skip_special_tokens,
+            min_tokens=wanted.min_tokens,
+        )
+
+    def _sequence(self, prompt: TokenIds, sampling: types.SamplingParams, adapter: int) -> engine_sequence.Sequence:
         start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
         if start is None:
             adapter = -1
@@ -383,7 +384,7 @@ def _fit(
     return replace(limits, max_model_len=longest, groups=groups), size
 
 
-def _ranking(sampling: SamplingParams) -> SamplingParams:
+def _ranking(sampling: types.SamplingParams) -> types.SamplingParams:
     """Answers are ranked by their log-probabilities, requested or not."""
     if sampling.num_answers == sampling.n or sampling.logprobs is not None:
         return sampling

@@ -6,15 +6,18 @@ It knows neither a model's vocabulary nor how answers are made.
 from __future__ import annotations
 
 import json
-import secrets
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
+from mooncake.adapters import Adapter
 from mooncake.errors import InvalidRequest, shown
-from mooncake.text.tokenizer import ROLES, ChatCall, ChatMessage
-from mooncake.types import SamplingParams, TokenIds
+from mooncake.sampling_params import SamplingParams
+from mooncake.text.tokenizer import ROLES, ChatCall, ChatMessage, Tokenizer
+from mooncake.types import TokenIds
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, object]
 """Text (in which special tokens are plain text), or token ids; or one of them by its name in vLLM, ``{"prompt": …}`` or
@@ -30,13 +33,20 @@ Message = ChatMessage | Mapping[str, object]
 of the assistant may have ``tool_calls`` and ``reasoning``, one of a tool has a ``tool_call_id``, as in OpenAI's API."""
 
 
-@dataclass(frozen=True, slots=True)
-class TextForm:
-    """What the text of answers contains."""
+Priorities = int | Sequence[int] | None
+"""For all prompts, or one each."""
 
-    stop: tuple[str, ...] = ()  # it ends before the first of these
-    includes_stop: bool = False  # or behind it
-    skips_special: bool = True  # control tokens
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """One of the adapters that the ``LLM`` was opened with, in vLLM's form: by its name, with its folder."""
+
+    lora_name: str
+    lora_int_id: int = 0  # no effect: its weights tell an adapter from others
+    lora_path: str = ""
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 def prompt_list(prompts: Prompts) -> list[object]:
@@ -45,6 +55,13 @@ def prompt_list(prompts: Prompts) -> list[object]:
         return [_unnamed(prompts)]
     items: list[object] = list(prompts)
     return [items] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))
+
+
+def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer) -> None:
+    """The prompts of one call are made alike, so the first one tells whether a chat template has rendered them."""
+    if prompts and isinstance(prompts[0], str) and (name := tokenizer.spelled_control(prompts[0])):
+        what = f"a prompt spells {name}, which is plain text in it: LLM.chat renders conversations"
+        warnings.warn(f"{what}, and a prompt of token ids may have control tokens", stacklevel=3)
 
 
 def _unnamed(prompt: object) -> object:
@@ -129,21 +146,20 @@ def _content(content: object) -> str:
 
 
 def one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """Sampling for each prompt. A random answer without a seed gets one of its own."""
+    """Sampling for each prompt. Raises InvalidRequest for another number of them, or for something else."""
     samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
     if not all(isinstance(each, SamplingParams) for each in samplings):
-        raise InvalidRequest("sampling_params are one SamplingParams, or one for each prompt", "sampling_params")
+        raise InvalidRequest(
+            "sampling_params are one mooncake.SamplingParams, or one for each prompt", "sampling_params"
+        )
     if len(samplings) != count:
         raise InvalidRequest(f"{len(samplings)} sampling parameters were given for {count} prompts", "sampling_params")
-    return [
-        params if params.is_greedy or params.seed else replace(params, seed=secrets.randbits(63))
-        for params in samplings
-    ]
+    return samplings
 
 
-def priority_list(priority: Sequence[int] | None, count: int) -> list[int]:
+def priority_list(priority: Priorities, count: int) -> list[int]:
     """For each prompt. Raises InvalidRequest for another number of them, or no whole numbers."""
-    priorities = [0] * count if priority is None else list(priority)
+    priorities = list(priority) if isinstance(priority, Sequence) else [0 if priority is None else priority] * count
     if len(priorities) != count:
         raise InvalidRequest(f"{len(priorities)} priorities were given for {count} prompts", "priority")
     if not all(isinstance(each, int) for each in priorities):
@@ -151,5 +167,25 @@ def priority_list(priority: Sequence[int] | None, count: int) -> list[int]:
     return priorities
 
 
-def stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    return (stop,) if isinstance(stop, str) else tuple(stop)
+def adapter_places(adapter: Adapters, lora: LoRARequests, count: int, known: Sequence[Adapter]) -> list[int]:
+    """Which of the ``known`` adapters acts on each prompt, -1 for none. Raises InvalidRequest."""
+    if adapter is not None and lora is not None:
+        raise InvalidRequest("adapter and lora_request say the same: give one of them", "lora_request")
+    given = adapter if lora is None else lora
+    each = [given] * count if given is None or isinstance(given, (str, LoRARequest)) else list(given)
+    if len(each) != count:
+        raise InvalidRequest(f"{len(each)} adapters were given for {count} prompts", "adapter")
+    return [_adapter_place(wanted, known) for wanted in each]
+
+
+def _adapter_place(wanted: str | LoRARequest | None, known: Sequence[Adapter]) -> int:
+    if not wanted:
+        return -1
+    name, path = (wanted.lora_name, wanted.lora_path) if isinstance(wanted, LoRARequest) else (wanted, "")
+    place = next((place for place, adapter in enumerate(known) if adapter.name == name), None)
+    if place is None:
+        opened = f"adapters are opened with the model: LLM(…, adapters={{{name!r}: {path or 'FOLDER'!r}}})"
+        raise InvalidRequest(f"there is no adapter {name!r}; {opened}", "adapter")
+    if path and Path(path).resolve() != known[place].path.resolve():
+        raise InvalidRequest(f"the adapter {name!r} was opened from {known[place].path}, not {path}", "lora_request")
+    return place

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mooncake.errors import ConfigError, InvalidRequest, ModelError
 from mooncake.json_file import json_object
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 _KEYS = {  # keys of generation_config.json, and our names
     "temperature": "temperature",

@@ -37,6 +37,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the client disconnected
 
 
+MAX_TOKENS = 1 << 20  # of an answer
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
@@ -102,12 +103,13 @@ class Guide:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose the next token. Greedy when ``temperature`` is 0.
+    """How to choose the next token, in tokens alone: what travels and computes. (Users fill in
+    ``mooncake.sampling_params``.) Greedy when ``temperature`` is 0.
 
     ``logprobs`` is None for none, or the number of top alternatives wanted besides the chosen token (0 to 20);
-    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set below ingress: if the client gives
-    none (``Client`` sends no 0), ingress draws one, as ``LLM`` does for 0. With ``n``, answer i uses the seed
-    ``seed + i``; with ``best_of`` that many are generated and the ``n`` most likely per token are kept.
+    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set: if the user gives none, one is
+    drawn. With ``n``, answer i uses the seed ``seed + i``; with ``best_of`` that many are generated and the ``n`` most
+    likely per token are kept.
     """
 
     max_tokens: int = 16
@@ -136,7 +138,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range."""
-        _in_range("max_tokens", self.max_tokens, 1, 1 << 20)
+        _in_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, 1 << 31)

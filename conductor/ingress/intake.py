@@ -85,9 +85,9 @@ class Intake:
             raise InvalidRequest("the arguments of a call nest too deeply", conversation.param) from None
 
     async def chat_job(
-        self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None
+        self, call: Call, conversation: Conversation, max_tokens: int | None, logprobs: int | None, number: int = 0
     ) -> Job:
-        """The checked job of a chat. Raises InvalidRequest, naming the field."""
+        """The checked job of a chat, ``number`` of those of a request. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
         keep = self.prompts.to_keep(fields.truncate_prompt_tokens, fields.truncation_side, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
@@ -109,7 +109,7 @@ class Intake:
                 sampling = replace(sampling, guide=self.output_format.guide(guide, start, tokenizer.control_id))
                 await self.prompts.check_guide(sampling.guide)
         budget = self._thinking_budget(fields.thinking_token_budget, start)
-        job = self.job(call, tokens, replace(sampling, thinking_budget=budget), 0)
+        job = self.job(call, tokens, replace(sampling, thinking_budget=budget), number)
         return replace(
             job, kept=self.output_format.markers(tools), parser=lambda: self.output_format.parser(tools, start)
         )

@@ -42,9 +42,9 @@ class Conversation:
         return self.messages[-1].content if self.continue_final and self.messages else ""
 
 
-def chat_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+def chat_messages(messages: Sequence[Message], param: str = "messages") -> list[ChatMessage]:
     """Raises InvalidRequest, naming the message, for an unknown role or content that is not text."""
-    return [_chat_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+    return [_chat_message(message, f"{param}[{number}]") for number, message in enumerate(messages)]
 
 
 def _chat_message(message: Message, where: str) -> ChatMessage:

@@ -32,17 +32,20 @@ from conductor.ingress.openai_answers import (
     UsageBody,
     usage_body,
 )
-from conductor.ingress.openai_checks import check_chat, check_completion, num_choices
+from conductor.ingress.openai_checks import check_chat, check_chat_batch, check_completion, num_choices
 from conductor.ingress.openai_types import (
+    BatchChatRequest,
+    ChatFields,
     ChatRequest,
     CompletionRequest,
+    Message,
     decode_request,
     sampling_of,
     template_variables,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES
 from conductor.ingress.prompts import Keep
-from conductor.ingress.tools import tools_of
+from conductor.ingress.tools import Tools, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.types import TokenIds
 
@@ -116,6 +119,7 @@ class OpenAIApi:
             Route("/v1/models/{model:path}", guarded(self.get_model), methods=["GET"]),
             Route("/v1/completions", guarded(self.complete), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
+            Route("/v1/chat/completions/batch", guarded(self.chat_batch), methods=["POST"]),
             Route("/invocations", guarded(self.invoke), methods=["POST"]),
         ]
 
@@ -161,28 +165,51 @@ class OpenAIApi:
         check_chat(body)
         tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         n = num_choices(body, 1)
-        name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        max_new = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        conversation = Conversation(
-            chat_messages(body.messages), tools, template_variables(body), bool(body.continue_final_message)
-        )
-        job = await self._intake.chat_job(call, conversation, max_new, logprobs)
-        self._prompts.check_room(len(job.request.tokens), max_new, name)
-        extras = self._intake.extras(body, bool(body.logprobs), body.stream_interval)
-        has_reasoning = self._intake.output_format.has_reasoning
+        job = await self._conversation_job(call, body, body.messages, tools)
         return await self._answer(
             Plan(
                 call=call,
                 wording=CHAT,
                 jobs=[job],
-                writers=[
-                    ChatWriter(index, extras, has_reasoning, body.include_reasoning is not False) for index in range(n)
-                ],
+                writers=self._chat_writers(body, n),
                 prompt_token_ids=job.request.tokens.tolist() if body.return_token_ids else UNSET,
                 prompt_text=await self._prompts.decode(job.request.tokens, False) if body.return_prompt_text else UNSET,
             )
         )
+
+    async def chat_batch(self, request: Request) -> Response:
+        """vLLM's: several conversations, each answered by the choice of its number."""
+        call, body = await self._intake.receive(request, BatchChatRequest, CHAT.id_prefix)
+        check_chat_batch(body)
+        jobs = [
+            await self._conversation_job(call, body, messages, None, number, f"messages[{number}]")
+            for number, messages in enumerate(body.messages)
+        ]
+        writers = self._chat_writers(body, len(jobs))
+        return await self._answer(Plan(call=call, wording=CHAT, jobs=jobs, writers=writers))
+
+    async def _conversation_job(
+        self,
+        call: Call,
+        body: ChatFields,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        number: int = 0,
+        param: str = "messages",
+    ) -> Job:
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        is_begun = bool(body.continue_final_message)
+        conversation = Conversation(
+            chat_messages(messages, param), tools, template_variables(body), is_begun, param=param
+        )
+        job = await self._intake.chat_job(call, conversation, body.most_tokens, logprobs, number)
+        self._prompts.check_room(len(job.request.tokens), body.most_tokens, body.most_tokens_field)
+        return job
+
+    def _chat_writers(self, body: ChatFields, count: int) -> list[ChatWriter]:
+        extras = self._intake.extras(body, bool(body.logprobs), body.stream_interval)
+        has_reasoning, is_told = self._intake.output_format.has_reasoning, body.include_reasoning is not False
+        return [ChatWriter(index, extras, has_reasoning, is_told) for index in range(count)]
 
     async def invoke(self, request: Request) -> Response:
         """SageMaker's one path: a chat if there are messages, else a completion."""

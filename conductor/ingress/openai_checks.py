@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from conductor.ingress.openai_types import AnswerFields, ChatRequest, CompletionRequest, GenerationFields
+from conductor.ingress.openai_types import (
+    AnswerFields,
+    BatchChatRequest,
+    ChatFields,
+    CompletionRequest,
+    GenerationFields,
+)
 from conductor.ingress.pipeline import MAX_CHOICES
 from mooncake.errors import InvalidRequest, shown
 from mooncake.types import MAX_TOP_LOGPROBS
@@ -34,7 +40,7 @@ def check_answer(body: AnswerFields) -> None:
         raise InvalidRequest(what, "stream_interval")
 
 
-def check_chat(body: ChatRequest) -> None:
+def check_chat(body: ChatFields) -> None:
     """Raises InvalidRequest for valid chat fields that are not supported."""
     check_answer(body)
     if body.add_special_tokens:
@@ -58,6 +64,23 @@ def check_chat(body: ChatRequest) -> None:
     if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
         what = f"max_completion_tokens must be at least 1, got {shown(body.max_completion_tokens)}"
         raise InvalidRequest(what, "max_completion_tokens")
+
+
+def check_chat_batch(body: BatchChatRequest) -> None:
+    """Raises InvalidRequest also for what belongs to one conversation alone, as in vLLM."""
+    check_chat(body)
+    if not 1 <= len(body.messages) <= MAX_CHOICES:
+        raise InvalidRequest(f"a batch has 1 to {MAX_CHOICES} conversations, not {len(body.messages)}", "messages")
+    refused = {
+        "stream": body.stream,
+        "n": num_choices(body, 1) > 1,
+        "use_beam_search": body.use_beam_search,
+        "tools": body.tools,
+        "prompt_logprobs": body.prompt_logprobs is not None,
+        "return_prompt_text": body.return_prompt_text,
+    }
+    for name in (name for name, is_asked in refused.items() if is_asked):
+        raise InvalidRequest(f"{name} is for one conversation: a batch has one whole choice for each", name)
 
 
 def num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -> int:

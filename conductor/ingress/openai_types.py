@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import secrets
 from collections.abc import Sequence
 from typing import ClassVar, TypeVar
 
@@ -17,7 +16,8 @@ from conductor.ingress.nested_fields import unknown_nested
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
-from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams
+from mooncake.sampling_params import guides_of, seed_or_random
+from mooncake.types import BeamSearch, Guide, RepetitionDetection, SamplingParams
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
@@ -164,8 +164,9 @@ class Message(msgspec.Struct, frozen=True):
     reasoning_content: str | None = None
 
 
-class ChatRequest(AnswerFields, frozen=True, kw_only=True):
-    messages: list[Message]
+class ChatFields(AnswerFields, frozen=True, kw_only=True):
+    """All but the messages."""
+
     add_special_tokens: bool | None = None  # true is refused: the chat template decides
     echo: bool | None = None  # likewise: of completions
     return_prompt_text: bool | None = None
@@ -184,6 +185,25 @@ class ChatRequest(AnswerFields, frozen=True, kw_only=True):
     functions: list[msgspec.Raw] | None = None
     modalities: list[str] | None = None
     include_reasoning: bool | None = None  # None: true; vLLM's
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of the answer."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def most_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+
+class ChatRequest(ChatFields, frozen=True, kw_only=True):
+    messages: list[Message]
+
+
+class BatchChatRequest(ChatFields, frozen=True, kw_only=True):
+    """vLLM's: conversations that are answered by one choice each."""
+
+    messages: list[list[Message]]
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,7 +227,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     tokens: list[int]
 
 
-def template_variables(body: ChatRequest | TokenizeRequest) -> dict[str, object]:
+def template_variables(body: ChatFields | TokenizeRequest) -> dict[str, object]:
     """Variables for the chat template. Raises InvalidRequest for contradictory ones, and for another template."""
     if body.add_generation_prompt and body.continue_final_message:
         what = "add_generation_prompt begins a new message: no continue_final_message with it"
@@ -300,7 +320,7 @@ def sampling_of(
         logit_bias=tuple(sorted((fields.logit_bias or {}).items())),
         allowed_token_ids=tuple(fields.allowed_token_ids or ()),
         bad_words=bad_words,
-        seed=_seed(fields.seed),
+        seed=seed_or_random(fields.seed),
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
@@ -332,16 +352,13 @@ def _guide_of(fields: GenerationFields) -> Guide | None:
         known = "json, json_object, regex, choice, grammar"
         raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
     guides = [
-        *_json_guides(fields.guided_json),
-        *_json_guides(wanted.json),
-        *([Guide(GuideKind.JSON_OBJECT)] if wanted.json_object else []),
-        *(Guide(GuideKind.REGEX, text) for text in (fields.guided_regex, wanted.regex) if text is not None),
-        *(Guide(GuideKind.GRAMMAR, text) for text in (fields.guided_grammar, wanted.grammar) if text is not None),
-        *(
-            Guide(GuideKind.CHOICE, msgspec.json.encode(choices).decode())
-            for choices in (fields.guided_choice, wanted.choice)
-            if choices is not None
+        *guides_of(
+            json=fields.guided_json,
+            regex=fields.guided_regex,
+            choice=fields.guided_choice,
+            grammar=fields.guided_grammar,
         ),
+        *guides_of(wanted.json, wanted.json_object, wanted.regex, wanted.choice, wanted.grammar),
         *_format_guides(fields.response_format),
     ]
     if len(guides) > 1:
@@ -354,30 +371,15 @@ def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
         case "text":
             return []
         case "json_object":
-            return [Guide(GuideKind.JSON_OBJECT)]
+            return guides_of(json_object=True)
         case "json_schema":
             schema = wanted.json_schema.schema if wanted is not None and wanted.json_schema is not None else None
             if schema is None:
                 raise InvalidRequest("response_format needs json_schema.schema", "response_format")
-            return _json_guides(schema)
+            return guides_of(json=schema)
         case other:
             known = "text, json_object, json_schema"
             raise InvalidRequest(f"the response_format {shown(other)} is not one of {known}", "response_format")
-
-
-def _json_guides(schema: dict[str, object] | str | None) -> list[Guide]:
-    """A schema is an object, or its JSON text."""
-    if schema is None:
-        return []
-    return [Guide(GuideKind.JSON_SCHEMA, schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())]
-
-
-def _seed(seed: int | None) -> int:
-    if seed is None or seed == -1:  # the latter is vLLM's word for a random one
-        return secrets.randbits(63)
-    if not -(1 << 63) <= seed < 1 << 64:
-        raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
-    return seed & ((1 << 64) - 1)
 
 
 V = TypeVar("V")

@@ -68,7 +68,7 @@ from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, Samplin
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
-_OTHER_CALLS = ("input_tokens", "compact")  # OpenAI routes at the place of a response's id
+_OTHER_CALLS = ("input_tokens", "compact", "render")  # OpenAI routes at the place of a response's id
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 

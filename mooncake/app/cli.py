@@ -27,7 +27,7 @@ from mooncake.app.vllm_flags import refuse_flags_of_vllm
 from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
 
 if TYPE_CHECKING:
-    from mooncake.types import SamplingParams
+    from mooncake.sampling_params import SamplingParams
 
 # Errors of output: the disk is full, the file size limit is reached, the terminal or the reader of a pipe is gone.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
@@ -357,9 +357,9 @@ def config_show(
 
 
 def _sampling(max_tokens: int, temperature: float, top_p: float, seed: int) -> SamplingParams:
-    from mooncake.types import SamplingParams
+    from mooncake.sampling_params import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed or None)
 
 
 def exit_code(error: MooncakeError) -> int:

@@ -20,8 +20,8 @@ from mooncake.app.role_main import unless_stopped
 from mooncake.app.talk import Conversation, TalkOptions
 from mooncake.client import Client, GenerateChunk
 from mooncake.config import Config
+from mooncake.sampling_params import SamplingParams
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, scale
-from mooncake.types import SamplingParams
 
 SYSTEM = (
     "You are a friendly science teacher. You explain one idea at a time, in plain words that a curious child of ten "

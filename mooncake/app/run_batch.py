@@ -12,7 +12,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import cast
 
 from mooncake.api_keys import bearer, own_api_key
+from mooncake.app.batch_results import BatchAnswer, BatchResults
 from mooncake.app.console import counted, err
 from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.tls import CA_CERTS_ENV, own_tls
@@ -43,44 +43,33 @@ class BatchRequest:
     body: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BatchAnswer:
-    custom_id: str
-    status: int  # 0: the server did not answer
-    request_id: str
-    body: object
-
-    @property
-    def line(self) -> str:
-        """As OpenAI's result files have it."""
-        response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        error = None if self.status else {"code": "unavailable", "message": self.body}
-        result = {
-            "id": f"batch_req_{uuid.uuid4().hex}",
-            "custom_id": self.custom_id,
-            "response": response if self.status else None,
-            "error": error,
-        }
-        return json.dumps(result, ensure_ascii=False)
-
-
 def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: int) -> bool:
-    """Write a result for each request, in their order. Returns whether all were answered. Raises ConfigError for files
-    that cannot be sent or would be lost, NodeUnavailable when no server listens at ``url``."""
+    """Write a result for each request, in their order. Those that ``results_file`` has the answers of are not sent, so
+    an interrupted run goes on. Returns whether all were answered. Raises ConfigError for files that cannot be sent or
+    would be lost, NodeUnavailable when no server listens at ``url``."""
     requests = read_requests(requests_file)
     if results_file.exists() and results_file.samefile(requests_file):
         raise ConfigError(f"{results_file} holds the requests: results go to another file")
     server = BatchServer(url)
     server.check()
+    with contextlib.closing(BatchResults(results_file, [request.custom_id for request in requests])) as results:
+        missing = [request for request in requests if request.custom_id not in results.answered]
+        if results.answered:
+            has = f"{results_file} has {len(results.answered)} of {len(requests)} answers already"
+            err.print(f"{has}; {f'{len(missing)} requests are sent' if missing else 'remove it to ask again'}")
+        return _send(server, missing, results, concurrency)
+
+
+def _send(server: BatchServer, requests: Sequence[BatchRequest], results: BatchResults, concurrency: int) -> bool:
     num_failed, begun_s = 0, time.monotonic()
-    with results_file.open("w", encoding="utf-8") as results, counted("answering", len(requests)) as advance:
+    with counted("answering", len(requests)) as advance:
         for answer in _answers(server, requests, concurrency):
             num_failed += answer.status != 200
-            results.write(f"{answer.line}\n")
-            results.flush()
+            results.add(answer)
             advance()
     took_s = time.monotonic() - begun_s
-    err.print(f"{len(requests) - num_failed} of {len(requests)} requests were answered in {took_s:.1f} s")
+    if requests:
+        err.print(f"{len(requests) - num_failed} of {len(requests)} requests were answered in {took_s:.1f} s")
     return not num_failed
 
 
@@ -109,7 +98,7 @@ def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency:
 def read_requests(file: Path) -> list[BatchRequest]:
     """Raises ConfigError, naming the line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines, as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     requests: dict[str, BatchRequest] = {}

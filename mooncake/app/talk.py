@@ -13,7 +13,7 @@ from mooncake.app.console import answer_line, err, print_json
 from mooncake.app.reach import reach
 from mooncake.client import Client, GenerateChunk
 from mooncake.errors import ContextTooLong, MooncakeError
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,6 +143,10 @@ class Tokenizer:
         """Id of a control token; None if there is none with this name."""
         return self._control_ids.get(name)
 
+    def spelled_control(self, text: str) -> str:
+        """A control token that ``text`` spells, as plain text; "" for none."""
+        return next((name for name in self._control_ids if name in text), "")
+
     def only_token(self, text: str) -> int | None:
         """The token that is all of this text; None where several are."""
         control = self.control_id(text)

@@ -29,7 +29,7 @@ from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 from mooncake.rpc.server import RpcServer
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 TRACE = "\n".join(
@@ -558,6 +558,72 @@ def test_an_interrupted_batch_waits_for_no_answer(tmp_path: Path) -> None:
         batch.send_signal(signal.SIGINT)
         assert batch.wait(20) == 130
     assert (tmp_path / "out").read_text() == ""
+
+
+@contextlib.contextmanager
+def one_that_answers(prompts: list[str], until: int) -> Iterator[str]:
+    """A server's address: it says each of ``prompts`` back, and is silent when it has been asked ``until`` times."""
+    goes_on = threading.Event()
+
+    class Echo(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({})
+
+        def do_POST(self) -> None:
+            prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
+            prompts.append(prompt)
+            if len(prompts) > until:
+                goes_on.wait(60)
+            with contextlib.suppress(ConnectionError):  # an interrupted client is gone
+                self.answer({"text": prompt})
+
+        def answer(self, body: dict[str, str]) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *arguments: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            goes_on.set()
+            server.shutdown()
+
+
+def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
+    ends = "\u2028"  # ends no line of JSON
+    lines = [batch_line(f"r{n}", prompt=f"{n}{ends}").replace(r"\u2028", ends) for n in range(8)]
+    (tmp_path / "in").write_text("\n".join(lines))
+    files, out = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")), tmp_path / "out"
+    before: list[str] = []
+    with (
+        one_that_answers(before, until=5) as url,
+        no_background_job(),
+        started("run-batch", *files, "--url", url, "--concurrency", "1") as batch,
+    ):
+        wait_until(lambda: len(before) == 6 and len(out.read_bytes().splitlines()) == 5)
+        batch.send_signal(signal.SIGINT)
+        assert batch.wait(20) == 130
+    kept = out.read_bytes()
+    out.write_bytes(kept[:-9])  # as after a crash within the last line
+    after: list[str] = []
+    with one_that_answers(after, until=99) as url:
+        done = run("run-batch", *files, "--url", url)
+        assert done.returncode == 0
+        told = " ".join(done.stderr.split())
+        assert "out has 4 of 8 answers already; 4 requests are sent" in told and "4 of 4 requests were answered" in told
+        assert sorted(after) == [f"{n}{ends}" for n in (4, 5, 6, 7)]
+        assert out.read_bytes().startswith(b"".join(kept.splitlines(keepends=True)[:4]))
+        results = [json.loads(line) for line in out.read_bytes().splitlines()]
+        assert [result["custom_id"] for result in results] == [f"r{n}" for n in range(8)]
+        assert [result["response"]["body"]["text"] for result in results] == [f"{n}{ends}" for n in range(8)]
+        whole = out.read_bytes()
+        again = run("run-batch", *files, "--url", url)
+    assert again.returncode == 0 and "remove it to ask again" in " ".join(again.stderr.split())
+    assert len(after) == 4 and out.read_bytes() == whole
 
 
 def test_a_server_that_hangs_up_in_an_answer_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

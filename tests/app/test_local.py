@@ -20,7 +20,7 @@ from mooncake.app.local import LocalCluster
 from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, ModelError, NodeUnavailable
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 FEW = SamplingParams(max_tokens=3, temperature=0.0)
 

@@ -24,7 +24,7 @@ from mooncake.app.ray_cluster import RayCluster, needs_of
 from mooncake.app.ray_head import PRIVATE_ENV, PrivateRay, check_answers, is_loopback
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError, NodeUnavailable
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 ROOT = Path(__file__).parents[2]

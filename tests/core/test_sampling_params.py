@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mooncake
+from mooncake import sampling_params
 from mooncake.client import Client
 from mooncake.errors import InvalidRequest
 from mooncake.repetition import Repetitions
@@ -69,7 +70,22 @@ def test_numbers_of_numpy_are_numbers() -> None:
     ("wishes", "words"),
     [
         ({"prompt": [1, 2, 3]}, "prompt must be a text (token ids are given as token_ids), got [1, 2, 3]"),
-        ({"prompt": "x", "sampling": {"max_tokens": 4}}, "sampling must be a SamplingParams, got {'max_tokens': 4}"),
+        (
+            {"prompt": "x", "sampling": {"max_tokens": 4}},
+            "sampling must be a mooncake.SamplingParams, got {'max_tokens': 4}",
+        ),
+        (
+            {"prompt": "x", "sampling": SamplingParams()},
+            "sampling must be a mooncake.SamplingParams, got SamplingParams(",
+        ),
+        (
+            {"prompt": "x", "sampling": sampling_params.SamplingParams(skip_special_tokens=False)},
+            "skip_special_tokens is always true over gRPC",
+        ),
+        (
+            {"prompt": "x", "sampling": sampling_params.SamplingParams(detokenize=False)},
+            "detokenize is always true over gRPC",
+        ),
         ({"messages": ["Hello"]}, "messages look like"),
         ({"messages": [{"role": "user"}]}, "messages look like"),
         ({"token_ids": [-1]}, "a value of the request cannot be sent"),
@@ -92,7 +108,7 @@ def test_a_client_wants_host_and_port(address: str) -> None:
 
 
 def test_what_a_request_is_made_of_is_found_in_the_package_itself() -> None:
-    assert (mooncake.SamplingParams, mooncake.BeamSearch) == (SamplingParams, BeamSearch)
+    assert (mooncake.SamplingParams, mooncake.BeamSearch) == (sampling_params.SamplingParams, BeamSearch)
     assert (mooncake.Guide, mooncake.GuideKind) == (Guide, GuideKind)
 
 

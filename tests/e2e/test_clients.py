@@ -13,7 +13,7 @@ import pytest
 
 from mooncake.app.local import LocalCluster
 from mooncake.client import Client
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 CITY = {
     "type": "object",

@@ -14,7 +14,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.client import Client
 from mooncake.rpc import cluster_pb2, cluster_pb2_grpc
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 NEW = 24
 

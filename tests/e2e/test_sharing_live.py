@@ -71,7 +71,7 @@ async def test_bytes_on_the_wire_and_in_the_pool_fall_by_what_is_shared(tmp_path
             "epoch": 3,
             "tokens": tokens_to_wire(prompt),
             "num_prompt_tokens": len(prompt),
-            "sampling": sampling_to_wire(SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)),
+            "sampling": sampling_to_wire(SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True).for_engine()),
         }
         answering = asyncio.create_task(answer(channels, decode.control_address, common))
         pools = [prefill_pb2.PoolTarget(control_address=store.control_address)]

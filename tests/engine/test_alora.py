@@ -185,7 +185,7 @@ def test_whoever_takes_an_answer_over_lets_the_adapter_begin_where_it_began(mode
         "taken over",
         np.array([*prompt, *told], np.uint32),
         len(prompt),
-        GREEDY,
+        GREEDY.for_engine(),
         Chain(bytes(32), "digest", 21),
         eos_ids=(),
         max_model_len=200,
@@ -254,5 +254,11 @@ def test_invocations_that_no_prompt_can_have_are_refused(models: Models, tmp_pat
         load_adapter(opened([7, 320]), open_checkpoint(str(models.folder)).config)
     with pytest.raises(InvalidRequest, match="within the prompt"):
         engine_sequence.Sequence(
-            "late", np.arange(5, dtype=np.uint32), 4, GREEDY, Chain(b"", "digest", 4), eos_ids=(), max_model_len=200
+            "late",
+            np.arange(5, dtype=np.uint32),
+            4,
+            GREEDY.for_engine(),
+            Chain(b"", "digest", 4),
+            eos_ids=(),
+            max_model_len=200,
         )

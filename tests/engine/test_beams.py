@@ -10,7 +10,8 @@ import torch
 from reference import smollm2
 from tiny_model import write_tiny_model
 
-from mooncake import LLM
+from mooncake import LLM, BeamSearchParams
+from mooncake import SamplingParams as Wanted
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.decoding.beams import Beams, Candidate
 from mooncake.engine.engine import Engine, StepOutput, StepPlan
@@ -65,8 +66,8 @@ def reference(model: Any, prompt: list[int], max_tokens: int, width: int, **rule
 def test_the_prompt_of_a_search_is_scored_as_that_of_any_answer(tiny: tuple[LLM, Any]) -> None:
     llm, _ = tiny
     prompt = list(range(5, 25))
-    [plain] = llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2), use_tqdm=False)
-    search = SamplingParams(max_tokens=6, temperature=0.0, n=3, beam_search=BeamSearch(), prompt_logprobs=2)
+    [plain] = llm.generate([prompt], Wanted(max_tokens=1, temperature=0.0, prompt_logprobs=2), use_tqdm=False)
+    search = Wanted(max_tokens=6, temperature=0.0, n=3, beam_search=BeamSearch(), prompt_logprobs=2)
     [found] = llm.generate([prompt], search, use_tqdm=False)
     assert found.prompt_logprobs == plain.prompt_logprobs and len(found.outputs) == 3
 
@@ -81,13 +82,12 @@ def test_it_finds_what_transformers_finds(
     llm, model = tiny
     for seed, length in enumerate((1, 30)):
         prompt = np.random.default_rng(seed).integers(3, 320, length).tolist()
-        [got] = llm.beam_search(
-            prompt, width, 24, length_penalty=length_penalty, early_stopping=early_stopping, use_tqdm=False
-        )
+        params = BeamSearchParams(width, 24, length_penalty=length_penalty, early_stopping=early_stopping)
+        [got] = llm.beam_search(prompt, params, use_tqdm=False)
         rules = {"length_penalty": length_penalty, "early_stopping": early_stopping} if width > 1 else {}
         wanted = reference(model, prompt, 24, width, **rules)
-        assert [answer.token_ids for answer in got.outputs] == wanted
-        assert all((answer.token_ids[-1] == 2) == (answer.finish_reason is FinishReason.STOP) for answer in got.outputs)
+        assert [beam.tokens for beam in got.sequences] == [prompt + answer for answer in wanted]
+        assert all((beam.tokens[-1] == 2) == (beam.finish_reason is FinishReason.STOP) for beam in got.sequences)
 
 
 @pytest.mark.slow
@@ -95,8 +95,10 @@ def test_it_finds_what_transformers_finds_with_a_real_model() -> None:
     with LLM("smollm2", kv_gb=0.3, threads=1) as llm:
         for text in ("The capital of France is", "1, 2, 3, 4,", "Once upon a time"):
             prompt = llm.tokenizer.encode(text).tolist()
-            [got] = llm.beam_search(prompt, WIDTH, 20, use_tqdm=False)
-            assert [answer.token_ids for answer in got.outputs] == reference(smollm2(), prompt, 20, WIDTH)
+            [got] = llm.beam_search(prompt, BeamSearchParams(WIDTH, 20), use_tqdm=False)
+            wanted = reference(smollm2(), prompt, 20, WIDTH)
+            assert [beam.tokens for beam in got.sequences] == [prompt + answer for answer in wanted]
+            assert all(beam.text.startswith(text) for beam in got.sequences)
 
 
 def test_the_beams_share_their_blocks_to_the_closed_form() -> None:

@@ -106,7 +106,11 @@ def test_a_small_model_that_fails_costs_its_drafts_alone(
     found: dict[str, list[int]] = {}
     for name, prompt in zip("abc", PROMPTS, strict=True):
         tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(name, tokens, len(tokens), SAMPLINGS[0], Chain(b"seed"), eos_ids=(), max_model_len=256))
+        engine.add(
+            Sequence(
+                name, tokens, len(tokens), SAMPLINGS[0].for_engine(), Chain(b"seed"), eos_ids=(), max_model_len=256
+            )
+        )
     while engine.has_work:
         for output in engine.step():
             found.setdefault(output.request_id, []).append(output.token.token_id)
@@ -137,7 +141,7 @@ def drafter_on(folder: Path, chunk_tokens: int, num_blocks: int = 40) -> tuple[D
 
 def sequence_of(name: str, tokens: list[int]) -> Sequence:
     given = np.array(tokens, np.uint32)
-    return Sequence(name, given, len(given), SAMPLINGS[0], Chain(b"seed"), eos_ids=(), max_model_len=256)
+    return Sequence(name, given, len(given), SAMPLINGS[0].for_engine(), Chain(b"seed"), eos_ids=(), max_model_len=256)
 
 
 def test_a_long_prompt_is_read_in_parts_and_by_one_of_its_answers(folders: dict[str, Path]) -> None:
@@ -215,7 +219,7 @@ async def test_a_node_has_one_too(folders: dict[str, Path]) -> None:
                 loop.call_soon_threadsafe(ended.set)
 
         prompt = np.array(PROMPTS[1], np.uint32)
-        host.thread.add(host.sequence("r", prompt, len(prompt), SAMPLINGS[0], ""), on_output)
+        host.thread.add(host.sequence("r", prompt, len(prompt), SAMPLINGS[0].for_engine(), ""), on_output)
         await asyncio.wait_for(ended.wait(), 60)
         after = host.load().counters
     finally:

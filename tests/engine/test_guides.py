@@ -101,7 +101,13 @@ def test_whoever_takes_an_answer_over_goes_on_in_its_guide(llm: LLM) -> None:
     for cut in range(1, len(whole.token_ids), 4):
         tokens = np.concatenate([prompt, np.array(whole.token_ids[:cut], np.uint32)])
         taken_over = engine_sequence.Sequence(
-            f"cut-{cut}", tokens, len(prompt), sampling, Chain(b"s"), eos_ids=llm.tokenizer.eos_ids, max_model_len=1024
+            f"cut-{cut}",
+            tokens,
+            len(prompt),
+            sampling.for_engine(),
+            Chain(b"s"),
+            eos_ids=llm.tokenizer.eos_ids,
+            max_model_len=1024,
         )
         llm.engine.add(taken_over)
         while llm.engine.has_work:
@@ -122,7 +128,7 @@ def test_a_guide_that_makes_no_sense_is_refused(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="decides when the answer ends"):
         guided(GuideKind.JSON_OBJECT, ignore_eos=True)
     with pytest.raises(InvalidRequest, match="cannot guide"):
-        hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT)))
+        hash_engine().add(hash_sequence("r", [1, 2], guided(GuideKind.JSON_OBJECT).for_engine()))
     with pytest.raises(InvalidRequest, match="is not valid"):
         llm.generate(PROMPT, guided(GuideKind.CHOICE, "[" * 5000))
 
@@ -151,7 +157,14 @@ def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_other
     def add(name: str, sampling: SamplingParams) -> engine_sequence.Sequence:
         eos_ids, length = llm.tokenizer.eos_ids, len(prompt)
         sequence = engine_sequence.Sequence(
-            name, prompt, length, sampling, Chain(b"s"), eos_ids=eos_ids, max_model_len=1024, hold_blocks=name == "held"
+            name,
+            prompt,
+            length,
+            sampling.for_engine(),
+            Chain(b"s"),
+            eos_ids=eos_ids,
+            max_model_len=1024,
+            hold_blocks=name == "held",
         )
         llm.engine.add(sequence)
         return sequence

@@ -89,7 +89,7 @@ def test_each_prompt_may_have_its_own_sampling(llm: LLM) -> None:
 
 def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
     [free] = llm.generate("1, 2, 3, 4,", GREEDY)
-    [stopped] = llm.generate("1, 2, 3, 4,", GREEDY, stop=" 6")
+    [stopped] = llm.generate("1, 2, 3, 4,", replace(GREEDY, stop=" 6"))
     assert stopped.text == free.text[: free.text.index(" 6")]
     assert stopped.finish_reason is FinishReason.STOP
     assert llm.engine.block_pool.num_in_use == 0
@@ -97,9 +97,9 @@ def test_a_stop_string_ends_the_answer_before_it(llm: LLM) -> None:
 
 def test_an_answer_says_what_it_stopped_at_and_not_before_it_has_its_least_tokens(llm: LLM) -> None:
     [free] = llm.generate("1, 2, 3, 4,", GREEDY)
-    [stopped] = llm.generate("1, 2, 3, 4,", GREEDY, stop=("never", " 6"))
+    [stopped] = llm.generate("1, 2, 3, 4,", replace(GREEDY, stop=["never", " 6"]))
     assert (free.outputs[0].stop_reason, stopped.outputs[0].stop_reason) == (None, " 6")
-    [later] = llm.generate("1, 2, 3, 4,", replace(GREEDY, min_tokens=len(stopped.token_ids)), stop=" 6")
+    [later] = llm.generate("1, 2, 3, 4,", replace(GREEDY, min_tokens=len(stopped.token_ids), stop=" 6"))
     assert (later.text, later.outputs[0].stop_reason) == (free.text, None) and free.text.count(" 6") == 1
     stop_id = stopped.token_ids[-1]
     [by_id] = llm.generate("1, 2, 3, 4,", replace(GREEDY, stop_token_ids=(stop_id,)))
@@ -138,9 +138,16 @@ def test_a_seed_repeats_an_answer_and_no_seed_does_not(llm: LLM) -> None:
 
 def test_logprobs_come_with_each_token(llm: LLM) -> None:
     [answer] = llm.generate("The capital of France is", SamplingParams(max_tokens=3, temperature=0.0, logprobs=2))
-    assert len(answer.logprobs) == 3
-    for token_id, logprob in zip(answer.token_ids, answer.logprobs, strict=True):
-        assert logprob.top[0] == (token_id, logprob.logprob) and len(logprob.top) == 2
+    assert answer.logprobs is not None and len(answer.logprobs) == 3
+    for token_id, place in zip(answer.token_ids, answer.logprobs, strict=True):
+        (first, chosen), (_, other) = place.items()
+        assert first == token_id and (chosen.rank, other.rank) == (1, 2) and chosen.logprob > other.logprob
+        assert chosen.decoded_token == llm.tokenizer.decode([token_id])
+    assert answer.outputs[0].cumulative_logprob == pytest.approx(
+        sum(place[token_id].logprob for token_id, place in zip(answer.token_ids, answer.logprobs, strict=True))
+    )
+    [unscored] = llm.generate("The capital of France is", GREEDY)
+    assert (unscored.logprobs, unscored.outputs[0].cumulative_logprob) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +215,7 @@ def test_what_cannot_be_answered_is_refused_and_leaves_nothing_behind(llm: LLM) 
         with pytest.raises(InvalidRequest, match="message"):
             llm.chat(messages, GREEDY)
     for sampling in ({"max_tokens": 3}, [GREEDY, "warm"]):
-        with pytest.raises(InvalidRequest, match="sampling_params are one SamplingParams, or one for each prompt"):
+        with pytest.raises(InvalidRequest, match=r"sampling_params are one mooncake\.SamplingParams, or one for each"):
             llm.generate(["Hello", "Hi"], sampling)  # type: ignore[arg-type]
     assert not llm.engine.has_work
     assert llm.generate([], GREEDY) == []
@@ -234,7 +241,7 @@ def test_best_of_keeps_the_likeliest_answers(llm: LLM) -> None:
 def test_a_stop_string_ends_one_answer_of_several(llm: LLM) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=1.0, seed=5, n=4)
     [free] = llm.generate("1, 2, 3, 4,", sampling)
-    [stopped] = llm.generate("1, 2, 3, 4,", sampling, stop=" 6")
+    [stopped] = llm.generate("1, 2, 3, 4,", replace(sampling, stop=" 6"))
     assert [answer.text for answer in stopped.outputs] == [answer.text.partition(" 6")[0] for answer in free.outputs]
 
 
@@ -277,14 +284,14 @@ def test_prompts_may_have_vllms_names_and_results_tell_their_tokens(llm: LLM) ->
 def test_the_text_may_hold_its_stop_string_and_control_tokens(llm: LLM) -> None:
     [free] = llm.generate("The capital of France is", GREEDY)
     assert "Paris" in free.text
-    [cut] = llm.generate("The capital of France is", GREEDY, stop="Paris", include_stop_str_in_output=True)
+    [cut] = llm.generate("The capital of France is", replace(GREEDY, stop="Paris", include_stop_str_in_output=True))
     assert cut.text == free.text[: free.text.index("Paris") + len("Paris")]
 
     asked = [{"role": "user", "content": "Say hello."}]
     long = SamplingParams(max_tokens=80, temperature=0.0)
     [chat] = llm.chat(asked, long)
     assert chat.finish_reason is FinishReason.STOP
-    [whole] = llm.chat(asked, long, include_stop_str_in_output=True, skip_special_tokens=False)
+    [whole] = llm.chat(asked, replace(long, include_stop_str_in_output=True, skip_special_tokens=False))
     assert whole.text == f"{chat.text}<|im_end|>"
 
 

@@ -22,8 +22,19 @@ from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 
-POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
-FORMS = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest)
+POSTS = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages"),
+    *("/tokenize", "/detokenize"),
+)
+FORMS = (
+    CompletionRequest,
+    ChatRequest,
+    BatchChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 FIELDS = sorted({name for form in FORMS for name in form.__struct_fields__})
 
 numbers = st.integers(-(1 << 70), 1 << 70) | st.floats()

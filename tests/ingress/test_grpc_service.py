@@ -24,7 +24,7 @@ from mooncake.errors import (
 )
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc import inference_pb2_grpc
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -92,6 +92,16 @@ async def test_an_answer_has_tokens_text_usage_and_timings(front):
     assert answer.timings.prefill.timings.prefill_ms == 3
     assert (answer.timings.prefill_node, answer.timings.decode_node) == ("prefill-0", "decode-0")
     assert front.script.asked[0].sampling.seed == 9
+
+
+async def test_the_texts_of_sampling_go_with_it(front):
+    sampling = SamplingParams(max_tokens=None, stop=["wör"], include_stop_str_in_output=True, bad_words=["z"])
+    answer = await say(front, prompt="ab", sampling=sampling, stop="never")
+    assert (answer.text, answer.finish_reason) == ("Hello, wör", "stop")
+    [asked] = front.script.asked
+    assert (asked.sampling.max_tokens, asked.sampling.bad_words) == (16, ((ord("z"),), (ord(" "), ord("z"))))
+    short = await say(front, prompt="ab", sampling=SamplingParams(stop="lo"), stop="He")
+    assert short.text == ""
 
 
 @pytest.mark.parametrize("best_of", [0, 3])

@@ -251,6 +251,13 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
         ("/reset_prefix_cache", "cache_salt"),
         ("/inference/v1/generate", "token ids"),
         ("/sleep", "does not sleep"),
+        ("/finish_weight_update", "restart it with others"),
+        ("/collective_rpc", "no workers"),
+        ("/generative_scoring", "logprobs"),
+        ("/v1/responses/render", "POST /tokenize"),
+        ("/v1/completions/derender", "POST /detokenize"),
+        ("/cohere/v2/chat", "/v1/chat/completions"),
+        ("/scale_elastic_ep", "/status.json"),
     ],
 )
 async def test_a_path_of_other_servers_says_what_there_is_instead(front, path, words):
@@ -294,6 +301,47 @@ async def test_sagemakers_path_takes_chats_and_completions(front):
     assert text["choices"][0]["text"] == "Hell"
     wrong = await front.http.post("/invocations", json={"input": "x"})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "prompt"
+
+
+# Several conversations in one request
+
+
+async def test_each_conversation_of_a_batch_has_the_choice_of_its_number(front):
+    several = [MESSAGES, [{"role": "user", "content": "Hello there"}], MESSAGES]
+    body = {"messages": several, "max_tokens": 5, "temperature": 0, "logprobs": True, "return_token_ids": True}
+    answer = await front.http.post("/v1/chat/completions/batch", json=body)
+    assert answer.status_code == 200 and "x-mooncake-warning" not in answer.headers, answer.text
+    told = answer.json()
+    assert told["object"] == "chat.completion" and [choice["index"] for choice in told["choices"]] == [0, 1, 2]
+    for choice in told["choices"]:
+        assert choice["message"]["content"] == "Hello" and choice["finish_reason"] == "length"
+        assert choice["token_ids"] == list(b"Hello") and len(choice["logprobs"]["content"]) == 5
+    prompts = [bytes(asked.tokens.tolist()) for asked in front.script.asked]
+    assert sorted(prompts) == sorted([b"<user>Hi<assistant>", b"<user>Hello there<assistant>", b"<user>Hi<assistant>"])
+    assert told["usage"]["prompt_tokens"] == sum(map(len, prompts)) and told["usage"]["completion_tokens"] == 15
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [MESSAGES, []]}, "messages[1]"),
+        ({"messages": [MESSAGES] * 129}, "messages"),
+        ({"messages": MESSAGES}, "messages[0]"),
+        ({"messages": [MESSAGES, [{"role": "nobody", "content": "x"}]]}, "messages[1][0].role"),
+        ({"messages": [MESSAGES, [{"role": "user", "content": "x" * 5000}]]}, "messages[1]"),
+        ({"stream": True}, "stream"),
+        ({"n": 2}, "n"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+    ],
+)
+async def test_what_a_batch_cannot_ask_for_is_refused_by_its_field(front, wishes, param):
+    refused = await front.http.post("/v1/chat/completions/batch", json={"messages": [MESSAGES]} | wishes)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+    assert not front.script.asked
 
 
 # Fields

@@ -25,7 +25,7 @@ from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
 

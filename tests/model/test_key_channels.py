@@ -22,7 +22,7 @@ from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights
 from mooncake.model.weights import load_weights
 from mooncake.precision import resolve_precision
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 TOKENS, UNEVEN = 60, 3
 # Plain, with biases, with norms, and with heads that rotate in part.

@@ -206,7 +206,8 @@ def test_probabilities_of_a_prompt_are_those_of_all_its_rows(character: Written)
         [answer] = llm.generate([prompt], sampling)
     wanted = character.wanted.log_softmax(-1)[:-1].gather(1, PROMPT[1:, None]).flatten()
     assert answer.prompt_logprobs is not None
-    got = torch.tensor([token.logprob for token in answer.prompt_logprobs])
+    scored = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+    got = torch.tensor([place[int(token)].logprob for token, place in scored])
     torch.testing.assert_close(got, wanted, **LIMIT)
 
 

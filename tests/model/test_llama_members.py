@@ -17,7 +17,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels.reference import quantise_rows
 from mooncake.llm import LLM
 from mooncake.model.load import load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 GROWING = {
     **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 16},

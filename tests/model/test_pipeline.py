@@ -43,7 +43,7 @@ from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
 from mooncake.model.parallel.pipeline import PipelineModel, spans_of
 from mooncake.model.weights import load_weights
 from mooncake.precision import resolve_precision
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
 FP32 = resolve_precision("float32")
@@ -105,7 +105,7 @@ def answers(engine: Engine, prompts: list[list[int]], new_tokens: int, **samplin
     """In the order of (prompt, answer, place)."""
     limit = engine.config.max_model_len
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=index + 1, **sampling)
+        params = SamplingParams(max_tokens=new_tokens, ignore_eos=True, seed=index + 1, **sampling).for_engine()
         tokens = np.array(prompt, np.uint32)
         engine.add(Prompt(str(index), tokens, len(tokens), params, Chain(bytes(32)), eos_ids=(), max_model_len=limit))
     found: list[StepOutput] = []

@@ -28,7 +28,7 @@ from mooncake.model.parallel.context_parallel import ContextParallelModel
 from mooncake.model.parallel.shards import shard_config, shard_weights
 from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 VOCABULARY = ("embed_tokens", "lm_head")
 BLOCK_TOKENS = 16
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(engine: Engine, prompts: list[Many[int]], new_tokens: int) -> list[list[int]]:
     limit = engine.config.max_model_len
     for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True).for_engine()
         tokens = np.array(prompt, np.uint32)
         engine.add(
             Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)

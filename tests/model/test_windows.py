@@ -87,7 +87,8 @@ def test_llamas_with_windows_and_shared_keys_in_both_passes(graph: str, is_fused
     engine = Engine(model, cache, EngineConfig(4, chunk_tokens=12, max_model_len=config.max_model_len, groups=groups))
     asked = dict(zip("abcd", prompts(1, 9, 40, 101), strict=True))
     for name, prompt in asked.items():
-        tokens, greedy = np.array(prompt, np.uint32), SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
+        tokens = np.array(prompt, np.uint32)
+        greedy = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True).for_engine()
         engine.add(Sequence(name, tokens, len(prompt), greedy, Chain(b"s"), eos_ids=(), max_model_len=256))
     answers: dict[str, list[int]] = {name: [] for name in asked}
     while engine.has_work:

@@ -13,7 +13,7 @@ from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.llm import LLM
-from mooncake.types import SamplingParams
+from mooncake.sampling_params import SamplingParams
 
 PASSAGE = (
     "The lighthouse keeper wrote down the weather every evening: the wind, the height of the waves, the colour of the "
@@ -57,7 +57,7 @@ def main(args: list[str]) -> None:
             "guesses": _engine(options, options.guesses),
         }
         greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
-        drawn = replace(greedy, temperature=1.0, seed=options.seed + 1)
+        drawn = replace(greedy, temperature=1.0)
         for batch in (1, 4):
             _measure(report, engines, "copying", [COPYING] * batch, greedy, options, shown_as=batch)
             free = [FREE[i % len(FREE)] for i in range(batch)]
@@ -115,7 +115,7 @@ def _measure(
     """Tokens per second over whole answers; a warm-up turn caches the prompt."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
     wanted: list[list[int]] | None = None
-    samplings = [replace(sampling, seed=sampling.seed + number) for number in range(len(prompts))]
+    samplings = [replace(sampling, seed=options.seed + 1 + number) for number in range(len(prompts))]
     deadline_s = time.monotonic() + options.max_s / 4  # there are four tasks
     for rep in range(options.reps + 1):
         if rep > 1 and time.monotonic() > deadline_s:

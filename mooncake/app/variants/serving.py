@@ -21,7 +21,8 @@ from mooncake.client import Client
 from mooncake.config import BlockSection, Config, load_config
 from mooncake.errors import InternalError
 from mooncake.rpc import cluster_pb2
-from mooncake.types import Role, SamplingParams
+from mooncake.sampling_params import SamplingParams
+from mooncake.types import Role
 from mooncake.variants import Profile, write_profile
 
 FULL, INPUTS_FIRST, KV_FIRST = "full prefill", "hidden states, then KV", "KV, then hidden states"

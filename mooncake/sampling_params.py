@@ -1,0 +1,228 @@
+"""What a user asks of an answer, by vLLM's names: ``mooncake.SamplingParams``, and what goes into it.
+
+A form that may also be filled in after it was made, and that names texts: stop strings, words, schemas. What travels
+and computes is ``mooncake.types.SamplingParams``, which knows token ids alone; ``for_engine`` leads there. No
+tokenizer, wire format or engine is known here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from numbers import Integral
+
+import msgspec
+
+from mooncake import types
+from mooncake.errors import InvalidRequest, shown
+from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget, check_type
+
+
+class RequestOutputKind(Enum):
+    """vLLM's. It has no effect: ``LLM`` returns whole answers, as vLLM's does."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputsParams:
+    """The form of an answer, by one of these. Raises InvalidRequest for none, or several."""
+
+    json: Mapping[str, object] | str | None = None  # a schema, or its text
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None  # Lark's, or GBNF
+    json_object: bool | None = None  # any object
+    disable_any_whitespace: bool = False  # no effect: answers have no more white space than the guide asks for
+
+    def __post_init__(self) -> None:
+        if len(self.guides()) != 1:
+            known = "json, regex, choice, grammar, json_object"
+            raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
+
+    def guides(self) -> list[Guide]:
+        return guides_of(self.json, self.json_object, self.regex, self.choice, self.grammar)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """How to generate an answer. Greedy when ``temperature`` is 0.
+
+    ``logprobs`` is None for none, or the number of most likely tokens wanted beside the chosen one (0 to 20);
+    ``prompt_logprobs`` likewise for the tokens of the prompt. With ``n``, answer i draws from ``seed + i``; with
+    ``best_of`` that many are generated and the ``n`` most likely per token are kept.
+    """
+
+    n: int = 1
+    best_of: int = 0  # 0: n
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: no limit
+    min_p: float = 0.0
+    seed: int | None = None  # None or -1: a random one
+    max_tokens: int | None = 16  # None: what the context leaves
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | Sequence[str] | None = None  # the answer ends before the first of these
+    stop_token_ids: Collection[int] | None = None
+    include_stop_str_in_output: bool = False  # or behind it
+    detokenize: bool = True  # whether the answer has a text
+    skip_special_tokens: bool = True  # leave control tokens out of it
+    spaces_between_special_tokens: bool = True  # no effect: there are none, as with vLLM's fast tokenizers
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] | None = None
+    allowed_token_ids: Collection[int] | None = None  # only these may be drawn
+    bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guide: Guide | None = None  # the same in this project's form
+    repetition_detection: RepetitionDetection | None = None
+    thinking_budget: ThinkingBudget | None = None
+    beam_search: BeamSearch | None = None  # over n beams; nothing is sampled then
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range. Values that are set
+        later are checked when they are used."""
+        self.for_engine()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Raises InvalidRequest."""
+        return _texts("stop", self.stop)
+
+    @property
+    def forbidden(self) -> tuple[str, ...]:
+        """The ``bad_words``. Raises InvalidRequest."""
+        return _texts("bad_words", self.bad_words)
+
+    def for_engine(
+        self, longest: int = types.MAX_TOKENS, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> types.SamplingParams:
+        """What of it concerns tokens, with a seed. ``longest`` stands for ``max_tokens`` None, ``bad_words`` are the
+        tokens of ``forbidden``. Raises InvalidRequest, naming the field."""
+        if self.stop_strings and not self.detokenize:
+            raise InvalidRequest("a stop string is found in the text: detokenize must be true", "stop")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
+        _texts("bad_words", self.bad_words)
+        return types.SamplingParams(
+            max_tokens=min(longest, types.MAX_TOKENS) if self.max_tokens is None else self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_biases(self.logit_bias),
+            allowed_token_ids=_ids(self.allowed_token_ids),
+            bad_words=bad_words,
+            seed=seed_or_random(self.seed),
+            stop_token_ids=_ids(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            n=self.n,
+            best_of=self.best_of,
+            beam_search=self.beam_search,
+            guide=self._only_guide(),
+            repetition_detection=self.repetition_detection,
+            thinking_budget=self.thinking_budget,
+        )
+
+    def _only_guide(self) -> Guide | None:
+        if self.structured_outputs is None:
+            return self.guide
+        check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams)
+        if self.guide is not None:
+            raise InvalidRequest("guide and structured_outputs say the same: give one of them", "guide")
+        return self.structured_outputs.guides()[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """What ``LLM.beam_search`` looks for: the ``beam_width`` answers with the largest sum of log-probabilities divided
+    by length ** ``length_penalty``."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0  # no effect, as in vLLM: unmodified probabilities are ranked
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    early_stopping: bool = False  # end as soon as there are beam_width finished answers
+
+    def sampling(self) -> SamplingParams:
+        """Raises InvalidRequest."""
+        return SamplingParams(
+            n=self.beam_width,
+            max_tokens=self.max_tokens,
+            temperature=0.0,
+            ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=0,
+            beam_search=BeamSearch(self.length_penalty, self.early_stopping),
+        )
+
+
+def guides_of(
+    json: Mapping[str, object] | str | None = None,
+    json_object: bool | None = None,
+    regex: str | None = None,
+    choice: Sequence[str] | None = None,
+    grammar: str | None = None,
+) -> list[Guide]:
+    """A guide for each that is given; a schema is an object, or its JSON text. Raises InvalidRequest."""
+    given = (
+        (GuideKind.JSON_SCHEMA, json if json is None or isinstance(json, str) else _as_json(json)),
+        (GuideKind.JSON_OBJECT, "" if json_object else None),
+        (GuideKind.REGEX, regex),
+        (GuideKind.CHOICE, None if choice is None else _as_json(choice)),
+        (GuideKind.GRAMMAR, grammar),
+    )
+    return [Guide(kind, text) for kind, text in given if text is not None]
+
+
+def seed_or_random(seed: int | None) -> int:
+    """64 bits: a random seed for None, and for -1, which is vLLM's word for it. Raises InvalidRequest."""
+    if seed is None or seed == -1:
+        return secrets.randbits(63)
+    check_type("seed", seed, Integral, "a whole number")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
+    return int(seed) & ((1 << 64) - 1)
+
+
+def _as_json(value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"a guide is not JSON: {error}", "guide") from None
+
+
+def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
+    texts: object = () if given is None else (given,) if isinstance(given, str) else given
+    if not isinstance(texts, Collection) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{name} must be a text or a list of texts, got {shown(given)}", name)
+    return tuple(texts)
+
+
+def _ids(given: Collection[int] | None) -> tuple[int, ...]:
+    """What is no collection is left for the engine's own check to name."""
+    return () if given is None else tuple(given) if isinstance(given, Collection) else given
+
+
+def _biases(given: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
+    pairs = sorted(given.items()) if isinstance(given, Mapping) else given
+    return () if pairs is None else tuple(pairs) if isinstance(pairs, Collection) else pairs

@@ -1,0 +1,241 @@
+"""Scripts for vLLM's ``LLM``, as its users write them, with ``mooncake`` in the import."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_lora import greedy, write_adapter
+from tiny_model import write_tiny_model
+
+from mooncake import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from mooncake.errors import InvalidRequest
+
+PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    with LLM(model="smollm2", kv_gb=0.2, threads=1) as llm:
+        yield llm
+        llm.engine.block_pool.check()
+        assert llm.engine.block_pool.num_in_use == 0
+    torch.set_num_threads(threads)
+
+
+def test_basic(llm: LLM) -> None:
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
+    outputs = llm.generate(PROMPTS, sampling_params, use_tqdm=False)
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        assert output.prompt == prompt and output.finished
+        assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids)
+    assert len({output.request_id for output in outputs}) == 3
+
+
+def test_chat_with_defaults_that_are_changed(llm: LLM) -> None:
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 12
+    sampling_params.temperature = 0
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": "What is the capital of France?"},
+    ]
+    [first, second] = llm.chat([conversation, conversation], sampling_params, use_tqdm=False, priority=[1, 0])
+    assert first.outputs[0].text == second.outputs[0].text and "Paris" in first.outputs[0].text
+    assert llm.get_default_sampling_params() != sampling_params
+    sampling_params.top_p = 3.0
+    with pytest.raises(InvalidRequest, match="top_p must be between"):
+        llm.chat(conversation, sampling_params)
+    with pytest.raises(AttributeError):
+        sampling_params.max_new_tokens = 5  # type: ignore[attr-defined]
+
+
+def test_structured_outputs(llm: LLM) -> None:
+    def ask(prompt: str, **form: Any) -> str:
+        params = StructuredOutputsParams(**form)
+        wanted = SamplingParams(structured_outputs=params, max_tokens=40, temperature=0)
+        return llm.generate(prompt, sampling_params=wanted, use_tqdm=False)[0].outputs[0].text
+
+    sentiment = "Classify this sentiment: vLLM is wonderful!"
+    assert ask(sentiment, choice=["Positive", "Negative"]) in ("Positive", "Negative")
+    address = r"[a-z]{1,9}@[a-z]{1,9}\.com\n"
+    assert re.fullmatch(address, ask("An email address, e.g. alan.turing@enigma.com:", regex=address))
+    schema = {
+        "type": "object",
+        "properties": {"brand": {"type": "string", "maxLength": 8}, "car_type": {"enum": ["sedan", "SUV"]}},
+        "required": ["brand", "car_type"],
+        "additionalProperties": False,
+    }
+    for given in (schema, json.dumps(schema)):
+        assert set(json.loads(ask("A car as JSON:", json=given))) == {"brand", "car_type"}
+    query = 'root ::= "SELECT " column " from table_1"\ncolumn ::= "col_1" | "col_2"'
+    assert ask("An SQL query:", grammar=query) in ("SELECT col_1 from table_1", "SELECT col_2 from table_1")
+    assert ask("A car as JSON:", json_object=True).startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        ({}, "need one of"),
+        ({"regex": "a", "choice": ["a"]}, "need one of"),
+        ({"json": {"a": object()}}, "not JSON"),
+    ],
+)
+def test_a_form_is_one_of_the_known_ones(form: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        StructuredOutputsParams(**form)
+
+
+def test_stop_strings_and_tokens(llm: LLM) -> None:
+    [free] = llm.generate("1, 2, 3, 4,", SamplingParams(temperature=0, max_tokens=12))
+    stopping = SamplingParams(temperature=0, max_tokens=12, stop=[" 6", "\n"])
+    own = SamplingParams(temperature=0, max_tokens=12, stop=" 7", include_stop_str_in_output=True)
+    [six, seven] = llm.generate(["1, 2, 3, 4,"] * 2, [stopping, own])  # each its own
+    assert six.outputs[0].text == free.text.partition(" 6")[0] and six.outputs[0].stop_reason == " 6"
+    assert seven.outputs[0].text == free.text.partition(" 7")[0] + " 7"
+    by_id = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[six.token_ids[-1]])
+    assert llm.generate("1, 2, 3, 4,", by_id)[0].outputs[0].stop_reason == six.token_ids[-1]
+
+
+def test_words_tokens_and_texts_that_are_not_wanted(llm: LLM) -> None:
+    asked = {"temperature": 0, "max_tokens": 8}
+    [free] = llm.generate("The capital of France is", SamplingParams(**asked))
+    assert "Paris" in free.text
+    [other] = llm.generate("The capital of France is", SamplingParams(**asked, bad_words=["Paris"]))
+    assert "Paris" not in other.text
+    few = free.token_ids[:3]
+    [drawn] = llm.generate("The capital of France is", SamplingParams(**asked, ignore_eos=True, allowed_token_ids=few))
+    assert set(drawn.token_ids) <= set(few) and len(drawn.token_ids) == 8
+    biased = SamplingParams(**asked, logit_bias={few[0]: -100.0})
+    assert few[0] not in llm.generate("The capital of France is", biased)[0].token_ids
+    silent = SamplingParams(**asked, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    [tokens] = llm.generate("The capital of France is", silent)
+    assert (tokens.text, tokens.token_ids) == ("", free.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "param", "words"),
+    [
+        ({"stop": [5]}, "stop", "stop must be a text or a list of texts, got [5]"),
+        ({"bad_words": 5}, "bad_words", "bad_words must be a text or a list of texts, got 5"),
+        ({"stop": "x", "detokenize": False}, "stop", "a stop string is found in the text: detokenize must be true"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids is empty: no token could be drawn"),
+        ({"stop_token_ids": 5}, "stop_token_ids", "stop_token_ids must be a list of token ids, got 5"),
+        ({"logit_bias": 5}, "logit_bias", "logit_bias must be pairs of a token id and its bias"),
+        ({"structured_outputs": {"json": {}}}, "structured_outputs", "structured_outputs must be a Structured"),
+        ({"seed": 1 << 64}, "seed", "seed must be a 64-bit integer, got 18446744073709551616"),
+        ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
+        ({"temperature": -1.0}, "temperature", "temperature must be between 0 and 100, got -1"),
+    ],
+)
+def test_a_wrong_value_is_told_by_its_field(wishes: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        SamplingParams(**wishes)
+    assert refused.value.param == param and refused.value.message.startswith(words)
+
+
+def test_no_most_tokens_means_what_the_context_leaves(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with LLM(str(tmp_path), kv_gb=0.01, max_model_len=48) as tiny:
+        [answer] = tiny.generate([[5] * 20], SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))
+        assert len(answer.token_ids) == 28 and answer.finish_reason == "length"
+
+
+def test_a_seed_of_zero_is_a_seed(llm: LLM) -> None:
+    def drawn(seed: int | None) -> list[int]:
+        return llm.generate("Once", SamplingParams(temperature=1.5, max_tokens=12, seed=seed))[0].token_ids
+
+    assert drawn(0) == drawn(0)
+    assert len({tuple(drawn(seed)) for seed in (None, None, -1, -1)}) > 1
+
+
+def test_several_answers_and_their_log_probabilities(llm: LLM) -> None:
+    asked = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=4, logprobs=2, prompt_logprobs=1)
+    [output] = llm.generate(["The capital of France is"], asked)
+    for answer in output.outputs:
+        assert answer.logprobs is not None and answer.cumulative_logprob is not None
+        for token_id, place in zip(answer.token_ids, answer.logprobs, strict=True):
+            assert next(iter(place)) == token_id and 2 <= len(place) <= 3
+            assert sorted(entry.rank for entry in place.values() if entry.rank is not None) == [1, 2]
+        chosen = [place[i].logprob for i, place in zip(answer.token_ids, answer.logprobs, strict=True)]
+        assert answer.cumulative_logprob == pytest.approx(sum(chosen))
+    assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    last = output.prompt_logprobs[-1]
+    assert last is not None and last[output.prompt_token_ids[-1]].decoded_token == " is"
+
+
+def test_prefix_caching(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prefix = "You are an expert school principal, skilled in managing staff. " * 12
+    short = SamplingParams(temperature=0.0, max_tokens=2)
+    cold = llm.generate(prefix + PROMPTS[0], short)
+    warm = llm.generate([prefix + prompt for prompt in PROMPTS], short)
+    assert cold[0].num_cached_tokens == 0 and all(each.num_cached_tokens >= 64 for each in warm)
+    assert warm[0].token_ids == cold[0].token_ids
+
+
+def test_beam_search(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    [output] = llm.beam_search([{"prompt": PROMPTS[2]}], params, use_tqdm=False)
+    assert len(output.sequences) == 3
+    assert all(beam.text.startswith(PROMPTS[2]) for beam in output.sequences)
+    scores = [beam.cum_logprob for beam in output.sequences]
+    assert scores == sorted(scores, reverse=True) and all(len(beam.logprobs) == 8 for beam in output.sequences)
+
+
+def test_lora_requests(tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path)
+    merged = {name: write_adapter(tmp_path / name, base, rank=4, seed=i) for i, name in enumerate(("one", "two"), 1)}
+    merged[""] = base
+    prompt, sampling = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    folders = {name: str(tmp_path / name) for name in ("one", "two")}
+    requests = [LoRARequest(name, number, folders[name]) for number, name in enumerate(folders, 1)]
+    with LLM(str(tmp_path), kv_gb=0.01, adapters=folders) as tiny:
+        answers = tiny.generate([prompt] * 3, sampling, lora_request=[*requests, None])
+        for name, answer in zip(("one", "two", ""), answers, strict=True):
+            assert answer.token_ids == greedy(merged[name], prompt, 8), name
+        [alone] = tiny.generate([prompt], sampling, lora_request=requests[0])
+        assert alone.token_ids == answers[0].token_ids
+        for wrong, words in (
+            (LoRARequest("sql", 1, "/adapters/sql"), "adapters={'sql': '/adapters/sql'}"),
+            (LoRARequest("one", 1, folders["two"]), "was opened from"),
+            ([requests[0]] * 2, "2 adapters were given for 1 prompts"),
+        ):
+            with pytest.raises(InvalidRequest, match=re.escape(words)):
+                tiny.generate([prompt], sampling, lora_request=wrong)  # type: ignore[arg-type]
+        with pytest.raises(InvalidRequest, match="give one of them"):
+            tiny.generate([prompt], sampling, adapter="one", lora_request=requests[0])
+
+
+def test_a_conversation_that_was_rendered_elsewhere_is_warned_of(llm: LLM) -> None:
+    """vLLM takes the control tokens in it for what they spell; here no text can forge them."""
+    one = SamplingParams(max_tokens=1, temperature=0)
+    with pytest.warns(UserWarning, match=r"spells <\|im_start\|>, which is plain text in it: LLM.chat") as warned:
+        llm.generate(["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"], one)
+    assert warned[0].filename == __file__
+    llm.generate("Hello <there>", one)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("embed", "models generate text"),
+        ("score", "models generate text"),
+        ("sleep", "close\\(\\) frees its memory"),
+        ("wake_up", "does not sleep"),
+        ("collective_rpc", "no workers"),
+        ("enqueue", "any number of prompts at once"),
+        ("geenrate", "an LLM has no 'geenrate'"),
+    ],
+)
+def test_what_is_vllms_alone_says_what_there_is_instead(llm: LLM, name: str, words: str) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match=words):
+        getattr(llm, name)
