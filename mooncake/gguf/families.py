@@ -27,6 +27,9 @@ from mooncake.gguf.mixtures import (
 from mooncake.gguf.rope import TRAINED_LEN, log_multiplier, rope_theta
 from mooncake.model_config import MAX_LAYERS, MAX_POSITIONS
 
+_LANGUAGE_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+"""Of multimodal files: positions on several axes, of which they tell the sizes, are the same on each for text."""
+
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
@@ -38,7 +41,7 @@ def _llama(meta: Metadata) -> Fields:
         return {**decoder_fields(meta), **expert_fields(meta), "architecture": "mixtral", "norm_expert_weights": True}
     return {
         **decoder_fields(meta),
-        "architecture": meta.prefix,
+        "architecture": _LANGUAGE_MODELS.get(meta.prefix, meta.prefix),
         "sliding_window": window_of(meta),
         "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "qk_norm": meta.has_tensor("blk.0.attn_q_norm.weight"),
@@ -293,6 +296,8 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "mistral3": _mistral3,
     "qwen2": _llama,
     "qwen3": _llama,
+    "qwen2vl": _llama,
+    "qwen3vl": _llama,
     "phi3": _phi3,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
@@ -302,6 +307,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "gemma3": _gemma3,
     "qwen2moe": qwen_moe,
     "qwen3moe": qwen_moe,
+    "qwen3vlmoe": qwen_moe,
     "gpt-oss": gpt_oss,
     "olmoe": olmoe,
     "glm4moe": glm_moe,

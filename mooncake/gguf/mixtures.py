@@ -21,7 +21,7 @@ def expert_fields(meta: Metadata) -> Fields:
 
 
 def qwen_moe(meta: Metadata) -> Fields:
-    is_qwen3 = meta.prefix == "qwen3moe"
+    is_qwen3 = meta.prefix != "qwen2moe"
     values = {**decoder_fields(meta), **expert_fields(meta)}
     if not meta.integer("expert_feed_forward_length", 0):
         values["intermediate_size"] = meta.integer("feed_forward_length") // max(1, meta.integer("expert_used_count"))

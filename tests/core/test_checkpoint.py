@@ -415,7 +415,7 @@ def test_llama3_scaling_is_recognised_in_its_table(tmp_path: Path) -> None:
 
 
 WRONG_GGUF: dict[str, tuple[dict[str, Any], str]] = {
-    "family": ({"architecture": "gemma"}, "supported families: llama, mistral, qwen2, qwen3"),
+    "family": ({"architecture": "mamba"}, "supported families: llama, mistral, mistral3, qwen2"),
     "experts without number": ({"expert_count": 8}, "lacks the metadata llama.expert_used_count"),
     "experts without weights": (
         {"expert_count": 8, "expert_used_count": 2},

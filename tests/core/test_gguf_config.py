@@ -38,6 +38,8 @@ METADATA: dict[str, dict[str, Any]] = {
     "gemma3": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
     "qwen2moe": {RMS: 1e-6, **EXPERTS, "expert_shared_feed_forward_length": 112},
     "qwen3moe": {RMS: 1e-6, **EXPERTS},
+    "qwen3vlmoe": {RMS: 1e-6, **EXPERTS},
+    "qwen2vl": {RMS: 1e-6},
     "gpt-oss": {RMS: 1e-5, **EXPERTS, **YARN, "attention.sliding_window": 128},
     "deepseek2": {
         **{RMS: 1e-6, **EXPERTS, "attention.head_count": 6, "attention.head_count_kv": 1, "rope.dimension_count": 8},
@@ -75,6 +77,7 @@ def config(path: Path, architecture: str, **changes: Any) -> ModelConfig:
 
 
 FAMILIES = {
+    **{"mistral3": "ministral3", "apertus": "apertus", "qwen3vlmoe": "qwen3_moe", "qwen2vl": "qwen2"},
     **{"llama": "llama", "phi3": "phi3", "gemma2": "gemma2", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe"},
     **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4"},
     **{"command-r": "cohere", "cohere2": "cohere2", "starcoder2": "starcoder2", "falcon": "falcon", "gpt2": "gpt2"},

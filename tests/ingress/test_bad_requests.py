@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from conductor.ingress.anthropic_types import MessagesRequest
 from conductor.ingress.openai_types import (
+    BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, Published
 from tiny_gguf import add_metadata, finish
 from tiny_members import LLAMA3, MEMBERS
+from tiny_multimodal import MULTIMODAL, QWEN3_VL_MOE
 from transformers import AutoConfig
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -30,7 +31,8 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 Kind = gguf.GGMLQuantizationType
 Tensors = dict[str, torch.Tensor]
 
-MODELS = FAMILIES | MEMBERS
+_VISION = {name: MULTIMODAL[name] for name in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")}
+MODELS = FAMILIES | MEMBERS | _VISION | {"qwen3-vl-moe": QWEN3_VL_MOE}
 ARCHITECTURES = {
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
@@ -38,6 +40,10 @@ ARCHITECTURES = {
     "phi3": MODEL_ARCH.PHI3,
     "mixtral": MODEL_ARCH.LLAMA,
     "ministral3": MODEL_ARCH.MISTRAL3,
+    "qwen2_vl_text": MODEL_ARCH.QWEN2VL,
+    "qwen2_5_vl_text": MODEL_ARCH.QWEN2VL,
+    "qwen3_vl_text": MODEL_ARCH.QWEN3VL,
+    "qwen3_vl_moe_text": MODEL_ARCH.QWEN3VLMOE,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
     "gpt_oss": MODEL_ARCH.GPT_OSS,
@@ -91,6 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("stablelm", "stablelm-in-parallel", "nemotron", "gpt-neox-in-turn"),
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
+            *_VISION,
             *("gemma", "afm", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
@@ -133,8 +140,8 @@ class Converted:
         self.published = Published(family, folder / "published", MODELS)
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
-        (where / "config.json").write_text(json.dumps(settings | CHANGES[family] | changes))
-        self.config = AutoConfig.from_pretrained(where)
+        (where / "config.json").write_text(json.dumps(settings | CHANGES.get(family, {}) | changes))
+        self.config = AutoConfig.from_pretrained(where).get_text_config()
         self.family = str(self.config.model_type)
         self._kinds = kind, expert_kind or kind
         self._is_older, self._has_halves = False, True
@@ -178,7 +185,7 @@ class Converted:
     def _as_stored(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Some matrices are stored transposed; the same undoes it."""
         is_gpt2 = self.family == "gpt2" and ".h." in name and tensor.ndim == 2
-        is_gpt_oss = name.endswith(("experts.gate_up_proj", "experts.down_proj"))
+        is_gpt_oss = self.family == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
         return tensor.mT if is_gpt2 or is_gpt_oss else tensor
 
     # Tensors
@@ -226,8 +233,9 @@ class Converted:
 
     def _converted(self, weights: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
-        for name, tensor in weights.items():
-            if ".act_fn." in name:  # which are metadata
+        for whole_name, tensor in weights.items():
+            name = whole_name.replace("model.language_model.", "model.")
+            if ".act_fn." in name or "visual." in name:  # which are metadata, and a file of its own
                 continue
             before, is_expert, behind = name.partition(".experts.")
             number, _, rest = behind.partition(".")
@@ -263,7 +271,8 @@ class Converted:
         elif name.endswith("e_score_correction_bias"):
             yield name.replace("_bias", ".bias"), tensor
         elif "experts.gate_up_proj" in name:
-            parts = tensor[:, ::2], tensor[:, 1::2]
+            in_turn = tensor[:, ::2], tensor[:, 1::2]
+            parts = in_turn if self.family == "gpt_oss" else tensor.chunk(2, dim=1)
             suffix = "bias" if name.endswith("_bias") else "weight"
             for part, values in zip(("gate", "up"), parts, strict=True):
                 yield f"{name.partition('gate_up')[0]}{part}_proj.{suffix}", values

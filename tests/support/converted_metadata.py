@@ -64,6 +64,8 @@ class ConvertedMetadata:
         if family not in (
             *_GRANITE,
             "phi3",
+            "qwen2_vl_text",
+            "qwen2_5_vl_text",
             "starcoder2",
             "phi",
             "stablelm",
@@ -124,6 +126,8 @@ class ConvertedMetadata:
                 writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"] * (0.1 if self.family in _LATENT else 1.0))
             if rope.get("llama_4_scaling_beta"):
                 writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if sections := rope.get("mrope_section"):
+            writer.add_rope_dimension_sections([*sections, 0])
         if rope.get("rope_type") == "linear":
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
             writer.add_rope_scaling_factor(rope["factor"])
@@ -167,7 +171,15 @@ class ConvertedMetadata:
             if config.n_group and not self.is_older:
                 writer.add_expert_group_count(config.n_group)
                 writer.add_expert_group_used_count(config.topk_group)
-        if self.family in ("qwen2_moe", "qwen3_moe", "glm4_moe", "dots1", "ernie4_5_moe", *_LATENT):
+        if self.family in (
+            "qwen2_moe",
+            "qwen3_moe",
+            "qwen3_vl_moe_text",
+            "glm4_moe",
+            "dots1",
+            "ernie4_5_moe",
+            *_LATENT,
+        ):
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         if self.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -184,6 +196,8 @@ class ConvertedMetadata:
         if family == "gemma2":
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
             writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if family.startswith("qwen3_vl"):
+            writer.add_num_deepstack_layers(1)
         if family in ("cohere", "cohere2"):
             writer.add_logit_scale(config.logit_scale)
         if family == "granitemoehybrid":
