@@ -167,7 +167,6 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("granite", {"mlp_bias": True}, "asks for mlp_bias"),
         ("olmo2", {"attention_bias": True}, "asks for attention_bias"),
         ("olmo3", {"rope_parameters": {"sliding_attention": YARN, "full_attention": YARN}}, "scales its positions"),
-        ("hunyuan", {"rope_parameters": {"rope_type": "dynamic", "alpha": None}}, "by 'dynamic'"),
         ("exaone-4", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "must be a positive number or null"),
         ("gemma2", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "not supported for this family"),
