@@ -28,6 +28,7 @@ class LatentAttention:
     nope_dim: int  # of each head's query and key: the part without positions
     value_dim: int  # of each head
     query_rank: int = 0  # queries are computed from a vector of this size; 0: from the hidden state
+    turns_halves: bool = False  # of the rotating part its halves, and not neighbouring elements, turn into each other
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ _MISSING = {
     "longcat_flash": "two attentions in each layer, and experts that do nothing",
     "laguna": "layers with different numbers of heads",
     "phimoe": "its own way to choose experts (SparseMixer), and norms and a head with biases",
-    "minicpm3": "latent attention whose halves of heads turn, and scaled residuals",
     "dbrx": "all experts' matrices in one, and clamped projections",
     "diffllama": "differences of two attentions",
     "doge": "a mask of attention that depends on values",

@@ -60,6 +60,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "nanochat": NanoChat,
     "hyperclovax": HyperClova,
     "glm4_moe_lite": DeepSeek,
+    "minicpm3": DeepSeek,
     "youtu": DeepSeek,
     "mistral4": Mistral4,
     "glm4_moe": GlmMoe,

@@ -42,7 +42,7 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 
 
 OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3", "trinity"]
-OVER_RANKS += ["hunyuan-moe", "llama-4", "flex-olmo", "mellum-2", "command-a-plus"]
+OVER_RANKS += ["hunyuan-moe", "llama-4", "flex-olmo", "mellum-2", "command-a-plus", "minicpm3"]
 IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4", "olmo-1", "nanochat", "hyperclova-x"]
 
 
@@ -111,13 +111,12 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.5}}, "needs original_max_position_embeddings"),
         ("ministral3", {"attention_bias": True}, "asks for attention_bias"),
         ("mistral4", {"n_group": 2}, "from groups"),
-        ("mistral4", {"rope_interleave": False}, "rope_interleave"),
         ("mistral4", {"n_routed_experts": 7}, "mlp.gate.weight has the shape"),
-        ("glm-4.7-flash", {"rope_interleave": False}, "rope_interleave"),
         ("glm-4.7-flash", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense layers, then sparse"),
         ("glm-4.7-flash", {"mlp_layer_types": ["dense", "sparse"]}, "4 in all"),
         ("glm-4.7-flash", {"mlp_layer_types": "dense"}, "mlp_layer_types must be"),
-        ("youtu", {"rope_interleave": False}, "rope_interleave"),
+        ("minicpm3", {"scale_depth": 0}, "scale_depth and dim_model_base must be positive"),
+        ("minicpm3", {"dim_model_base": 0}, "must be positive, got a factor of -96"),
         ("youtu", {"attention_bias": True}, "asks for attention_bias"),
         ("solar-open", {"n_group": 4}, "cannot be chosen from"),
         ("k-exaone", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),

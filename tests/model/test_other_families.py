@@ -180,7 +180,6 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("deepseek-v3", {"n_group": 3}, "cannot be chosen from 2 of 3 groups"),
         ("deepseek-v3", {"num_experts_per_tok": 5}, "cannot be chosen"),
         ("deepseek-v3", {"scoring_func": "softmax"}, "only 'sigmoid'"),
-        ("deepseek-v3", {"rope_interleave": False}, "rope_interleave"),
         ("deepseek-v3", {"attention_bias": True}, "asks for attention_bias"),
         ("deepseek-v3", {"kv_lora_rank": 40}, "kv_a_proj_with_mqa.weight has the shape"),
         ("moonlight", {"moe_layer_freq": 2}, "only some layers experts"),

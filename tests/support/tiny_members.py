@@ -10,6 +10,9 @@ from tiny_families import EVEN, GATED, GLM_MOE, IDS, LATENT, VOCAB, YARN
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM, PreTrainedModel
 
 WIDE = {"initializer_range": 0.2}
+DENSE_LATENT = {
+    key: value for key, value in LATENT.items() if not any(part in key for part in ("moe", "expert", "first"))
+}
 GROWING = (
     YARN
     | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
@@ -74,13 +77,15 @@ MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
         without=_FIRST,
     ),
     "youtu": member(
+        "youtu", DENSE_LATENT, {"q_lora_rank": 24, "initializer_range": 0.2, "embedding_initializer_range": 0.2}
+    ),
+    "youtu-whose-halves-turn": member(
         "youtu",
-        {
-            key: value
-            for key, value in LATENT.items()
-            if "moe" not in key and "expert" not in key and "first" not in key
-        },
-        {"q_lora_rank": 24, "initializer_range": 0.2, "embedding_initializer_range": 0.2},
+        DENSE_LATENT,
+        {"q_lora_rank": None, "rope_interleave": False, "initializer_range": 0.2, "embedding_initializer_range": 0.2},
+    ),
+    "minicpm3": member(
+        "minicpm3", DENSE_LATENT, {"q_lora_rank": 24, "scale_emb": 3, "scale_depth": 0.8, "dim_model_base": 48, **WIDE}
     ),
     "solar-open": member("solar_open", GLM_MOE, {"n_shared_experts": 1}, without=(*_FIRST, "intermediate_size")),
     "k-exaone": member(
