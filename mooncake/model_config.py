@@ -28,22 +28,24 @@ class LatentAttention:
     nope_dim: int  # of each head's query and key: the part without positions
     value_dim: int  # of each head
     query_rank: int = 0  # queries are computed from a vector of this size; 0: from the hidden state
+    turns_halves: bool = False  # of the rotating part its halves, and not neighbouring elements, turn into each other
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """Mixtures of experts like DeepSeek's (DeepSeek-V3 2024, section 2.1.2).
 
-    ``scoring``: "softmax"; with a bias that only affects the choice "sigmoid" or "biased_softmax"; "sigmoid_inputs" if
-    scores are factors on what enters the experts (Llama 4).
+    ``scoring``: "softmax" or "unbiased_sigmoid"; with a bias that only affects the choice "biased_softmax" or
+    "sigmoid"; "sigmoid_inputs" if scores are factors on what enters the experts (Llama 4).
     """
 
     dense_layers: tuple[int, ...]  # whose MLPs have no experts, and are ``ModelConfig.intermediate_size`` wide
     expert_size: int  # width of an expert
     scoring: str
-    factor: float  # applied to the sum of experts
+    factor: float  # applied to the sum of the chosen experts
     num_groups: int = 1  # groups of experts
     top_groups: int = 1  # groups of which a token uses experts
+    shared_factor: float = 1.0  # applied to the expert that every token uses
 
     @property
     def has_choice_bias(self) -> bool:
@@ -99,6 +101,7 @@ class ModelConfig:
     query_growth: float = 0.0  # Ministral 3: queries at position p are scaled by 1 + growth * ln(1 + p // span),
     query_span: int = 0  # so that attention over long contexts stays as sharp;
     query_offset: int = 0  # Llama 4: p + this; and if some layers do not rotate, only in those
+    qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
 
     def query_grows(self, layer: int) -> bool:

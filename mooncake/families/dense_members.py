@@ -1,4 +1,5 @@
-"""Dense families of others' parts: Gemma, VaultGemma, AFM, Apertus, Granite 4 without Mamba. Torch-free."""
+"""Dense families of others' parts: Gemma, VaultGemma, AFM, Apertus, Granite 4 without Mamba, OLMo (1), nanochat and
+HyperCLOVA X. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
-from mooncake.families.gated import attention_shapes, layer_norms, read_dense, read_gemma2, read_granite
+from mooncake.families.gated import attention_shapes, cap_of, layer_norms, read_dense, read_gemma2, read_granite
 from mooncake.model_config import ModelConfig, Settings
 
 # Gemma (Gemma team 2024) and VaultGemma (Google 2025)
@@ -95,6 +96,53 @@ def _granite_hybrid_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# OLMo (Groeneveld et al. 2024) and nanochat (Karpathy 2025), whose norms have no weights
+
+
+def _read_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    limit = settings.number("clip_qkv", 0.0)
+    if not 0 <= limit < 1e6:
+        raise ModelError(f"{settings.source}: clip_qkv must be a positive number or null, got {limit}")
+    return {**read_dense(settings, shapes), "rms_eps": 1e-5, "qkv_limit": limit}
+
+
+def _olmo_layer(config: ModelConfig) -> Shapes:
+    return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+
+
+def _read_nanochat(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    return {
+        **_read_any(settings, shapes),
+        "activation": activation(settings, "hidden_act", "relu2"),
+        "logit_cap": cap_of(settings, "final_logit_softcapping", 15.0),
+    }
+
+
+def _nanochat_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {**attention_shapes(config), "mlp.fc1.weight": (inner, hidden), "mlp.fc2.weight": (hidden, inner)}
+
+
+def _top_without_norm(config: ModelConfig) -> Shapes:
+    return {name: shape for name, shape in llama_top(config).items() if name != "model.norm.weight"}
+
+
+# HyperCLOVA X (NAVER 2025)
+
+
+def _read_hyperclovax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Its ``logits_scaling`` is a factor, where Granite's is a divisor."""
+    if not settings.flag("use_post_norm", True):
+        raise ModelError(f"{settings.source} leaves out norms that HyperCLOVA X has, which is not supported")
+    values = read_granite(settings, shapes)
+    scale = settings.number("attention_multiplier", 0.0)
+    return {**values, "attention_scale": scale, "logit_divisor": 1 / settings.number("logits_scaling", 1.0)}
+
+
+def _hyperclovax_layer(config: ModelConfig) -> Shapes:
+    return _gemma_layer(config) | {f"post_norm{number}.weight": (config.hidden_size,) for number in (1, 2)}
+
+
 def _read_any(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
@@ -107,5 +155,8 @@ DENSE_MEMBERS: dict[str, Family] = {
     "vaultgemma": Family(read_gemma2, _vault_gemma_layer, "model.layers", llama_top),
     "arcee": Family(_read_arcee, _arcee_layer, "model.layers", llama_top),
     "apertus": Family(_read_apertus, _apertus_layer, "model.layers", llama_top),
+    "olmo": Family(_read_olmo, _olmo_layer, "model.layers", _top_without_norm),
+    "nanochat": Family(_read_nanochat, _nanochat_layer, "model.layers", _top_without_norm),
+    "hyperclovax": Family(_read_hyperclovax, _hyperclovax_layer, "model.layers", llama_top),
     "granitemoehybrid": Family(_read_granite_hybrid, _granite_hybrid_layer, "model.layers", llama_top),
 }

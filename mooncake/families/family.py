@@ -12,11 +12,36 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 _RECURRENT = "layers with a recurrent state in place of KV"
+_INDEXED = "an indexer that chooses which tokens attention sees"
+_CONVOLVED = "short convolutions, whose state is beside KV"
+_LINEAR_POSITIONS = "scores that fall with the distance of tokens (ALiBi)"
 _MISSING = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer, and several residual streams (AltUp)"),
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), "embeddings of each layer, and heads of two sizes"),
-    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "an indexer that chooses which tokens attention sees"),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+        "embeddings of each layer, and heads of two sizes",
+    ),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text"), _INDEXED),
+    **dict.fromkeys(("mistral_large4", "mistral_large4_text", "minimax_m3_vl", "minimax_m3_vl_text"), _INDEXED),
+    "deepseek_v4": "compressed KV, an indexer, and several residual streams (mHC)",
+    "axk1": "a norm behind each mixture of experts",
+    "longcat_flash": "two attentions in each layer, and experts that do nothing",
+    "laguna": "layers with different numbers of heads",
+    "phimoe": "its own way to choose experts (SparseMixer), and norms and a head with biases",
+    "dbrx": "all experts' matrices in one, and clamped projections",
+    "diffllama": "differences of two attentions",
+    "doge": "a mask of attention that depends on values",
+    "blt": "bytes in patches of changing length",
+    **dict.fromkeys(("bloom", "mpt"), _LINEAR_POSITIONS),
+    **dict.fromkeys(
+        ("granite_swa", "granitemoe_swa"), "rotations of each layer's own, and sinks beside Granite's factors"
+    ),
+    "granitemoeshared": "an expert for all tokens beside Granite's mixture",
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _RECURRENT),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text", "glm5_next", "bailing_hybrid", "lfm3", "xlstm", "falcon_mamba"), _RECURRENT
+    ),
+    **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "zaya"), _CONVOLVED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "rwkv"), _RECURRENT),
     **dict.fromkeys(("lfm2", "lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
     "mllama": "attention to encoded images",

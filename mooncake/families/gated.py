@@ -25,12 +25,12 @@ def read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
         "max_model_len": rope.max_model_len,
         "rope_theta": rope.theta,
         "local_rope_theta": rope.theta,
-        "score_cap": _cap(settings, "attn_logit_softcapping", 50.0),
-        "logit_cap": _cap(settings, "final_logit_softcapping", 30.0),
+        "score_cap": cap_of(settings, "attn_logit_softcapping", 50.0),
+        "logit_cap": cap_of(settings, "final_logit_softcapping", 30.0),
     }
 
 
-def _cap(settings: Settings, key: str, default: float) -> float:
+def cap_of(settings: Settings, key: str, default: float) -> float:
     """Null means no cap; a missing key means the family's default."""
     cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
     if not 0 <= cap < 1e6:
@@ -85,11 +85,11 @@ def _gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
     rope = read_rope(Settings({**settings.tree, "rope_parameters": widely}, settings.source), head_dim)
     if rope.scaling and rope.scaling["rope_type"] != "linear":
         raise ModelError(f"{settings.source} scales its positions differently from linear, the family's only way")
-    locally = _rope_of_kind(settings, parameters, "sliding_attention")
+    locally = rope_of_kind(settings, parameters, "sliding_attention")
     return rope, locally.number("rope_theta", settings.number("rope_local_base_freq", 10_000.0))
 
 
-def _rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
+def rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
     """Of layers of this kind, without scaling."""
     own = parameters.get(kind)
     rope = Settings(own if isinstance(own, dict) else {}, settings.source)
@@ -260,7 +260,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     if "full_attention" in by_kind:
         settings = Settings({**settings.tree, "rope_parameters": by_kind["full_attention"]}, settings.source)
     values = read_dense(settings, shapes, default_theta=500_000.0)
-    local = _rope_of_kind(settings, by_kind, "sliding_attention")
+    local = rope_of_kind(settings, by_kind, "sliding_attention")
     return {
         **values,
         "qk_norm": True,

@@ -1,4 +1,4 @@
-"""The GPT line and its relatives: GPT-2, OPT, GPT-NeoX, StarCoder2 and Falcon. Torch-free."""
+"""The GPT line and its relatives: GPT-2, StarCoder, OPT, GPT-NeoX, StarCoder2 and Falcon. Torch-free."""
 
 from __future__ import annotations
 
@@ -53,6 +53,29 @@ def _gpt2_top(config: ModelConfig) -> Shapes:
         "transformer.wpe.weight": (config.max_model_len, config.hidden_size),
         **norm_shapes("transformer.ln_f", config.hidden_size),
         **head_shapes("lm_head", config),
+    }
+
+
+# StarCoder and SantaCoder (BigCode 2023)
+
+
+def _read_gpt_bigcode(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if not settings.flag("multi_query", True):
+        raise ModelError(f"{settings.source} has keys and values for each head (multi_query), which is not supported")
+    settings = Settings({"activation_function": "gelu_pytorch_tanh", **settings.tree}, settings.source)
+    return {**_read_gpt2(settings, shapes), "num_kv_heads": 1}
+
+
+def _gpt_bigcode_layer(config: ModelConfig) -> Shapes:
+    """Other than GPT-2's, its matrices are stored ``[out, in]``."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **norm_shapes("ln_1", hidden),
+        **linear_shapes("attn.c_attn", hidden + 2 * config.head_dim, hidden),
+        **linear_shapes("attn.c_proj", hidden, hidden),
+        **norm_shapes("ln_2", hidden),
+        **linear_shapes("mlp.c_fc", inner, hidden),
+        **linear_shapes("mlp.c_proj", hidden, inner),
     }
 
 
@@ -264,6 +287,7 @@ def _falcon_top(config: ModelConfig) -> Shapes:
 
 GPT_FAMILIES: dict[str, Family] = {
     "gpt2": Family(_read_gpt2, _gpt2_layer, "transformer.h", _gpt2_top, prefix="transformer."),
+    "gpt_bigcode": Family(_read_gpt_bigcode, _gpt_bigcode_layer, "transformer.h", _gpt2_top, prefix="transformer."),
     "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
     "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),

@@ -36,7 +36,7 @@ def _glm_layer(config: ModelConfig) -> Shapes:
 # Command R ("cohere", Cohere 2024) and Command R7B and A ("cohere2", Cohere 2024, 2025)
 
 
-def _read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     if settings.flag("attention_bias", False):
         raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
     scale = settings.number("logit_scale", 0.0625)
@@ -60,7 +60,7 @@ def _read_cohere2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     every = settings.integer("sliding_window_pattern", 4)
     windows = windows_in_turn(settings, every, 4096)
     still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**_read_cohere(settings, shapes), "layer_windows": windows, "still_layers": still}
+    return {**read_cohere(settings, shapes), "layer_windows": windows, "still_layers": still}
 
 
 def _cohere_layer(config: ModelConfig) -> Shapes:
@@ -116,7 +116,7 @@ def _gptj_top(config: ModelConfig) -> Shapes:
 INTERLEAVED_FAMILIES: dict[str, Family] = {
     "glm": Family(_read_glm, _glm_layer, "model.layers", llama_top),
     "glm4": Family(_read_glm, _glm_layer, "model.layers", llama_top),
-    "cohere": Family(_read_cohere, _cohere_layer, "model.layers", llama_top),
+    "cohere": Family(read_cohere, _cohere_layer, "model.layers", llama_top),
     "cohere2": Family(_read_cohere2, _cohere_layer, "model.layers", llama_top),
     "gptj": Family(_read_gptj, _gptj_layer, "transformer.h", _gptj_top, prefix="transformer."),
 }

@@ -1,4 +1,4 @@
-"""Families with layer norms of which a part of each head rotates: Phi, StableLM and Nemotron. Torch-free."""
+"""Families with layer norms whose heads rotate, often in part: Phi, StableLM, Jais 2 and Nemotron. Torch-free."""
 
 from __future__ import annotations
 
@@ -99,6 +99,29 @@ def _stablelm_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# Jais 2 (Inception and MBZUAI 2025)
+
+
+def _read_jais2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    biases = ("attention_bias", "mlp_bias")
+    if not all(settings.flag(key, True) for key in biases):
+        raise ModelError(f"{settings.source} leaves out the biases that Jais 2 has, which is not supported")
+    known = Settings({**settings.tree, **dict.fromkeys(biases, False)}, settings.source)
+    return {**_read(known, "layer_norm_eps", "relu2", 1.0), "qkv_bias": True}
+
+
+def _jais2_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        **attention_shapes(config),
+        "self_attn.o_proj.bias": (hidden,),
+        **norm_shapes("input_layernorm", hidden),
+        **norm_shapes("post_attention_layernorm", hidden),
+        **linear_shapes("mlp.up_proj", inner, hidden),
+        **linear_shapes("mlp.down_proj", hidden, inner),
+    }
+
+
 # Nemotron (NVIDIA 2024; Minitron)
 
 
@@ -120,5 +143,6 @@ def _nemotron_layer(config: ModelConfig) -> Shapes:
 LAYER_NORM_FAMILIES: dict[str, Family] = {
     "phi": Family(_read_phi, _phi_layer, "model.layers", _phi_top),
     "stablelm": Family(_read_stablelm, _stablelm_layer, "model.layers", _top),
+    "jais2": Family(_read_jais2, _jais2_layer, "model.layers", _top),
     "nemotron": Family(_read_nemotron, _nemotron_layer, "model.layers", _top),
 }

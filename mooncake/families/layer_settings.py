@@ -82,8 +82,11 @@ def _windows(settings: Settings, family: str, num_layers: int) -> list[int]:
 
 def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> list[int]:
     window, num_full = settings.integer("sliding_window", 0), 0
-    if family in ("llama", "seed_oss", "ernie4_5", "iquestcoder"):
+    if family in ("llama", "seed_oss", "ernie4_5", "iquestcoder", "internlm3", "helium"):
         window = 0
+    elif family == "cwm":
+        window = settings.integer("sliding_window", 8192)
+        return [window if layer % 4 else 0 for layer in range(num_layers)]
     elif family == "phi3":  # Phi-4-mini's window is larger than its context
         window = window if window < settings.integer("max_position_embeddings") else 0
     elif family not in (

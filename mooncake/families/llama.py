@@ -10,7 +10,7 @@ from mooncake.families.layer_settings import LCKV, read_layers
 from mooncake.families.rope_settings import read_query_growth, read_rope
 from mooncake.model_config import ModelConfig, Settings
 
-REARRANGED = ("phi3", "ernie4_5")
+REARRANGED = ("phi3", "ernie4_5", "helium")
 """Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
 
 FAMILIES = (
@@ -23,6 +23,8 @@ FAMILIES = (
     "smollm3",
     "seed_oss",
     "iquestcoder",
+    "internlm3",
+    "cwm",
     *REARRANGED,
     LCKV,
 )
@@ -31,6 +33,7 @@ _REFUSED = {
     "seed_oss": ("attention_out_bias", "mlp_bias"),
     "ernie4_5": ("use_bias",),
     "iquestcoder": ("attention_bias", "mlp_bias", "clip_qkv", "use_sliding_window"),
+    "internlm3": ("attention_bias", "mlp_bias", "qkv_bias", "bias"),
 }
 _WIDE_HEADS = (
     "qwen3",
@@ -38,8 +41,11 @@ _WIDE_HEADS = (
     "seed_oss",
     "ernie4_5",
     "iquestcoder",
+    "internlm3",
+    "cwm",
+    "helium",
 )  # of 128 elements, if config.json does not say
-_THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0}
+_THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0, "cwm": 1_000_000.0}
 
 _KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
 
@@ -62,6 +68,8 @@ def read_llama(
     rope = read_rope(settings, head_dim, _THETAS.get(family, 10_000.0), partial=family == "phi3")
     if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
         raise ModelError(f"{settings.source} scales its positions differently from longrope, the family's only way")
+    if family == "cwm" and not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
     layers = read_layers(settings, family)
     return ModelConfig(
         architecture=family,

@@ -1,11 +1,12 @@
-"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, Qwen3-VL's, Hunyuan's, OLMoE and Granite's. Torch-free."""
+"""Mixtures of experts with extra parts: gpt-oss, Qwen2-MoE, Qwen3-VL's, Hunyuan's, OLMoE, FlexOlmo, Mellum 2 and
+Granite's. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, llama_top
+from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, llama_top, num_layers_of
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -16,6 +17,7 @@ from mooncake.families.gated import (
     read_hunyuan,
     read_qwen_moe,
     read_silu,
+    rope_of_kind,
     router_shape,
     windows_in_turn,
 )
@@ -120,6 +122,38 @@ def _granite_moe_layer(config: ModelConfig) -> Shapes:
     }
 
 
+# FlexOlmo (Shi et al. 2025) and Mellum 2 (JetBrains 2026)
+
+
+def _read_flex_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    usual = {"rope_theta": 500_000.0, "num_experts": 7, "num_experts_per_tok": 5}
+    return _read_olmoe(Settings({**usual, **settings.tree}, settings.source), shapes)
+
+
+def _flex_olmo_layer(config: ModelConfig) -> Shapes:
+    layer = {name: shape for name, shape in _olmoe_layer(config).items() if name != "input_layernorm.weight"}
+    return {**layer, "post_feedforward_layernorm.weight": (config.hidden_size,)}
+
+
+def _read_mellum(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Layers with a window rotate in their own way."""
+    kinds = settings.get("mlp_layer_types") or ["sparse"]
+    if not isinstance(kinds, list) or set(kinds) != {"sparse"}:
+        raise ModelError(f"{settings.source} gives only some layers experts, which is not supported for this family")
+    by_kind = settings.get("rope_parameters")
+    if not isinstance(by_kind, dict) or not isinstance(by_kind.get("full_attention"), dict):
+        raise ModelError(f"{settings.source} does not say how layers of full_attention rotate (rope_parameters)")
+    usual = {"norm_topk_prob": True, "layer_types": ["full_attention"] * num_layers_of(settings)}
+    own = {"rope_parameters": by_kind["full_attention"]}
+    settings = Settings({**usual, **settings.tree, **own}, settings.source)
+    return {
+        **read_qwen_moe(settings, shapes, num_experts=64, experts_per_token=8),
+        "qk_norm": True,
+        "layer_windows": windows_in_turn(settings, 1, 1024),
+        "local_rope_theta": rope_of_kind(settings, by_kind, "sliding_attention").number("rope_theta", 10_000.0),
+    }
+
+
 # The language model of Qwen3-VL's mixtures (Qwen team 2025)
 
 
@@ -174,6 +208,8 @@ def _hunyuan_moe_layer(config: ModelConfig) -> Shapes:
 MIXTURE_FAMILIES: dict[str, Family] = {
     "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
     "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
+    "flex_olmo": Family(_read_flex_olmo, _flex_olmo_layer, "model.layers", llama_top),
+    "mellum": Family(_read_mellum, moe_layer, "model.layers", llama_top),
     "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
     "qwen3_vl_moe_text": Family(_read_qwen3_vl_moe, _qwen3_vl_moe_layer, "model.layers", llama_top),
     "hunyuan_v1_moe": Family(_read_hunyuan_moe, _hunyuan_moe_layer, "model.layers", llama_top),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
@@ -31,6 +32,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **MIXTURE_FAMILIES,
     **INTERLEAVED_FAMILIES,
     **LLAMA4_FAMILIES,
+    **COHERE_MOE_FAMILIES,
 }
 
 

@@ -48,11 +48,10 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     if not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
     kind = _FORMER_NAMES.get(kind, kind)
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # the latter scales only from the end of our context on
         return Rope(theta, None, rotating, num_positions)
     if kind not in _READERS:
-        why = _REFUSALS.get(kind, "")
-        raise ModelError(f"{settings.source} scales its positions by {kind!r}{why}; supported: {', '.join(_READERS)}")
+        raise ModelError(f"{settings.source} scales its positions by {kind!r}; supported: {', '.join(_READERS)}")
     if kind == "yarn" and theta <= 1:
         raise ModelError(f"{settings.source}: the rope scaling 'yarn' needs a rope_theta above 1, got {theta:g}")
     scaling = _READERS[kind](settings, rope, rotary_dim)
@@ -78,7 +77,6 @@ def read_query_growth(settings: Settings) -> dict[str, object]:
 
 
 _FORMER_NAMES = {"su": "longrope", "mrope": "default"}  # M-RoPE, for text
-_REFUSALS = {"dynamic": ", so cached keys would have to be rotated again as their sequence grows"}
 
 
 def _linear(settings: Settings, rope: Settings, rotary_dim: int) -> Scaling:

@@ -34,6 +34,7 @@ def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
         nope_dim=_size(settings, "qk_nope_head_dim", 128),
         value_dim=_size(settings, "v_head_dim", 128),
         query_rank=settings.integer("q_lora_rank", 0),
+        turns_halves=not settings.flag("rope_interleave", True),
     )
     rope = read_rope(settings, latent.rope_dim)
     return {
@@ -96,8 +97,6 @@ def read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) 
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (value := settings.get(key) or only) != only:
             raise ModelError(f"{settings.source} asks for {key} {value!r}; only {only!r} is supported for this family")
-    if not settings.flag("rope_interleave", True):
-        raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
     return {**read_deepseek(settings, shapes), **read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True)}
 
 

@@ -1,12 +1,12 @@
-"""Families built of the parts of those in ``routed``: GLM-4.7-Flash, Youtu, Mistral 4, Solar Open, K-EXAONE, Hy3 and
-Trinity. Torch-free."""
+"""Families built of the parts of those in ``routed``: GLM-4.7-Flash, MiniCPM3, Youtu, Mistral 4, Solar Open, K-EXAONE,
+Hy3 and Trinity. Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, llama_top
+from mooncake.families.family import Family, Shapes, gated_shapes, llama_top, num_layers_of
 from mooncake.families.gated import expert_names, read_silu, router_shape, windows_in_turn
 from mooncake.families.rope_settings import read_query_growth
 from mooncake.families.routed import (
@@ -22,7 +22,8 @@ from mooncake.families.routed import (
 )
 from mooncake.model_config import ModelConfig, Settings
 
-# With latent attention: GLM-4.7-Flash (GLM team 2026), Youtu (Tencent 2025) and Mistral 4 (Mistral 2026)
+# With latent attention: GLM-4.7-Flash (GLM team 2026), MiniCPM3 (OpenBMB 2024), Youtu (Tencent 2025) and Mistral 4
+# (Mistral 2026)
 
 
 def _read_glm_lite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -30,14 +31,28 @@ def _read_glm_lite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
     return read_deepseek_v3(_with_dense_layers(settings), shapes)
 
 
-def _read_youtu(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    _refuse_halves(settings)
-    return read_deepseek(settings, shapes)
+def _read_minicpm3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    """Embeddings, what layers add and logits are scaled; a null scales nothing."""
+    hidden, num_layers = settings.integer("hidden_size"), num_layers_of(settings)
+    usual = {
+        **{"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
+        **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True},
+    }
+    settings = Settings({**usual, **settings.tree, "rope_interleave": False}, settings.source)
+    value_dim = settings.integer("v_head_dim", hidden // max(settings.integer("num_attention_heads"), 1))
+    factors = {
+        "embedding_factor": settings.number("scale_emb", 1.0),
+        "residual_factor": settings.number("scale_depth", num_layers**0.5) / num_layers**0.5,
+        "logit_divisor": hidden / (settings.number("dim_model_base", hidden) or -1.0),
+    }
+    if wrong := [value for value in factors.values() if not 0 < value < 1e6]:
+        what = "scale_emb, scale_depth and dim_model_base must be positive"
+        raise ModelError(f"{settings.source}: {what}, got a factor of {wrong[0]}")
+    return {**read_deepseek(Settings({**settings.tree, "v_head_dim": value_dim}, settings.source), shapes), **factors}
 
 
 def _read_mistral4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """Its ``partial_rotary_factor`` repeats the sizes of the two parts of a head."""
-    _refuse_halves(settings)
     if settings.integer("n_group", 1) != 1:
         raise ModelError(f"{settings.source} chooses experts from groups (n_group), which is not supported")
     rope = settings.get("rope_parameters")
@@ -64,11 +79,6 @@ def _mistral4_layer(config: ModelConfig) -> Shapes:
         "mlp.experts.down_proj": (count, hidden, routing.expert_size),
         **(gated_shapes(expert_names(config).shared, hidden, shared) if shared else {}),
     }
-
-
-def _refuse_halves(settings: Settings) -> None:
-    if not settings.flag("rope_interleave", True):
-        raise ModelError(f"{settings.source} has halves of heads that turn (rope_interleave), which is not supported")
 
 
 # With ordinary attention: Solar Open (Upstage 2026), K-EXAONE (LG AI Research 2026) and Hy3 (Tencent 2026)
@@ -173,7 +183,8 @@ def _with_dense_layers(settings: Settings) -> Settings:
 
 ROUTED_MEMBERS: dict[str, Family] = {
     "glm4_moe_lite": Family(_read_glm_lite, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "youtu": Family(_read_youtu, latent_first_layer, "model.layers", llama_top),
+    "minicpm3": Family(_read_minicpm3, latent_first_layer, "model.layers", llama_top),
+    "youtu": Family(read_deepseek, latent_first_layer, "model.layers", llama_top),
     "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
     "solar_open": Family(_read_solar, glm_layer, "model.layers", llama_top),
     "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),

@@ -1,7 +1,8 @@
 """Weights of families that store Llama's differently and share its arithmetic.
 
 Phi-3 (Abdin et al. 2024) publishes the query, key and value projections as one matrix and gate and up as another, and
-Phi-4-mini rotates only the first elements of each head. ERNIE 4.5 (Baidu 2025) rotates neighbouring elements.
+Phi-4-mini rotates only the first elements of each head. ERNIE 4.5 (Baidu 2025) and Helium (Kyutai 2025) rotate
+neighbouring elements.
 """
 
 from __future__ import annotations
@@ -58,6 +59,6 @@ def turns(name: str) -> bool:
 
 def head_order(config: ModelConfig) -> torch.Tensor | None:
     """int64 ``[D]``: the order of the published elements of a query's or key's head; None: as they are."""
-    if config.architecture == "ernie4_5":
+    if config.architecture in ("ernie4_5", "helium"):
         return rotary_order(config.head_dim, config.head_dim, in_turn=True)
     return rotary_order(config.head_dim, config.rotary_dim) if config.rotary_dim >= 0 else None

@@ -45,8 +45,8 @@ class DeepSeek(RoutedDecoder[_Layer]):
 
     @property
     def _turning(self) -> torch.Tensor:
-        """Order of the rotating elements; published pairs are adjacent."""
-        return rotary_order(self.latent.rope_dim, self.latent.rope_dim, in_turn=True)
+        """Order of the rotating elements; published pairs are mostly adjacent."""
+        return rotary_order(self.latent.rope_dim, self.latent.rope_dim, in_turn=not self.latent.turns_halves)
 
     def _take(self, prefix: str) -> _Layer:
         latent, attention = self.latent, prefix + "self_attn."
@@ -79,8 +79,8 @@ class DeepSeek(RoutedDecoder[_Layer]):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        hidden = hidden + self._attend(index, layer, self._norm(hidden, layer.attention_norm), step)
-        return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
+        hidden = self._add(hidden, self._attend(index, layer, self._norm(hidden, layer.attention_norm), step))
+        return self._add(hidden, self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm)))
 
     def _attend(self, index: int, layer: _Layer, normed: torch.Tensor, step: Step) -> torch.Tensor:
         latent, heads = self.latent, self.config.num_heads

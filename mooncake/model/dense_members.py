@@ -1,14 +1,18 @@
-"""AFM, Apertus and Granite 4 without Mamba over a paged cache: the frame of ``gated.Dense`` with other MLPs."""
+"""AFM, Apertus, Granite 4 without Mamba, OLMo (1), nanochat and HyperCLOVA X over a paged cache: the frame of
+``gated.Dense`` with other MLPs or norms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 
 from mooncake.kernels import Linear
-from mooncake.model.decoder import activation
-from mooncake.model.gated import Dense
+from mooncake.model.batch import ForwardBatch
+from mooncake.model.decoder import Step, activation
+from mooncake.model.gated import Dense, reordered_qkv
+from mooncake.model.layers import vector
 
 
 class Arcee(Dense):
@@ -49,3 +53,74 @@ class GraniteHybrid(Dense):
 
     def _take_down(self, prefix: str) -> Linear:
         return self.linear(prefix + "shared_mlp.output_linear")
+
+
+class _WithPlainNorms(Dense):
+    """Norms of the residual stream have no weights."""
+
+    @cached_property
+    def _ones(self) -> torch.Tensor:
+        stored = self.weight(f"model.layers.{self.places.start}.self_attn.k_proj.weight")
+        return vector(torch.ones(self.config.hidden_size, dtype=stored.dtype), self.kernels)
+
+    def _take_norm(self, name: str) -> torch.Tensor:
+        return self._ones
+
+
+class Olmo(_WithPlainNorms):
+    """OLMo (Groeneveld et al. 2024): layer norms; queries, keys and values may be clamped."""
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(hidden, weight.shape, eps=self.config.rms_eps)
+
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, limit = self._layers[index], self.config.qkv_limit
+        qkv = layer.qkv(hidden)
+        return layer.output(step.attend(index, qkv.clamp(-limit, limit) if limit else qkv))
+
+
+class NanoChat(_WithPlainNorms):
+    """nanochat (Karpathy 2025): embeddings are normalised, heads after they are rotated, and that the other way round:
+    here their halves are swapped."""
+
+    def _take_qkv(self, attention: str) -> Linear:
+        dim = self.config.head_dim
+        return reordered_qkv(self, attention, torch.arange(dim).roll(dim // 2), biased=False)
+
+    def _take_gate_up(self, prefix: str) -> Linear:
+        return self.linear(prefix + "mlp.fc1")
+
+    def _take_activation(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        return activation(self.config.activation)
+
+    def _take_down(self, prefix: str) -> Linear:
+        return self.linear(prefix + "mlp.fc2")
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._norm(super()._embed(batch), self._ones)
+
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, plain = self._layers[index], self._ones[: self.config.head_dim]
+        return layer.output(step.attend(index, layer.qkv(hidden), plain, plain))
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits, cap = super()._logits(hidden), self.config.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+
+class HyperClova(Dense):
+    """HyperCLOVA X (NAVER 2025): what attention and the MLP add is normalised, too."""
+
+    def _build(self) -> None:
+        super()._build()
+        self._behind = {
+            index: [self.vector(f"model.layers.{index}.post_norm{number}.weight") for number in (1, 2)]
+            for index in self.places
+        }
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer, (behind_attention, behind_mlp) = self._layers[index], self._behind[index]
+        attended = self._attention(index, self._norm(hidden, layer.attention_norm), step)
+        hidden = self._add(hidden, self._norm(attended, behind_attention))
+        mixed = self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+        return self._add(hidden, self._norm(mixed, behind_mlp))

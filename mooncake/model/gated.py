@@ -27,9 +27,13 @@ class GatedDecoder(Decoder, Generic[Layer]):
         self._embedding, self._head = embedding_and_head(
             self._weights, config, self.places, lambda matrix: self.vocabulary(self.kernels.linear(matrix))
         )
-        self._final_norm = self.vector("model.norm.weight")
+        self._final_norm = self._take_norm("model.norm")
         self.stream = self._final_norm.dtype
         self._layers = {index: self._take(f"model.layers.{index}.") for index in self.places}
+
+    def _take_norm(self, name: str) -> torch.Tensor:
+        """The weight of a norm of the residual stream."""
+        return self.vector(f"{name}.weight")
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:
@@ -107,16 +111,19 @@ class Dense(GatedDecoder[_Layer]):
             self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
         )
         return _Layer(
-            self.vector(f"{prefix}{attention_norm}.weight"),
-            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self._take_norm(prefix + attention_norm),
+            self._take_qkv(attention),
             query_norm,
             key_norm,
             self.linear(attention + "o_proj"),
-            self.vector(f"{prefix}{mlp_norm}.weight"),
+            self._take_norm(prefix + mlp_norm),
             self._take_gate_up(prefix),
             self._take_activation(prefix),
             self._take_down(prefix),
         )
+
+    def _take_qkv(self, attention: str) -> Linear:
+        return self.linear(*(f"{attention}{name}_proj" for name in "qkv"))
 
     def _take_gate_up(self, prefix: str) -> Linear:
         return self.linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj")

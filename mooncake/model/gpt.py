@@ -1,4 +1,5 @@
-"""The GPT line over a paged cache: GPT-2, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM and Nemotron.
+"""The GPT line over a paged cache: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM, Jais 2
+and Nemotron.
 
 Layer norms, often biases, an MLP mostly without a gate.
 """
@@ -105,6 +106,20 @@ class Gpt2(_Gpt):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return super()._embed(batch) + self._positions[batch.positions]
+
+
+class GptBigCode(Gpt2):
+    """StarCoder and SantaCoder (BigCode 2023): keys and values of one head."""
+
+    def _take(self, prefix: str) -> _Layer:
+        return _Layer(
+            self.layer_norm(prefix + "ln_1"),
+            self.linear(prefix + "attn.c_attn", biased=True),
+            self.linear(prefix + "attn.c_proj", biased=True),
+            self.layer_norm(prefix + "ln_2"),
+            self.linear(prefix + "mlp.c_fc", biased=True),
+            self.linear(prefix + "mlp.c_proj", biased=True),
+        )
 
 
 class GptJ(_Gpt):
@@ -252,6 +267,22 @@ class StableLm(_Gpt):
             norm if self.config.parallel_residual else self.layer_norm(prefix + "post_attention_layernorm"),
             self.linear(mlp + "gate_proj", mlp + "up_proj"),
             self.linear(mlp + "down_proj"),
+        )
+
+
+class Jais2(_Gpt):
+    """Jais 2 (Inception and MBZUAI 2025): biases everywhere."""
+
+    _names = "model.embed_tokens", "model.norm", "lm_head"
+
+    def _take(self, prefix: str) -> _Layer:
+        return _Layer(
+            self.layer_norm(prefix + "input_layernorm"),
+            self._qkv(prefix + "self_attn."),
+            self.linear(prefix + "self_attn.o_proj", biased=True),
+            self.layer_norm(prefix + "post_attention_layernorm"),
+            self.linear(prefix + "mlp.up_proj", biased=True),
+            self.linear(prefix + "mlp.down_proj", biased=True),
         )
 
 

@@ -12,19 +12,20 @@ from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.afmoe import Afmoe
+from mooncake.model.cohere_moe import CohereMoe
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek, Mistral4
-from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid
+from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
-from mooncake.model.gpt import Falcon, Gpt2, GptJ, GptNeoX, Nemotron, Opt, Phi, StableLm, StarCoder2
+from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
-from mooncake.model.moe import GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
+from mooncake.model.moe import FlexOlmo, GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
@@ -33,6 +34,7 @@ from mooncake.model.weights import load_weights
 DTYPES = ("float32", "bfloat16")
 OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gpt2": Gpt2,
+    "gpt_bigcode": GptBigCode,
     "opt": Opt,
     "gpt_neox": GptNeoX,
     "starcoder2": StarCoder2,
@@ -54,7 +56,11 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "arcee": Arcee,
     "apertus": Apertus,
     "granitemoehybrid": GraniteHybrid,
+    "olmo": Olmo,
+    "nanochat": NanoChat,
+    "hyperclovax": HyperClova,
     "glm4_moe_lite": DeepSeek,
+    "minicpm3": DeepSeek,
     "youtu": DeepSeek,
     "mistral4": Mistral4,
     "glm4_moe": GlmMoe,
@@ -66,6 +72,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "hy_v3": GlmMoe,
     "gpt_oss": GptOss,
     "olmoe": Olmoe,
+    "flex_olmo": FlexOlmo,
+    "mellum": MixtureOfExperts,
     "granitemoe": GraniteMoe,
     "dots1": GlmMoe,
     "minimax_m2": MiniMax,
@@ -75,11 +83,13 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "glm4": Glm,
     "cohere": Cohere,
     "cohere2": Cohere,
+    "cohere2_moe": CohereMoe,
     "gptj": GptJ,
     "falcon": Falcon,
     "phi": Phi,
     "stablelm": StableLm,
     "nemotron": Nemotron,
+    "jais2": Jais2,
 }
 
 

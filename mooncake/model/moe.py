@@ -39,20 +39,22 @@ class _Layer:
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
+    _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
     _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
 
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
+        attention_norm, mlp_norm = self._norm_names
         query_norm, key_norm = (
             self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
         )
         return _Layer(
-            self.vector(prefix + "input_layernorm.weight"),
+            self._take_norm(prefix + attention_norm),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
             query_norm,
             key_norm,
             self.linear(attention + "o_proj"),
-            self.vector(prefix + "post_attention_layernorm.weight"),
+            self._take_norm(prefix + mlp_norm),
             self.linear(prefix + expert_names(self.config).router),
             self._experts(prefix),
             self._shared(prefix) if self.config.shared_expert_size else None,
@@ -96,6 +98,18 @@ class Olmoe(MixtureOfExperts):
         layer = self._layers[index]
         assert layer.query_norm is not None and layer.key_norm is not None
         return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
+
+
+class FlexOlmo(Olmoe):
+    """FlexOlmo (Shi et al. 2025): norms after attention and the mixture."""
+
+    _norm_names = "post_attention_layernorm", "post_feedforward_layernorm"
+
+    def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        layer = self._layers[index]
+        attended = self.reduce(layer.output(self._attend(index, layer.qkv(hidden), step)))
+        hidden = hidden + self._norm(attended, layer.attention_norm)
+        return hidden + self._norm(self.reduce(self._mixture(layer, hidden)), layer.mlp_norm)
 
 
 class GraniteMoe(MixtureOfExperts):

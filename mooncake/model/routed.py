@@ -63,14 +63,17 @@ class RoutedDecoder(GatedDecoder[Layer]):
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._route(mlp, normed)
         mixed = mlp.experts(normed, chosen, weights)
-        return mixed if mlp.shared is None else mixed + self._dense(mlp.shared, normed)
+        if mlp.shared is None:
+            return mixed
+        assert self.config.routing is not None
+        return torch.add(mixed, self._dense(mlp.shared, normed), alpha=self.config.routing.shared_factor)
 
     def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers ``[T, k]`` of each token's experts. The bias affects the choice, not the weights."""
         routing, count = self.config.routing, self.config.experts_per_token
         assert routing is not None
         logits = mlp.router(normed.float())
-        scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+        scores = logits.sigmoid() if routing.scoring.endswith("sigmoid") else logits.softmax(-1)
         ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
         if routing.num_groups > 1:
             grouped = ranks.view(len(ranks), routing.num_groups, -1)

@@ -127,6 +127,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"num_experts": 4, "experts_per_token": 2, "norm_expert_weights": True, "qk_norm": True, "shared_expert_size": 32}
     | {"layer_windows": (24, 0), "still_layers": (1,)}
     | {"routing": Routing((0,), expert_size=32, scoring="sigmoid", factor=2.5, num_groups=2, top_groups=1)},
+    "cohere2_moe": LLAMA
+    | {"tie_embeddings": True, "num_experts": 4, "experts_per_token": 2, "shared_expert_size": 32}
+    | {"layer_windows": (24, 0), "still_layers": (1,), "norm_expert_weights": True}
+    | {"routing": Routing((0,), expert_size=32, scoring="unbiased_sigmoid", factor=0.5, shared_factor=0.5)},
+    "nanochat": LLAMA | {"activation": "relu2", "logit_cap": 3.0},
     "llama4_text": LLAMA
     | {"num_experts": 4, "experts_per_token": 2, "qk_norm": True, "shared_expert_size": 32, "layer_windows": (-24, 0)}
     | {"still_layers": (1,), "query_growth": 0.5, "query_span": 8, "query_offset": 1}

@@ -27,6 +27,7 @@ MEMBERS: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "seed_oss": {},
     "ernie4_5": {},
+    "helium": {"hidden_size": 64},
     "ministral3": {"rope_parameters": GROWING},
 }
 SHAPE = {"num_hidden_layers": 3, "head_dim": 16, "initializer_range": 0.2}

@@ -42,8 +42,8 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 
 
 OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3", "trinity"]
-OVER_RANKS += ["hunyuan-moe", "llama-4"]
-IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4"]
+OVER_RANKS += ["hunyuan-moe", "llama-4", "flex-olmo", "mellum-2", "command-a-plus", "minicpm3"]
+IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4", "olmo-1", "nanochat", "hyperclova-x"]
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,12 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("ministral3", {"rope_parameters": {"llama_4_scaling_beta": 0.5}}, "needs original_max_position_embeddings"),
         ("ministral3", {"attention_bias": True}, "asks for attention_bias"),
         ("mistral4", {"n_group": 2}, "from groups"),
-        ("mistral4", {"rope_interleave": False}, "rope_interleave"),
         ("mistral4", {"n_routed_experts": 7}, "mlp.gate.weight has the shape"),
-        ("glm-4.7-flash", {"rope_interleave": False}, "rope_interleave"),
         ("glm-4.7-flash", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense layers, then sparse"),
         ("glm-4.7-flash", {"mlp_layer_types": ["dense", "sparse"]}, "4 in all"),
         ("glm-4.7-flash", {"mlp_layer_types": "dense"}, "mlp_layer_types must be"),
-        ("youtu", {"rope_interleave": False}, "rope_interleave"),
+        ("minicpm3", {"scale_depth": 0}, "scale_depth and dim_model_base must be positive"),
+        ("minicpm3", {"dim_model_base": 0}, "must be positive, got a factor of -96"),
         ("youtu", {"attention_bias": True}, "asks for attention_bias"),
         ("solar-open", {"n_group": 4}, "cannot be chosen from"),
         ("k-exaone", {"layer_types": None, "sliding_window_pattern": "LLG"}, "must be an integer"),
@@ -139,6 +138,25 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("hunyuan-moe", {"moe_topk": [3, 2, 3]}, "moe_topk differs between layers"),
         ("hunyuan-moe", {"num_experts": 7}, "mlp.gate.wg.weight has the shape"),
         ("iquest-coder", {"clip_qkv": 8.0}, "asks for clip_qkv"),
+        ("internlm3", {"bias": True}, "asks for bias"),
+        ("command-a-plus", {"rms_norm_eps": 1e-5}, "norms of another kind"),
+        ("command-a-plus", {"expert_selection_fn": "top"}, "chooses experts by 'top'"),
+        ("command-a-plus", {"shared_expert_combination_strategy": "most"}, "adds its shared expert by 'most'"),
+        ("command-a-plus", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be dense or sparse"),
+        ("command-a-plus", {"layer_types": None, "sliding_window_pattern": 0}, "must be positive, got 0 and 1"),
+        ("command-a-plus", {"num_experts": 5}, "mlp.gate.weight has the shape"),
+        ("starcoder", {"multi_query": False}, "multi_query"),
+        ("jais-2", {"mlp_bias": False}, "leaves out the biases"),
+        ("olmo-1", {"clip_qkv": -1.0}, "clip_qkv must be a positive number or null"),
+        ("olmo-1", {"attention_bias": True}, "asks for attention_bias"),
+        ("nanochat", {"final_logit_softcapping": -1.0}, "must be a positive number or null"),
+        ("hyperclova-x", {"use_post_norm": False}, "leaves out norms"),
+        ("flex-olmo", {"num_experts": 5}, "mlp.gate.weight has the shape"),
+        ("mellum-2", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "only some layers experts"),
+        ("mellum-2", {"rope_parameters": None}, "how layers of full_attention rotate"),
+        ("cwm", {"rope_parameters": None}, "does not say how positions are scaled"),
+        ("hy3", {"model_type": "bloom"}, r"fall with the distance of tokens \(ALiBi\)"),
+        ("hy3", {"model_type": "mistral_large4_text"}, "an indexer that chooses"),
         ("hy3", {"model_type": "gemma4"}, "embeddings of each layer, and heads of two sizes"),
         ("llama-4", {"attention_bias": True}, "asks for attention_bias"),
         ("llama-4", {"attention_chunk_size": 0}, "attention_chunk_size must be positive"),

@@ -217,7 +217,6 @@ def test_kv_of_other_rotations_has_another_name(tmp_path: Path) -> None:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, "cached keys would have to be rotated again"),
     "no factor": ({"rope_type": "yarn"}, "'yarn' needs a positive factor"),
     "factor nan": (YARN | {"factor": float("nan")}, "needs a positive factor"),
     "factor too large": (YARN | {"factor": 1e300}, "needs a positive factor"),
