@@ -18,7 +18,7 @@ from kvstore.replicas import ReplicaServicer
 from kvstore.segment import Segment
 from kvstore.service import StoreServicer
 from kvstore.ssd.record import PAGE, padded
-from kvstore.ssd.tier import SsdTier
+from kvstore.ssd.tier import GROUP_BYTES, SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.server import SegmentServer
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 SWEEP_INTERVAL_S = 0.25
 HEAR_SHARE = 0.1  # of one processor, for reading what readers note
 GIVEN_AHEAD_SHARE, MANY_SLOTS = 1 / 16, 64  # slots that writers may hold in advance: of many, twice the share
+GROUPS_IN_DRAM = 16  # at least, of those in which blocks go to the SSD: a hanging disk holds up to three
 MIN_PADDED_BYTES = 16 * PAGE  # padding would waste too much of smaller blocks
 
 
@@ -226,6 +227,7 @@ class StoreNode:
             self._policy(max(1, capacity // self._block_bytes)),
             self._block_bytes,
             tenant_bytes=int(config.tenant_ssd_gb * 1e9),
+            group_bytes=min(GROUP_BYTES, self._segment.num_blocks * self._block_bytes // GROUPS_IN_DRAM),
         )
 
     async def _sweep(self) -> None:

@@ -15,6 +15,7 @@ from kvstore.ahead import SlotsAhead
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant
 from kvstore.saving import Saving
+from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
 from kvstore.tiers import promotion
 from mooncake.errors import KVLoadFailed, OutOfBlocks
@@ -66,7 +67,7 @@ class Promoting:
         """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile."""
         found = promotion(keys, self._index.exists(keys), self._ssd.length, self._ssd.load_s, recompute_ms, scattered)
         self._index.counters["promotions_not_worth_it"] += found.was_cut
-        return found.run if found.lacking else []
+        return found.run if found.lacking and self._ssd.is_readable else []
 
     async def _have(self, key: BlockKey) -> bool:
         """Whether the block is in DRAM, after loading it if necessary."""
@@ -77,7 +78,10 @@ class Promoting:
             waiting = asyncio.ensure_future(self._promote(key))
             self._loading[key] = waiting
             waiting.add_done_callback(lambda _: self._loading.pop(key, None))
-        return await asyncio.shield(waiting)
+        while not (await asyncio.wait((waiting,), timeout=RECHECK_S))[0]:
+            if not self._ssd.is_readable:  # what memory has need not wait for it
+                return False
+        return waiting.result()
 
     async def _promote(self, key: BlockKey) -> bool:
         """Load a block from the SSD into a slot. False when that fails; the SSD may have lost it then."""

@@ -13,6 +13,7 @@ from itertools import islice
 
 from kvstore.index.types import BlockName, Held
 from kvstore.ssd.record import BlockHeader
+from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
 from kvstore.tiers import REFUSED_PAUSE_S, Demotion
 from mooncake.types import BlockKey
@@ -43,15 +44,15 @@ class Saving:
 
     async def wait_for_room(self, deadline: float) -> bool:
         """For a caller that found no room. Returns whether to try again: something that was being saved has left, or
-        may leave now."""
+        may leave now, or the disk has come to a halt, so that blocks may leave unsaved."""
         left = deadline - time.monotonic()
         if left <= 0 or not self._demotion.is_busy:
             return False
         self._room.clear()
         try:
-            await asyncio.wait_for(self._room.wait(), left)
+            await asyncio.wait_for(self._room.wait(), min(left, RECHECK_S))
         except TimeoutError:
-            return False
+            return time.monotonic() < deadline
         return True
 
     def count_sights(self, keys: Iterable[BlockKey]) -> None:
@@ -79,6 +80,7 @@ class Saving:
         """Save what is only in DRAM and would have been saved on leaving, as fast as the SSD accepts it. Ends when
         it accepts nothing for this long."""
         assert self._ssd is not None
+        self._ssd.be_patient()
         rest = self._demotion.rest()
         while True:
             self._start_all(islice(rest, self._ssd.room))

@@ -82,6 +82,7 @@ class Store:
             must_save=self._worth.must_save,
             is_elsewhere=self._worth.is_saved,
             listing=board,
+            can_wait=lambda: self._worth.can_save,
         )
         demotion = Demotion(self._worth, self._index, segment.num_blocks)
         self._saving = Saving(ssd, demotion, self._pages, self._publish)
@@ -288,7 +289,9 @@ class Store:
     @property
     def counters(self) -> dict[str, int]:
         mine = self._index.counters
-        return dict(mine + self._ssd.counters) if self._ssd else dict(mine)
+        if self._ssd is None:
+            return dict(mine)
+        return {**(mine + self._ssd.counters), "ssd_in_trouble": int(self._ssd.is_in_trouble)}
 
     @property
     def ssd(self) -> SsdTier | None:

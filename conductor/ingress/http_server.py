@@ -40,6 +40,7 @@ class ConnectionLimits:
     head_s: float = 30.0  # for the head of a request to arrive
     idle_s: float = 30.0  # between two requests of a connection
     max_open: int = 4096  # connections at once; at most a quarter of the process's file descriptors
+    quiet_s: float = 1.0  # without a request: then a connection ends where there are too many
 
     @property
     def num_open(self) -> int:
@@ -67,6 +68,29 @@ class OneOfAKind(logging.Filter):
 _one_of_a_kind = OneOfAKind()
 
 
+class _Quiet:
+    """The connections without a request, those that have been so the longest first. They give way to new ones: anybody
+    can open as many as there may be and say nothing."""
+
+    def __init__(self, quiet_s: float) -> None:
+        self._quiet_s = quiet_s
+        self._since: dict[_BoundedProtocol, float] = {}
+
+    def add(self, connection: _BoundedProtocol) -> None:
+        self._since[connection] = time.monotonic()
+
+    def discard(self, connection: _BoundedProtocol) -> None:
+        self._since.pop(connection, None)
+
+    def end_one(self) -> bool:
+        """Whether there was one to end."""
+        connection = next(iter(self._since), None)
+        if connection is None or time.monotonic() - self._since[connection] < self._quiet_s:
+            return False
+        connection.give_way()
+        return True
+
+
 class _BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol with limits: on connections, and on the size and duration of a request's head.
 
@@ -78,19 +102,27 @@ class _BoundedProtocol(HttpToolsProtocol):
     _is_refused = False
     _timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, limits: ConnectionLimits, **settings: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, quiet: _Quiet, **settings: Any) -> None:
         """``settings`` are uvicorn's."""
         super().__init__(**settings)
         self._limits = limits
+        self._quiet = quiet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._quiet.add(self)
         self._start_head()
-        if len(self.connections) > self._limits.num_open:
+        if len(self.connections) > self._limits.num_open and not self._quiet.end_one():
             self.connections.discard(self)  # it is closing, and no longer takes a place
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
+    def give_way(self) -> None:
+        self._quiet.discard(self)
+        self.connections.discard(self)  # it is closing, and no longer takes a place
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._quiet.discard(self)
         self._stop_timer()
         super().connection_lost(exc)
 
@@ -100,11 +132,17 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._quiet.discard(self)
         self._stop_timer()
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refuse(b"431 Request Header Fields Too Large")
             raise ValueError("the head of the request is too large")  # stops parsing what has already been read
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._quiet.add(self)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request")
@@ -143,12 +181,18 @@ class _BoundedProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER_S, self.transport.close)
 
 
-def _connection(limits: ConnectionLimits, handshakes: Handshakes | None, **settings: Any) -> asyncio.Protocol:
+def _connection(
+    limits: ConnectionLimits, quiet: _Quiet, handshakes: Handshakes | None, **settings: Any
+) -> asyncio.Protocol:
     """What speaks with one client. ``settings`` are uvicorn's."""
-    inner = _BoundedProtocol(limits, **settings)
+    inner = _BoundedProtocol(limits, quiet, **settings)
     if handshakes is None:
         return inner
-    return TlsProtocol(inner, handshakes, lambda: len(handshakes) + len(inner.connections) < limits.num_open)
+
+    def has_room() -> bool:
+        return len(handshakes) + len(inner.connections) < limits.num_open or quiet.end_one()
+
+    return TlsProtocol(inner, handshakes, has_room)
 
 
 def _tls_context(tls: ConductorSection) -> ssl.SSLContext:
@@ -189,7 +233,7 @@ class HttpServer:
         self._handshakes = Handshakes(_tls_context(tls), limits.head_s) if tls.ssl_certfile else None
         config = uvicorn.Config(
             app,
-            http=functools.partial(_connection, limits, self._handshakes),  # type: ignore[arg-type]
+            http=functools.partial(_connection, limits, _Quiet(limits.quiet_s), self._handshakes),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             interface="asgi3",

@@ -23,7 +23,7 @@ _ENGINE = "0"
 _VLLM_LABELS = ("model_name", "engine")
 _LATENCY_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 _LEVELS = frozenset(
-    {"blocks_quarantined", "handoffs_open", "handoffs_waiting", "last_switch_us", "leases"}
+    {"blocks_quarantined", "handoffs_open", "handoffs_waiting", "last_switch_us", "leases", "ssd_in_trouble"}
 )  # counts of nodes that are gauges: they can fall
 _COUNTS = (1, 2, 5, 10, 20, 50, 100)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)

@@ -66,7 +66,8 @@ class StoreIndex:
 
     Epochs and lease ids count from ``first_id``: no two incarnations of a store may share them, or the second would
     accept a late message to the first. ``must_save`` says whether a block has to be saved before its slot is reused,
-    ``is_elsewhere`` whether it can be read without this slot; both return immediately. ``tenant_bytes`` limits what one
+    ``is_elsewhere`` whether it can be read without this slot, ``can_wait`` whether saving takes a moment only; they
+    return immediately. ``tenant_bytes`` limits what one
     tenant may store here (0: no limit).
     """
 
@@ -81,6 +82,7 @@ class StoreIndex:
         must_save: Callable[[BlockName], bool] = _never,
         is_elsewhere: Callable[[BlockName], bool] = _never,
         listing: Listing | None = None,
+        can_wait: Callable[[], bool] = lambda: True,
     ) -> None:
         if policy is None:  # an empty policy is falsy
             policy = make_policy("lru", num_slots)
@@ -89,6 +91,7 @@ class StoreIndex:
         self._reserve_timeout_s = reserve_timeout_s
         self._policy = policy
         self._is_elsewhere = is_elsewhere
+        self._can_wait = can_wait
         self._listing = listing or _Unlisted()
         self._table = SlotTable(num_slots, first_id)
         self._tenants = Tenants(tenant_bytes)
@@ -467,7 +470,7 @@ class StoreIndex:
         while not self._table.free:
             if (index := self._room.next_clean()) is not None:
                 self._evict(index, now)
-            elif self._room.num_saving >= wanted or not self._room.give_up_one(now):
+            elif (self._room.num_saving >= wanted and self._can_wait()) or not self._room.give_up_one(now):
                 break
         return bool(self._table.free)
 

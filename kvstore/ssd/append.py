@@ -19,6 +19,7 @@ from typing import TypeVar
 from kvstore.ssd.index import SsdIndex
 from kvstore.ssd.log import Place, SsdLog
 from kvstore.ssd.record import MAX_DROPS, BlockHeader, Drop, block_size, header_size, pack_block, pack_drops
+from kvstore.ssd.stall import Stall
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +56,19 @@ class SsdAppender:
     ``failed``."""
 
     def __init__(
-        self, files: SsdLog, index: SsdIndex, first_sequence: int, answer: Callable[[PendingBlock, bool], object]
+        self,
+        files: SsdLog,
+        index: SsdIndex,
+        first_sequence: int,
+        answer: Callable[[PendingBlock, bool], object],
+        stall: Stall,
     ) -> None:
-        """``answer`` is called with each block and whether it has been saved."""
+        """``answer`` is called with each block and whether it has been saved; ``stall`` is told whenever the disk has
+        done something."""
         self._files = files
         self._index = index
         self._answer = answer
+        self._stall = stall
         self._sequence = first_sequence
         self._durable = first_sequence - 1
         self._runs: deque[asyncio.Task[None]] = deque()  # in flight, in the order of the log
@@ -77,6 +85,11 @@ class SsdAppender:
     def last_run(self) -> asyncio.Task[None] | None:
         """Its success implies that of all before it. None when nothing is in flight."""
         return self._runs[-1] if self._runs else None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the disk refused the last write."""
+        return self._refusals > 0
 
     # Places
 
@@ -150,7 +163,10 @@ class SsdAppender:
         self._refusals += 1
 
     async def in_writer(self, do: Callable[[T], None], what: T) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._writers, do, what)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writers, do, what)
+        finally:
+            self._stall.moved()
 
     def shut(self) -> None:
         """Return once no thread writes any more."""

@@ -24,12 +24,13 @@ from kvstore.ssd.log import SsdLog
 from kvstore.ssd.reads import SsdReads
 from kvstore.ssd.record import MAX_HEADER_BYTES, BlockHeader, block_size, header_size
 from kvstore.ssd.room import SsdRoom
+from kvstore.ssd.stall import LOOKS, STALL_S, Stall
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
-GROUP_BYTES = 16 << 20  # made durable together
+GROUP_BYTES = 16 << 20  # made durable together, at most
 MAX_QUEUE = 4096  # blocks waiting to be saved
 OTHER_FILES = 128  # beside segments, at least: connections, shared memory
 CLOSE_TIMEOUT_S = 15.0  # without progress: the disk hangs
@@ -40,12 +41,23 @@ _FIRST_READ_BYTES_PER_S = 1e9  # assumed until something has been read
 class SsdTier:
     """``open`` it; then ``save``, ``load``, ``drop``; then ``close``. Belongs to one event loop."""
 
-    def __init__(self, log_: SsdLog, index: SsdIndex, first_sequence: int) -> None:
+    def __init__(
+        self,
+        log_: SsdLog,
+        index: SsdIndex,
+        first_sequence: int,
+        group_bytes: int = GROUP_BYTES,
+        stall_s: float = STALL_S,
+    ) -> None:
+        """Blocks are written in groups of ``group_bytes``; those of up to three are held while the disk hangs. After
+        ``stall_s`` without progress it stands still."""
         self.counters: Counter[str] = index.counters
         self._log = log_
         self._reads = SsdReads(log_)
         self._index = index
-        self._appender = SsdAppender(log_, index, first_sequence, self._answer)
+        self._group_bytes, self._stall_s = group_bytes, stall_s
+        self._save_stall, self._load_stall = Stall(), Stall()
+        self._appender = SsdAppender(log_, index, first_sequence, self._answer, self._save_stall)
         self._room = SsdRoom(log_, index, self._appender, self.load)
         self._queue: deque[PendingBlock] = deque()
         self._saving: dict[BlockKey, PendingBlock] = {}
@@ -56,6 +68,7 @@ class SsdTier:
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
         self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
+        self._watcher = asyncio.create_task(self._watch(), name="ssd-watch")
 
     @classmethod
     async def open(
@@ -69,6 +82,7 @@ class SsdTier:
         direct: bool = True,
         is_built_on: Callable[[BlockKey], bool] = lambda key: False,
         tenant_bytes: int = 0,
+        group_bytes: int = GROUP_BYTES,
     ) -> SsdTier:
         """Recover what earlier runs left there. Blocks larger than ``largest_block`` (bytes) are refused. Raises
         ConfigError."""
@@ -78,10 +92,10 @@ class SsdTier:
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
         index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
         check_file_limit(capacity_bytes, index.max_segments)
-        return await cls.over(SsdLog(directory, segment_bytes, direct), index)
+        return await cls.over(SsdLog(directory, segment_bytes, direct), index, group_bytes)
 
     @classmethod
-    async def over(cls, files: SsdLog, index: SsdIndex) -> SsdTier:
+    async def over(cls, files: SsdLog, index: SsdIndex, group_bytes: int = GROUP_BYTES) -> SsdTier:
         """Take over what earlier runs left in these files. Raises ConfigError, after closing them."""
         try:
             scan = await asyncio.to_thread(files.scan)
@@ -99,7 +113,7 @@ class SsdTier:
             log.warning("%s: %d headers are wrong; their records are lost, perhaps drops", files.directory, scan.rotten)
         if scan.aside:
             log.warning("%s: %d segments lie aside, and take room until removed", files.directory, len(scan.aside))
-        return cls(files, index, scan.last_sequence + 1)
+        return cls(files, index, scan.last_sequence + 1, group_bytes)
 
     @property
     def index(self) -> SsdIndex:
@@ -107,8 +121,18 @@ class SsdTier:
 
     @property
     def is_writable(self) -> bool:
-        """Whether saving is worth trying now."""
-        return time.monotonic() >= self._off_until
+        """Whether saving is worth trying now: the disk has not refused a write lately, and is not behind."""
+        return time.monotonic() >= self._off_until and not self._save_stall.lasts
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether loading is worth trying now: reads in progress do not stand still."""
+        return not self._load_stall.holds
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether the disk refuses writes, or stands still."""
+        return self._appender.is_refused or self._save_stall.lasts or not self.is_readable
 
     @property
     def is_direct(self) -> bool:
@@ -136,7 +160,7 @@ class SsdTier:
 
     def load_s(self, nbytes: int) -> float:
         """Predicted time to read this many bytes, behind the reads in progress."""
-        return (nbytes + self._reading) / self._bytes_per_s
+        return max((nbytes + self._reading) / self._bytes_per_s, self._load_stall.share * self._stall_s)
 
     def save(self, header: BlockHeader, data: memoryview) -> asyncio.Future[bool]:
         """Write a block, whose bytes must not change until the answer: True once it is durable, False when it could
@@ -186,6 +210,7 @@ class SsdTier:
             raise KVLoadFailed(f"the SSD could not read the block: {error}") from None
         finally:
             self._reading -= size
+            self._load_stall.moved()
         if not is_right:
             self.counters["checksum_mismatches"] += 1
             if self._index.get(key) is block:
@@ -222,18 +247,25 @@ class SsdTier:
     def take_left(self) -> list[BlockHeader]:
         return self._index.take_left()
 
+    def be_patient(self) -> None:
+        """From now on wait for the disk however slow it is: what is not saved is lost."""
+        self._watcher.cancel()
+        self._save_stall.forget()
+        self._load_stall.forget()
+
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Saves what waits, then closes the files. If the disk makes no progress for this long it hangs: its files
         stay open, because a thread may still be writing to them."""
+        self.be_patient()
         is_answering = await self._finish(timeout_s)
         self._task.cancel()
         self._appender.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(self._task, self._watcher, return_exceptions=True)
         await self._appender.join()
         left = len(self._saving)
-        for pending in [*self._saving.values(), *self._queue]:
+        for pending in self._saving.copy().values():
             self._answer(pending, False)
-        self._queue.clear()
+        self._refuse_waiting()
         if is_answering:
             await asyncio.to_thread(self._shut)
         else:
@@ -284,7 +316,7 @@ class SsdTier:
     def _next_group(self) -> list[PendingBlock]:
         group: list[PendingBlock] = []
         nbytes = 0
-        while self._queue and (not group or nbytes + block_size(self._queue[0].header) <= GROUP_BYTES):
+        while self._queue and (not group or nbytes + block_size(self._queue[0].header) <= self._group_bytes):
             pending = self._queue.popleft()
             nbytes += block_size(pending.header)
             group.append(pending)
@@ -338,11 +370,31 @@ class SsdTier:
         """The disk refused it."""
         self._appender.failed(error)
         self._off_until = time.monotonic() + BACK_OFF_S
-        for pending in [*group, *self._queue]:
+        for pending in group:
             self._answer(pending, False)
-        self._queue.clear()
+        self._refuse_waiting()
         _answer_all(self._commits)
         self._commits.clear()
+
+    async def _watch(self) -> None:
+        """Nothing more waits for a disk that stands still, until what waits already has been saved."""
+        while True:
+            await asyncio.sleep(self._stall_s / LOOKS)
+            was_behind = self._save_stall.lasts
+            self._save_stall.look(bool(self._saving))
+            self._load_stall.look(self._reading > 0)
+            if self._save_stall.lasts and not was_behind:
+                self.counters["ssd_stalls"] += 1
+                log.warning("the SSD stands still: blocks leave memory without being saved until it has caught up")
+                self._refuse_waiting()
+            elif was_behind and not self._save_stall.lasts:
+                log.warning("the SSD has caught up")
+
+    def _refuse_waiting(self) -> None:
+        """Their slots are held for as long as they wait."""
+        for pending in self._queue:
+            self._answer(pending, False)
+        self._queue.clear()
 
     def _answer(self, pending: PendingBlock, is_saved: bool) -> None:
         if self._saving.get(pending.header.key) is pending:

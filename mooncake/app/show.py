@@ -70,9 +70,14 @@ def _node_table(status: pb.StatusResponse) -> Table:
 
 
 def _sickness(node: pb.NodeStatus) -> str:
-    if node.health in ("", "healthy"):
-        return ""
-    return f" [red]{escape(node.health)}[/]" + (f" ({escape(node.health_reason)})" if node.health_reason else "")
+    notes = []
+    if node.health not in ("", "healthy"):
+        notes.append(
+            f"[red]{escape(node.health)}[/]" + (f" ({escape(node.health_reason)})" if node.health_reason else "")
+        )
+    if node.load.counters.get("ssd_in_trouble"):
+        notes.append("[red]its SSD refuses writes or stands still[/]")
+    return "".join(f" {note}" for note in notes)
 
 
 def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:

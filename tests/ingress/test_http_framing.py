@@ -338,7 +338,7 @@ async def test_connections_have_a_bound_and_those_beyond_are_told_so():
         writer.close()
         return answer.partition(b"\r\n")[0], b"retry-after: 1" in answer
 
-    async with listening(ConnectionLimits(max_open=2)) as port:
+    async with listening(ConnectionLimits(max_open=2, quiet_s=60)) as port:
         writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(2)]
 
         assert await status() == (b"HTTP/1.1 503 Service Unavailable", True)

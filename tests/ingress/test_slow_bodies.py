@@ -9,6 +9,7 @@ import pytest
 
 from conductor.ingress.arriving import PATIENCE_S, ArrivingBodies
 from conductor.ingress.http_errors import BodyTooSlow
+from conductor.ingress.http_server import ConnectionLimits, HttpServer
 
 BODY = b'{"prompt": "x"}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -86,3 +87,46 @@ async def test_a_body_counts_as_arriving_until_its_last_part():
     assert len(bodies) == 0 and body.has_arrived and arrived == [True]
     parts.put_nowait({"type": "http.disconnect"})
     assert (await body())["type"] == "http.disconnect", "what comes later is passed on"
+
+
+ASKS = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+async def answer_late(scope, receive, send):
+    """Requests for /slow are never answered."""
+    while scope["path"] == "/slow":
+        if (await receive())["type"] == "http.disconnect":
+            return
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def opened(port, first):
+    """A connection that has sent this, and where it has been answered to the end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(first)
+    if first.startswith(ASKS):
+        await asyncio.wait_for(reader.readuntil(b"ok"), 5)
+    return reader, writer
+
+
+@pytest.mark.parametrize("first", [b"", b"GET / HT", ASKS, ASKS + b"GE"])
+async def test_connections_without_a_request_give_way_to_new_ones(first):
+    server = HttpServer(answer_late, limits=ConnectionLimits(max_open=3, quiet_s=0.2))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        streams = [await opened(port, sent) for sent in (b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n", first, ASKS)]
+        await asyncio.sleep(0.3)
+        streams.append(await opened(port, ASKS))
+        assert await asyncio.wait_for(streams[1][0].read(), 5) == b"", "the one that has been quiet the longest ended"
+        streams[2][1].write(ASKS)
+        await asyncio.wait_for(streams[2][0].readuntil(b"ok"), 5)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASKS)
+        assert b"503" in await asyncio.wait_for(reader.readline(), 5), "those that were in use just now stay"
+        assert not streams[0][0].at_eof(), "and so does one whose answer takes long"
+        writer.close()
+        for _, writer in streams:
+            writer.close()
+    finally:
+        await server.stop()
