@@ -209,7 +209,12 @@ def run_plan(
         shape = {
             **{"NUM_KV_HEADS": num_kv_heads, "GROUP": packing.group, "GROUP_PAD": packing.group_pad, **heads},
             **{"BLOCK_TOKENS": block_tokens, "TILE_TOKENS": one.tile_tokens, "KEYS": launch.keys},
-            **{"WINDOWED": window != 0, "CAPPED": softcap > 0, "SINKS": sinks is not None, "WIDE": wide},
+            **{
+                "WINDOWED": (window > 0) - (window < 0),
+                "CAPPED": softcap > 0,
+                "SINKS": sinks is not None,
+                "WIDE": wide,
+            },
             **{"num_warps": launch.num_warps, "num_stages": launch.num_stages},
         }
         if scales is not None and reads_pairs(launch.tile_rows, head_dim, cache_layer.dtype):

@@ -91,16 +91,16 @@ def put(
 
 
 @triton.jit
-def first_seen(positions, window):
-    """As ``windows.first_seen``, of positions from 0 on."""
-    return tl.where(window < 0, positions // -window * -window, positions - window + 1)
+def last_unseen(positions, window, WINDOWED: tl.constexpr):
+    """The position before ``windows.first_seen``; ``WINDOWED``: 1 if the window slides, -1 if it is a chunk. Computed
+    anew for each tile of keys: there is no register to keep it in."""
+    return positions // -window * -window - 1 if WINDOWED < 0 else positions - window
 
 
 @triton.jit
 def _visit(
     query,
     row_positions,
-    row_firsts,
     accumulated,
     peak,
     total,
@@ -118,6 +118,7 @@ def _visit(
     scale_head_offset,
     scale_row_stride,
     softmax_scale,
+    window,
     softcap,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
@@ -159,7 +160,7 @@ def _visit(
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
-            visible = visible & (keys[None, :] >= row_firsts[:, None])
+            visible = visible & (keys[None, :] > last_unseen(row_positions, window, WINDOWED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     # Without a cap, scores are scaled when the peak is subtracted, in one instruction; the scale is positive.
     new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
@@ -235,7 +236,6 @@ def attend(
         at = (first + row_token).to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         rows_query = tl.load(query + at, mask=row_mask, other=0.0)
         row_positions = position + row_token
-        row_firsts = first_seen(row_positions, window) if WINDOWED else row_positions
 
         accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
@@ -246,18 +246,18 @@ def attend(
             whole = 0
         for start in range(begin, begin + whole, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, row_firsts, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, softcap,
+                softmax_scale, window, softcap,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, row_firsts, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, softcap,
+                softmax_scale, window, softcap,
                 HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
             )  # fmt: skip
 

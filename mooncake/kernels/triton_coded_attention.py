@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.attention_plan import PIECE_FIELDS
-from mooncake.kernels.triton_attention import capped, divisor, first_seen, pages_of, product, put
+from mooncake.kernels.triton_attention import capped, divisor, last_unseen, pages_of, product, put
 from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
@@ -61,7 +61,6 @@ def _visit_codes(
     query_even,
     query_odd,
     row_positions,
-    row_firsts,
     even,
     odd,
     peak,
@@ -75,6 +74,7 @@ def _visit_codes(
     head_offset,
     scale_block_stride,
     scale_head_offset,
+    window,
     softcap,
     KV_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
@@ -128,7 +128,7 @@ def _visit_codes(
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
-            visible = visible & (keys[None, :] >= row_firsts[:, None])
+            visible = visible & (keys[None, :] > last_unseen(row_positions, window, WINDOWED)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores + _about_log2(value_scale)[None, :], 1) - _SPREAD)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
@@ -204,7 +204,6 @@ def attend_codes(
         query_even = (tl.load(query + at, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         query_odd = (tl.load(query + at + 1, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         row_positions = position + row_token
-        row_firsts = first_seen(row_positions, window) if WINDOWED else row_positions
 
         even = tl.zeros([TILE_TOKENS * GROUP_PAD, half_pad], dtype=tl.float32)
         odd = tl.zeros([TILE_TOKENS * GROUP_PAD, half_pad], dtype=tl.float32)
@@ -215,18 +214,16 @@ def attend_codes(
             whole = 0
         for start in range(begin, begin + whole, KEYS):
             even, odd, peak, weights = _visit_codes(
-                query_even, query_odd, row_positions, row_firsts, even, odd, peak, weights,
-                cache, scales, table, start, end,
+                query_even, query_odd, row_positions, even, odd, peak, weights, cache, scales, table, start, end,
                 block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
-                softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
+                window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
                 half, half_pad, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             even, odd, peak, weights = _visit_codes(
-                query_even, query_odd, row_positions, row_firsts, even, odd, peak, weights,
-                cache, scales, table, start, end,
+                query_even, query_odd, row_positions, even, odd, peak, weights, cache, scales, table, start, end,
                 block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
-                softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
+                window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
                 half, half_pad, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip
 

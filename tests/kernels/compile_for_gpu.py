@@ -88,6 +88,7 @@ def attention_cases() -> Iterator[Case]:
                 yield _attention(shape, group, head_dim, block_tokens, rows, query, pages, windowed=False)
     for rows in (DECODE_ROWS, PREFILL_ROWS):
         yield _attention("mistral", 4, 128, 64, rows, "bfloat16", "bfloat16", windowed=True)
+        yield _attention("llama4", 5, 128, 64, rows, "bfloat16", "bfloat16", windowed=-1)
         yield _attention("gemma3", 2, 256, 64, min(rows, most_rows(256, False)), "bfloat16", "bfloat16", windowed=True)
         for windowed in (False, True):
             few = min(rows, most_rows(256, False))
@@ -137,7 +138,7 @@ def _attention(
     rows: int,
     query: str,
     pages: str,
-    windowed: bool,
+    windowed: int,  # 1 slides, -1 is a chunk
     capped: bool = False,
     sinks: bool = False,
     row_unit: int = 16,  # 4: each row carries its scale
