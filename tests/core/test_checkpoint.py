@@ -239,7 +239,7 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config nested": (lambda f: (f / "config.json").write_text("[" * 99999), "is not valid JSON"),
     "config binary": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
     "family": (
-        lambda f: edit(f / "config.json", model_type="mpt"),
+        lambda f: edit(f / "config.json", model_type="codegen"),
         "not supported; supported families: llama, mistral, qwen2, qwen3",
     ),
     "family known": (lambda f: edit(f / "config.json", model_type="mamba"), "it needs layers with a recurrent state"),
