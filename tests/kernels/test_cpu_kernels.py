@@ -43,7 +43,7 @@ NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 BUILDS = {
     "as it is": ((), ""),
     "without tiles": (NO_TILES, "amx_bf16"),
-    "without bf16 lanes": ((*NO_TILES, "-mno-avx512bf16"), "avx512_bf16"),
+    "without bf16 lanes and byte products": ((*NO_TILES, "-mno-avx512bf16", "-mno-avx512vnni"), "avx512_bf16"),
     "without AVX-512": (("-march=haswell",), "avx512f"),
 }
 """Flags that forbid a part of the processor, and the feature without which they change nothing."""

@@ -120,7 +120,7 @@ inline vf add_products(vf sum, uint32_t pair, vi weights) {
 inline vi add_products(vi sum, uint32_t codes, vi weights) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, _mm512_set1_epi32(int(codes)), (__m512i)weights);
-#elif defined(__AVX2__)  // in 16 bits: sums of two products of bytes do not fit there, those of wider ones go to 32 bits
+#elif defined(__AVX2__) && !defined(__AVX512F__)  // in 16 bits: sums of two products of bytes do not fit there, those of wider ones go to 32 bits
     const __m256i bytes = _mm256_set1_epi32(int(codes));
     const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(bytes, 8);
     const __m256i even_weights = _mm256_srai_epi16(_mm256_slli_epi16((__m256i)weights, 8), 8);
