@@ -47,7 +47,8 @@ class _Result(NamedTuple):
 
 
 class BatchResults:
-    """A line for each result, in the order of the requests. One process writes it at a time; close it.
+    """A line for each result, in the order of the requests once it is closed (a pipe has them as they came). One
+    process writes it at a time; close it.
 
     ``answered`` names the requests that earlier runs have answered. Results of those that were refused, or not
     answered, are dropped, and so is a line that an interrupt has cut: such requests are to be sent again. The file is
@@ -57,9 +58,10 @@ class BatchResults:
     def __init__(self, path: Path, custom_ids: Sequence[str]) -> None:
         """Raises ConfigError when another run writes the file, and when it holds anything but results of these
         requests: it stays as it is."""
-        self._shown_path, self._path = path, path.resolve()
+        self._shown_path = path
         self._places = {custom_id: place for place, custom_id in enumerate(custom_ids)}
-        self._is_regular = self._path.is_file() or not self._path.exists()  # else a pipe or a device
+        self._is_regular = path.is_file() or not path.exists()  # else a pipe or a device
+        self._path = path.resolve() if self._is_regular else path  # a pipe's link leads to no name
         self._file = _opened(self._path, "a" if self._is_regular else "w")
         try:
             _lock(self._file, path)
@@ -83,8 +85,8 @@ class BatchResults:
         self._order.append(self._places[answer.custom_id])
 
     def close(self) -> None:
-        """Idempotent. Puts those that took more than one run in their places."""
-        if not self._file.closed and self._order != sorted(self._order):
+        """Idempotent. Puts results in their places."""
+        if self._is_regular and not self._file.closed and self._order != sorted(self._order):
             whole = [result for result in self._read() if result.custom_id]
             self._replace(sorted(whole, key=lambda result: self._places[result.custom_id]))
         self._file.close()
@@ -103,9 +105,10 @@ class BatchResults:
             result = json.loads(line)
             custom_id, response = result["custom_id"], result["response"]
             is_answer = response is not None and response["status_code"] == 200
+            is_known = custom_id in self._places
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ConfigError(f"{where} is not a result: {advice}") from None
-        if custom_id not in self._places:
+        if not is_known:
             raise ConfigError(f"{where}: no request has the custom_id {shown(custom_id)}: {advice}")
         return _Result(line, custom_id, is_answer)
 

@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from email.message import Message
 from http.client import HTTPException, HTTPResponse
@@ -74,7 +74,8 @@ def _send(server: BatchServer, requests: Sequence[BatchRequest], results: BatchR
 
 
 def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency: int) -> Iterator[BatchAnswer]:
-    """In the order of the requests. The threads are daemons, so an interrupt does not wait for answers."""
+    """As they come: one that takes long keeps none that are there from being written. The threads are daemons, so an
+    interrupt does not wait for answers."""
     futures: list[Future[BatchAnswer]] = [Future() for _ in requests]
     waiting: SimpleQueue[tuple[BatchRequest, Future[BatchAnswer]]] = SimpleQueue()
     for both in zip(requests, futures, strict=True):
@@ -91,7 +92,7 @@ def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency:
 
     for _ in range(min(concurrency, len(requests))):
         threading.Thread(target=work, name="batch", daemon=True).start()
-    for future in futures:
+    for future in as_completed(futures):
         yield future.result()
 
 

@@ -67,6 +67,7 @@ def test_an_answer_that_is_no_unicode_stays_json(tmp_path: Path) -> None:
     [
         ("hello\n", "out, line 1 is not a result"),
         ('{"custom_id": "a"}\n', "out, line 1 is not a result"),
+        ('{"custom_id": [], "response": null}\n', "out, line 1 is not a result"),
         (f"{answer('other').line}\n", "no request has the custom_id 'other'"),
         (f"{answer('a').line}\n{answer('a').line}\n", "two results of one custom_id"),
     ],

@@ -561,8 +561,8 @@ def test_an_interrupted_batch_waits_for_no_answer(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def one_that_answers(prompts: list[str], until: int) -> Iterator[str]:
-    """A server's address: it says each of ``prompts`` back, and is silent when it has been asked ``until`` times."""
+def one_that_answers(prompts: list[str], is_silent: Callable[[str], bool]) -> Iterator[str]:
+    """A server's address: it says each of ``prompts`` back, unless it ``is_silent``."""
     goes_on = threading.Event()
 
     class Echo(BaseHTTPRequestHandler):
@@ -572,7 +572,7 @@ def one_that_answers(prompts: list[str], until: int) -> Iterator[str]:
         def do_POST(self) -> None:
             prompt = json.loads(self.rfile.read(int(self.headers["content-length"])))["prompt"]
             prompts.append(prompt)
-            if len(prompts) > until:
+            if is_silent(prompt):
                 goes_on.wait(60)
             with contextlib.suppress(ConnectionError):  # an interrupted client is gone
                 self.answer({"text": prompt})
@@ -600,7 +600,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     files, out = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")), tmp_path / "out"
     before: list[str] = []
     with (
-        one_that_answers(before, until=5) as url,
+        one_that_answers(before, lambda _: len(before) > 5) as url,
         no_background_job(),
         started("run-batch", *files, "--url", url, "--concurrency", "1") as batch,
     ):
@@ -610,7 +610,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
     kept = out.read_bytes()
     out.write_bytes(kept[:-9])  # as after a crash within the last line
     after: list[str] = []
-    with one_that_answers(after, until=99) as url:
+    with one_that_answers(after, lambda _: False) as url:
         done = run("run-batch", *files, "--url", url)
         assert done.returncode == 0
         told = " ".join(done.stderr.split())
@@ -624,6 +624,28 @@ def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
         again = run("run-batch", *files, "--url", url)
     assert again.returncode == 0 and "remove it to ask again" in " ".join(again.stderr.split())
     assert len(after) == 4 and out.read_bytes() == whole
+
+
+def test_an_answer_that_takes_long_keeps_no_other_from_an_interrupted_batch(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n".join(batch_line(f"r{n}", prompt=str(n)) for n in range(8)))
+    files, out = ("-i", str(tmp_path / "in"), "-o", str(tmp_path / "out")), tmp_path / "out"
+    with (
+        one_that_answers([], lambda prompt: prompt == "2") as url,
+        no_background_job(),
+        started("run-batch", *files, "--url", url, "--concurrency", "2") as batch,
+    ):
+        wait_until(lambda: out.exists() and len(out.read_bytes().splitlines()) == 7)
+        batch.send_signal(signal.SIGINT)
+        assert batch.wait(20) == 130
+    kept = [json.loads(line)["custom_id"] for line in out.read_bytes().splitlines()]
+    assert kept == [f"r{n}" for n in range(8) if n != 2]
+
+
+def test_a_batch_may_be_answered_into_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text(batch_line("r", prompt="x"))
+    with one_that_answers([], lambda _: False) as url:
+        done = run("run-batch", "-i", str(tmp_path / "in"), "-o", "/dev/stdout", "--url", url)
+    assert done.returncode == 0 and json.loads(done.stdout)["custom_id"] == "r"
 
 
 def test_a_server_that_hangs_up_in_an_answer_is_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
