@@ -45,7 +45,8 @@ _WIDE_HEADS = (
     "cwm",
     "helium",
 )  # of 128 elements, if config.json does not say
-_THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0, "cwm": 1_000_000.0}
+_THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0, "cwm": 1_000_000.0, "helium": 100_000.0}
+_EPSILONS = {"helium": 1e-8, "internlm3": 1e-5, "cwm": 1e-5, "ernie4_5": 1e-5}
 
 _KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
 
@@ -83,7 +84,7 @@ def read_llama(
         max_model_len=rope.max_model_len,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        rms_eps=settings.number("rms_norm_eps", 1e-6),
+        rms_eps=settings.number("rms_norm_eps", _EPSILONS.get(family, 1e-6)),
         tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         qkv_bias=family == "qwen2" or (family == "seed_oss" and settings.flag("attention_bias", True)),
         qk_norm=family == "qwen3",

@@ -48,6 +48,8 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     if not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
     kind = _FORMER_NAMES.get(kind, kind)
+    if kind == "dynamic" and rope.get("alpha"):
+        raise ModelError(f"{settings.source} changes its rope_theta by alpha, which is not supported")
     if kind in ("default", "dynamic"):  # the latter scales only from the end of our context on
         return Rope(theta, None, rotating, num_positions)
     if kind not in _READERS:

@@ -242,6 +242,10 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f / "config.json", model_type="codegen"),
         "not supported; supported families: llama, mistral, qwen2, qwen3",
     ),
+    "rope by alpha": (
+        lambda f: edit(f / "config.json", rope_parameters={"rope_type": "dynamic", "alpha": 1000.0}),
+        "changes its rope_theta by alpha",
+    ),
     "family known": (lambda f: edit(f / "config.json", model_type="mamba"), "it needs layers with a recurrent state"),
     "no family": (lambda f: edit(f / "config.json", model_type=None), "model_type None"),
     "key missing": (lambda f: edit(f / "config.json", num_hidden_layers=None), "lacks num_hidden_layers"),

@@ -3,6 +3,7 @@ int8 weights and with adapters, as transformers has them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from tiny_lora import greedy, write_adapter
 from tiny_model import write_tiny_model
+from transformers import AutoConfig
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
@@ -65,6 +67,16 @@ def test_an_adapter_answers_as_if_it_were_merged(theirs: Any, tmp_path: Path) ->
     wanted = greedy(merged, PROMPT, NEW)
     assert wanted != greedy(theirs, PROMPT, NEW)
     assert answer(tmp_path, "own", adapters={"own": str(tmp_path / "adapter")}) == wanted
+
+
+@pytest.mark.parametrize("family", ["helium", "internlm3", "smollm3", "ernie4_5"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(family: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, family, **SHAPE, **MEMBERS.get(family, {}))
+    file = tmp_path / "config.json"
+    tree = json.loads(file.read_text())
+    file.write_text(json.dumps({key: tree[key] for key in tree.keys() - {"rms_norm_eps", "rope_parameters"}}))
+    left_out, ours = AutoConfig.for_model(family), open_checkpoint(str(tmp_path)).config
+    assert (ours.rms_eps, ours.rope_theta) == (left_out.rms_norm_eps, left_out.rope_parameters["rope_theta"])
 
 
 def test_layers_without_rotation_are_not_blended(tmp_path: Path) -> None:
