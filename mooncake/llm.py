@@ -271,7 +271,7 @@ class LLM:
         priority: Priorities,
         use_tqdm: bool | None,
     ) -> list[Completion]:
-        samplings = one_each(sampling or self.get_default_sampling_params(), len(prompts))
+        samplings = one_each(self.get_default_sampling_params() if sampling is None else sampling, len(prompts))
         priorities = priority_list(priority, len(prompts))
         drafts = [self._draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
         try:

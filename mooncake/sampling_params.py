@@ -58,7 +58,7 @@ class SamplingParams:
     """
 
     n: int = 1
-    best_of: int = 0  # 0: n
+    best_of: int | None = None  # None or 0: n
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -108,9 +108,13 @@ class SamplingParams:
     ) -> types.SamplingParams:
         """What of it concerns tokens, with a seed. ``longest`` stands for ``max_tokens`` None, ``bad_words`` are the
         tokens of ``forbidden``. Raises InvalidRequest, naming the field."""
+        for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos"):
+            check_type(name, getattr(self, name), bool)
+        if "" in self.stop_strings:
+            raise InvalidRequest("a stop string is empty", "stop")
         if self.stop_strings and not self.detokenize:
             raise InvalidRequest("a stop string is found in the text: detokenize must be true", "stop")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+        if isinstance(self.allowed_token_ids, Collection) and not len(self.allowed_token_ids):
             raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
         _texts("bad_words", self.bad_words)
         return types.SamplingParams(
@@ -132,7 +136,7 @@ class SamplingParams:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             n=self.n,
-            best_of=self.best_of,
+            best_of=self.best_of or 0,
             beam_search=self.beam_search,
             guide=self._only_guide(),
             repetition_detection=self.repetition_detection,
@@ -158,7 +162,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     temperature: float = 0.0  # no effect, as in vLLM: unmodified probabilities are ranked
     length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
+    include_stop_str_in_output: bool = False  # no effect, as in vLLM: an end token stays among the tokens
     skip_special_tokens: bool = True
     early_stopping: bool = False  # end as soon as there are beam_width finished answers
 
@@ -169,7 +173,6 @@ class BeamSearchParams:
             max_tokens=self.max_tokens,
             temperature=0.0,
             ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
             logprobs=0,
             beam_search=BeamSearch(self.length_penalty, self.early_stopping),
@@ -224,5 +227,10 @@ def _ids(given: Collection[int] | None) -> tuple[int, ...]:
 
 
 def _biases(given: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
-    pairs = sorted(given.items()) if isinstance(given, Mapping) else given
-    return () if pairs is None else tuple(pairs) if isinstance(pairs, Collection) else pairs
+    """By token id; of a mapping, ids may be texts, as in JSON. Raises InvalidRequest."""
+    if isinstance(given, Mapping):
+        try:
+            return tuple(sorted((int(token_id), bias) for token_id, bias in given.items()))
+        except (TypeError, ValueError):
+            raise InvalidRequest("logit_bias must map token ids to biases", "logit_bias") from None
+    return () if given is None else tuple(given) if isinstance(given, Collection) else given

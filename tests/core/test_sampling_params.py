@@ -61,6 +61,34 @@ def test_a_wrong_value_is_told_by_its_field(wishes: dict[str, Any], param: str, 
     assert (refused.value.param, refused.value.message) == (param, f"{param} {words}")
 
 
+@pytest.mark.parametrize(
+    ("wishes", "param"),
+    [
+        ({"logit_bias": {"x": 1.0, 6: 2}}, "logit_bias"),
+        ({"logit_bias": {5: "x"}}, "logit_bias"),
+        ({"best_of": "x"}, "best_of"),
+        ({"allowed_token_ids": np.array([], int)}, "allowed_token_ids"),
+        ({"detokenize": "no"}, "detokenize"),
+        ({"skip_special_tokens": None}, "skip_special_tokens"),
+        ({"include_stop_str_in_output": "x"}, "include_stop_str_in_output"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x", ""]}, "stop"),
+    ],
+)
+def test_a_wrong_value_of_the_form_is_told_by_its_field(wishes: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        sampling_params.SamplingParams(**wishes)
+    assert refused.value.param == param
+
+
+def test_the_form_takes_what_json_and_numpy_make_of_token_ids() -> None:
+    form = sampling_params.SamplingParams(
+        logit_bias={"5": 1.0, 3: -1.0}, allowed_token_ids=np.array([7, 8]), best_of=None, n=2
+    )
+    assert form.for_engine().logit_bias == ((3, -1.0), (5, 1.0))
+    assert form.for_engine().allowed_token_ids == (7, 8) and form.for_engine().num_answers == 2
+
+
 def test_numbers_of_numpy_are_numbers() -> None:
     sampling = SamplingParams(max_tokens=np.int64(3), temperature=np.float32(0.5))
     assert sampling.max_tokens == 3
