@@ -86,7 +86,7 @@ class Promoting:
     async def _promote(self, key: BlockKey) -> bool:
         """Load a block from the SSD into a slot. False when that fails; the SSD may have lost it then."""
         header = self._ssd.get(key)
-        if header is None or header.length > self._block_bytes:
+        if not self._ssd.is_readable or header is None or header.length > self._block_bytes:
             return False
         name = BlockName(key, header.parent)
         deadline = time.monotonic() + self._wait_s

@@ -381,7 +381,8 @@ class SsdTier:
         while True:
             await asyncio.sleep(self._stall_s / LOOKS)
             was_behind = self._save_stall.lasts
-            self._save_stall.look(bool(self._saving))
+            last_run = self._appender.last_run
+            self._save_stall.look(bool(self._saving) or (last_run is not None and not last_run.done()))
             self._load_stall.look(self._reading > 0)
             if self._save_stall.lasts and not was_behind:
                 self.counters["ssd_stalls"] += 1
