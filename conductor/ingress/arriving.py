@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
-from conductor.ingress.http_errors import BodyTooSlow
+from conductor.ingress.http_errors import BodyGaveWay
 
 PATIENCE_S = 1.0  # a body that began to arrive since then is not slow
 
@@ -29,7 +29,7 @@ class ArrivingBody:
         self._wait: asyncio.Timeout | None = None
 
     async def __call__(self) -> Message:
-        """Raises BodyTooSlow once it has been given up."""
+        """Raises BodyGaveWay once it has been given up."""
         if self.has_arrived:
             return await self._receive()
         try:
@@ -38,7 +38,7 @@ class ArrivingBody:
             async with asyncio.timeout(None) as self._wait:
                 message = await self._receive()
         except TimeoutError:
-            raise BodyTooSlow("the request body arrives slowly, and many others wait for its room") from None
+            raise BodyGaveWay("the request body arrives slowly, and many others wait for its room") from None
         finally:
             self._wait = None
         if not message.get("more_body", False):

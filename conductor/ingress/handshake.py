@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from typing import cast
 
@@ -20,7 +21,7 @@ class Handshakes:
     def __init__(self, context: ssl.SSLContext, timeout_s: float) -> None:
         self._context = context
         self._timeout_s = timeout_s
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], float] = {}  # when they began; oldest first
 
     def __len__(self) -> int:
         return len(self._open)
@@ -38,12 +39,21 @@ class Handshakes:
         finally:
             transport.abort()  # closes only its own descriptor
         task = asyncio.get_running_loop().create_task(self._shake_hands(client, inner), name="TLS handshake")
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
+        self._open[task] = time.monotonic()
+        task.add_done_callback(lambda ended: self._open.pop(ended, None))
+
+    def end_one(self, age_s: float) -> bool:
+        """Whether there was one of this age to end, so that its place is free."""
+        task = next(iter(self._open), None)
+        if task is None or time.monotonic() - self._open[task] < age_s:
+            return False
+        del self._open[task]
+        task.cancel()
+        return True
 
     def close(self) -> None:
         """End the connections of those in progress."""
-        for task in self._open:
+        for task in list(self._open):
             task.cancel()
 
     async def _shake_hands(self, client: socket.socket, inner: asyncio.Protocol) -> None:

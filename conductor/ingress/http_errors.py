@@ -46,6 +46,13 @@ class BodyTooSlow(CallerError):
     code = "request_timeout"
 
 
+class BodyGaveWay(TryLater):
+    """It arrived slowly, and another one needed its room."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
 class UnsupportedMediaType(CallerError):
     """The body is not declared to be JSON."""
 

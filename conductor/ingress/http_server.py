@@ -113,13 +113,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._quiet.add(self)
         self._start_head()
         if len(self.connections) > self._limits.num_open and not self._quiet.end_one():
+            self._quiet.discard(self)
             self.connections.discard(self)  # it is closing, and no longer takes a place
             self._refuse(b"503 Service Unavailable\r\nretry-after: 1")
 
     def give_way(self) -> None:
         self._quiet.discard(self)
-        self.connections.discard(self)  # it is closing, and no longer takes a place
-        self.transport.close()
+        self.connections.discard(self)
+        self.transport.abort()  # its descriptor is free at once: closing waits for what a client has not read
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._quiet.discard(self)
@@ -190,7 +191,9 @@ def _connection(
         return inner
 
     def has_room() -> bool:
-        return len(handshakes) + len(inner.connections) < limits.num_open or quiet.end_one()
+        if len(handshakes) + len(inner.connections) < limits.num_open:
+            return True
+        return handshakes.end_one(limits.quiet_s) or quiet.end_one()
 
     return TlsProtocol(inner, handshakes, has_room)
 

@@ -76,6 +76,7 @@ def check_chat_batch(body: BatchChatRequest) -> None:
         "n": num_choices(body, 1) > 1,
         "use_beam_search": body.use_beam_search,
         "tools": body.tools,
+        "tool_choice": body.tool_choice not in (None, "none", "auto"),
         "prompt_logprobs": body.prompt_logprobs is not None,
         "return_prompt_text": body.return_prompt_text,
     }

@@ -8,7 +8,7 @@ import contextlib
 import pytest
 
 from conductor.ingress.arriving import PATIENCE_S, ArrivingBodies
-from conductor.ingress.http_errors import BodyTooSlow
+from conductor.ingress.http_errors import BodyGaveWay
 from conductor.ingress.http_server import ConnectionLimits, HttpServer
 
 BODY = b'{"prompt": "x"}'
@@ -40,6 +40,7 @@ async def test_slow_bodies_give_way_to_requests_that_are_sent_at_once(open_front
         answers = [(await front.http.post("/v1/completions", json={"prompt": "x"})).status_code for _ in range(20)]
         assert answers == [200] * 20
         assert await ended(slow) == [b"HTTP/1.1 408 Request Timeout"], "the place of one is enough for them"
+        assert b"retry-after: 1\r\n" in slow[0][0]._buffer
         reader, writer = slow[-1]
         writer.write(BODY[-1:])  # slow, but nobody needed its place
         assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
@@ -70,9 +71,9 @@ async def test_a_body_that_has_just_begun_gives_way_to_nobody():
     assert not bodies.make_room()
     now = PATIENCE_S
     assert bodies.make_room() and len(bodies) == 1
-    with pytest.raises(BodyTooSlow):
+    with pytest.raises(BodyGaveWay):
         await asyncio.wait_for(waiting, 5)
-    with pytest.raises(BodyTooSlow):
+    with pytest.raises(BodyGaveWay):
         await first()
 
 
