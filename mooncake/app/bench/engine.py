@@ -32,7 +32,7 @@ from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 from mooncake.model.pages import TORCH_DTYPES
-from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
+from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, has_native_bf16, resolve_precision
 
 OURS = "mooncake"
 PEERS = ("transformers", "vllm")
@@ -272,6 +272,9 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     limits = tuple(memory.num_bytes / s / step_bytes for s in reads)
     report.add(Figure("limit", SINGLE_STEPS, "tok/s", limits, True, shape))
     report.add(Figure(OURS, SINGLE_STEPS, "tok/s", tuple(1 / s for s in steps), True, shape))
+    if dtype is torch.bfloat16 and not has_native_bf16():  # torch then takes a hundred times as long as for float32
+        report.notes.append("limit of products: in float32, because this processor does not multiply bfloat16")
+        dtype = torch.float32
     times, operations = gemm_s(dtype, max(3, options.reps))
     report.add(Figure("limit", "matrix product", "GFLOP/s", tuple(operations / s / 1e9 for s in times), True))
 
