@@ -42,6 +42,8 @@ _CHANNEL_OPTIONS = (
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A shared one makes a new channel wait before it tries an address that was out of reach for another channel.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 

@@ -276,6 +276,22 @@ async def test_a_server_that_drains_says_so() -> None:
     await server.stop(0)
 
 
+async def test_a_process_that_starts_where_another_ended_is_reached_at_once() -> None:
+    """Others of our process have called the one that ended, so that gRPC waits before it tries the address for them."""
+    server, waiting, channels = RpcServer(), Channels(), Channels()
+    port = await server.start("127.0.0.1", 0)
+    address = f"127.0.0.1:{port}"
+    await server.stop(0)
+    for _ in range(8):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await health_pb2_grpc.HealthStub(waiting.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
+        await asyncio.sleep(0.15)
+    successor = RpcServer()
+    assert await successor.start("127.0.0.1", port) == port
+    await health_pb2_grpc.HealthStub(channels.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    await asyncio.gather(waiting.close(), channels.close(), successor.stop(0))
+
+
 async def test_reflection_lists_what_is_served(live: Live) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(live.channel)
     call = stub.ServerReflectionInfo(timeout=20)
