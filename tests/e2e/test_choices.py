@@ -13,7 +13,7 @@ import pytest_asyncio
 from drive import ask, status, wait_idle
 from live import small_config
 
-from mooncake import LLM, SamplingParams
+from mooncake import LLM, BeamSearchParams, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 from mooncake.types import Guide, GuideKind
@@ -79,9 +79,9 @@ async def test_four_answers_take_one_prefill_and_one_transfer(channel: grpc.aio.
 async def test_beams_and_guides_go_on_after_the_hand_off(channel: grpc.aio.Channel) -> None:
     def here() -> tuple[list[list[int]], str]:
         with LLM("smollm2", kv_gb=0.2, threads=1) as llm:
-            [found] = llm.beam_search(PROMPT, 4, 24, ignore_eos=True, use_tqdm=False)
+            [found] = llm.beam_search([PROMPT], BeamSearchParams(4, 24, ignore_eos=True), use_tqdm=False)
             [guided] = llm.generate(PROMPT, SamplingParams(max_tokens=40, temperature=0.0, guide=guide))
-            return [answer.token_ids for answer in found.outputs], guided.text
+            return [beam.tokens[len(PROMPT) :] for beam in found.sequences], guided.text
 
     guide = Guide(GuideKind.JSON_SCHEMA, json.dumps({"enum": [["one", 1], ["two", 2], {"three": [3, 3, 3]}]}))
     await wait_idle(channel)
