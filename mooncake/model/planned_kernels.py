@@ -10,7 +10,7 @@ from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.gpu_attention import DevicePlan
 
 Plans = Mapping[int, DevicePlan]
-"""A step's plan for each sliding window in use, 0 for none."""
+"""A step's plan for each window in use, as ``reference.paged_attention`` takes it: 0 for none, negative for chunks."""
 
 
 class PlannedKernels(GpuKernels):
