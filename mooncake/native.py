@@ -46,11 +46,16 @@ def load_native(
     command = [compiler, *COMPILE_FLAGS, *flags]
     path = _cache_folder() / f"{name}-{_digest(command, [*sources, *headers])}.so"
     if not path.exists():
-        with _alone(path):
-            if not path.exists():
-                started_s = time.monotonic()
-                _build(command, sources, path)
-                log.info("built %s in %.1f s: %s", sources[0].name, time.monotonic() - started_s, path)
+        try:
+            with _alone(path):
+                if not path.exists():
+                    started_s = time.monotonic()
+                    _build(command, sources, path)
+                    log.info("built %s in %.1f s: %s", sources[0].name, time.monotonic() - started_s, path)
+        except OSError as error:  # e.g. the disk is full
+            raise BuildFailed(
+                f"cannot keep built code in {path.parent}: {error.strerror}; set XDG_CACHE_HOME"
+            ) from None
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
