@@ -210,21 +210,28 @@ def test_values_that_make_no_sense_together_are_refused(overrides, sentence):
         load_config(None, overrides)
 
 
+def run_on(loop_name, scenario):
+    new_loop = asyncio.new_event_loop if loop_name == "asyncio" else pytest.importorskip("uvloop").new_event_loop
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(scenario)
+
+
+async def tell_scheme(scope, receive, send):
+    """An application whose answer is how it was asked."""
+    body = scope["scheme"].encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
 @pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
 def test_a_handshake_takes_a_place_and_a_limited_time(files, loop_name):
     """A client without a key must not hold a connection, or any number of them, by saying nothing."""
-    new_loop = asyncio.new_event_loop if loop_name == "asyncio" else pytest.importorskip("uvloop").new_event_loop
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(silent_clients_make_room(files))
+    run_on(loop_name, silent_clients_make_room(files))
 
 
 async def silent_clients_make_room(files):
-    async def answer_ok(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": scope["scheme"].encode()[:2]})
-
     section = ConductorSection(ssl_certfile=str(files / "server.pem"), ssl_keyfile=str(files / "server.key"))
-    server = HttpServer(answer_ok, section, ConnectionLimits(head_s=1.0, max_open=3, quiet_s=30.0))
+    server = HttpServer(tell_scheme, section, ConnectionLimits(head_s=1.0, max_open=3, quiet_s=30.0))
     port = await server.start("127.0.0.1", 0)
     try:
         async with trusting(files) as client:
@@ -237,7 +244,7 @@ async def silent_clients_make_room(files):
                     await client.get(f"https://127.0.0.1:{port}/")
             async with asyncio.timeout(5):
                 await asyncio.gather(*(reader.read() for reader, _ in silent))
-            assert (await client.get(f"https://127.0.0.1:{port}/")).text == "ht"
+            assert (await client.get(f"https://127.0.0.1:{port}/")).text == "https"
         for _, writer in silent:
             writer.close()
         waiting, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -251,29 +258,23 @@ async def silent_clients_make_room(files):
 
 @pytest.mark.parametrize("loop_name", ["asyncio", "uvloop"])
 def test_handshakes_that_say_nothing_give_way(files, loop_name):
-    new_loop = asyncio.new_event_loop if loop_name == "asyncio" else pytest.importorskip("uvloop").new_event_loop
-    with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(silent_clients_give_way(files))
+    run_on(loop_name, silent_clients_give_way(files))
 
 
 async def silent_clients_give_way(files):
-    async def answer_ok(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
-
     section = ConductorSection(ssl_certfile=str(files / "server.pem"), ssl_keyfile=str(files / "server.key"))
-    server = HttpServer(answer_ok, section, ConnectionLimits(max_open=4, quiet_s=0.3))
+    server = HttpServer(tell_scheme, section, ConnectionLimits(max_open=4, quiet_s=0.3))
     port = await server.start("127.0.0.1", 0)
     try:
         async with trusting(files) as resting, trusting(files) as client:
-            assert (await resting.get(f"https://127.0.0.1:{port}/")).text == "ok"
+            assert (await resting.get(f"https://127.0.0.1:{port}/")).text == "https"
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             await asyncio.sleep(0.4)
-            assert (await client.get(f"https://127.0.0.1:{port}/")).text == "ok"
+            assert (await client.get(f"https://127.0.0.1:{port}/")).text == "https"
             assert await asyncio.wait_for(silent[0][0].read(), 5) == b"", "the oldest handshake has ended"
             [kept] = resting._transport._pool.connections
             assert kept.is_available() and not kept.is_closed(), "and not one that has answered"
-            assert (await resting.get(f"https://127.0.0.1:{port}/")).text == "ok"
+            assert (await resting.get(f"https://127.0.0.1:{port}/")).text == "https"
         for _, writer in silent:
             writer.close()
     finally:
