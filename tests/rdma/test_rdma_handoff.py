@@ -29,7 +29,7 @@ from mooncake.types import SamplingParams
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 from tests.engine.hash_model import answers, run_all
-from tests.support.tiny_gguf import write_gguf
+from tiny_gguf import write_gguf
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow]  # minutes, for torch alone, in an emulated machine
 
