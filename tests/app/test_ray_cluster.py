@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from live import SMALL, small_config
+from live import SMALL, children_of, command_of, small_config
 
 from mooncake.app.preflight import free_port
 from mooncake.app.ray_cluster import RayCluster, needs_of
@@ -130,7 +130,7 @@ def test_the_script_ends_in_order_when_it_is_told_to(moment: str) -> None:
 def test_the_script_ends_with_the_ray_that_it_lives_on() -> None:
     before = private_folders()
     with script_until(READY) as process:
-        [head] = [pid for pid in descendants(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "gcs_server\n"]
+        [head] = [pid for pid in descendants(process.pid) if "gcs_server" in command_of(pid).partition("\0")[0]]
         os.kill(head, signal.SIGKILL)
         rest, _ = process.communicate(timeout=60)
         assert rest.splitlines()[-1].startswith("ray_cluster: no Ray answers at 127.0.0.1:")
@@ -183,9 +183,10 @@ def script_until(moment: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def descendants(pid: int) -> list[int]:
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    try:
+        children = children_of(pid)
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return []
     return [*children, *(pid for child in children for pid in descendants(child))]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sharing_model import GRAPHS, whole_prompt_logits, write_sharing_model
+from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
@@ -18,8 +20,6 @@ from mooncake.hashing import Chain
 from mooncake.model.llama import CausalLM
 from mooncake.model.weights import load_weights
 from mooncake.page_groups import groups_of
-from sharing_model import GRAPHS, whole_prompt_logits, write_sharing_model
-from tiny_model import write_tiny_model
 
 BLOCK, WINDOW, NEW = 8, 16, 24
 SHAPE: dict[str, Any] = {"sliding_window": WINDOW, "num_hidden_layers": 6, "hidden_size": 64, "head_dim": 16}

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_gguf import write_gguf
 
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
@@ -29,7 +30,6 @@ from mooncake.types import SamplingParams
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 from tests.engine.hash_model import answers, run_all
-from tiny_gguf import write_gguf
 
 pytestmark = [pytest.mark.rdma, pytest.mark.slow]  # minutes, for torch alone, in an emulated machine
 

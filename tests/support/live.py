@@ -64,11 +64,16 @@ def stages_of(node: int) -> list[int]:
 
 def workers_of(node: int, module: str) -> list[int]:
     """The processes that run ``module`` for a node, started by any of its threads."""
+    return [pid for pid in children_of(node) if module in command_of(pid)]
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that any of its threads has started."""
     children: list[int] = []
-    for task in Path(f"/proc/{node}/task").iterdir():
+    for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             children += map(int, (task / "children").read_text().split())
-    return [pid for pid in children if module in command_of(pid)]
+    return children
 
 
 def command_of(pid: int) -> str:
