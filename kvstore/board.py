@@ -108,6 +108,7 @@ def load_board() -> ctypes.CDLL | None:
     """The library, or None if it cannot be built."""
     try:
         library = load_native("board", SOURCE, [MODULE_HEADER, *HEADERS], FLAGS)
+        _load_get()
     except BuildFailed as error:
         log.warning("blocks on this host are looked up over the wire, not in shared memory: %s", error)
         return None
@@ -117,6 +118,13 @@ def load_board() -> ctypes.CDLL | None:
     for name, ours in _SAME.items():
         assert getattr(library, name)() == ours, f"board.cpp has another {name} than board.py"
     return library
+
+
+@functools.cache
+def _load_get() -> Callable[[int, bytes, object], int | None]:
+    """The same library's look-up as a function of Python's. Raises BuildFailed."""
+    get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS, FLAGS).get
+    return get
 
 
 class Board:
@@ -277,7 +285,7 @@ class BoardReader:
     def __init__(self, library: ctypes.CDLL, mapped: _Mapped, writer_id: str) -> None:
         self.writer_id = writer_id  # under which the store grants us slots
         self._library = library
-        self._get: Callable[[int, bytes, object], int | None] = load_module("board", SOURCE, HEADERS, FLAGS).get
+        self._get = _load_get()
         self._block_bytes = int(library.board_block_bytes(mapped.reader))
         # Every read holds a reference: it is unmapped once this is closed and the last read has ended.
         self._mapped: _Mapped | None = mapped
