@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
-.PHONY: help setup demo test test-all check bench gpu gpu-site proto clean
+.PHONY: help setup demo test test-all check sanitize bench gpu gpu-site proto clean
 
 help:
 	@echo 'make demo      a cluster on this machine: a streamed answer, a second turn that reuses the first, a replay'
 	@echo 'make test      the tests, without the slow ones'
 	@echo 'make test-all  all tests'
 	@echo 'make check     lint, formatting, types, the import diagram, generated code'
+	@echo 'make sanitize  the C++ code under AddressSanitizer and UBSan: kernels, transfer, store, placement'
 	@echo 'make bench     measure the engine and the served cluster'
 	@echo 'make gpu       check every GPU kernel and time it against the limits of the card; needs a GPU'
 	@echo 'make proto     generate the Python code of proto/*.proto anew'
@@ -47,6 +48,15 @@ proto: setup
 	mkdir -p $(OUT)
 	PATH=$(BIN):$$PATH $(BIN)/python -m grpc_tools.protoc -Imooncake/rpc=proto --python_out=$(OUT) \
 	    --grpc_python_out=$(OUT) --mypy_out=$(OUT) --mypy_grpc_out=$(OUT) $(PROTOS)
+
+# A test that limits a process's addresses is left out: the sanitizer needs terabytes of them.
+SANITIZED := tests/kernels/test_cpu_kernels.py tests/kvstore tests/conductor/test_prefix_index.py \
+    tests/conductor/test_pending_prefixes.py tests/conductor/test_policies.py tests/sim/test_sim_steps.py
+sanitize: setup
+	CXXFLAGS='-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined' \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+	    $(BIN)/python -m pytest -m "not slow" $(SANITIZED) \
+	    --deselect 'tests/kvstore/test_segment.py::test_the_limits_of_the_process_count[RLIMIT_AS]'
 
 bench: setup
 	$(BIN)/mooncake bench engine

@@ -1,9 +1,9 @@
 """Compiles our C++ files for this machine at first use, and keeps the result for later processes.
 
 A library is stored under ``$XDG_CACHE_HOME/mooncake/kernels``, named after everything it depends on: sources (with
-their headers), flags, compiler, instruction set. Of several processes that want it at once, one builds it, its sources
-in parallel, and the others wait. Every failure is one sentence in ``BuildFailed``; nothing here knows what the code
-does.
+their headers), flags, compiler, instruction set. ``CXX`` names another compiler, ``CXXFLAGS`` adds flags. Of several
+processes that want a library at once, one builds it, its sources in parallel, and the others wait. Every failure is
+one sentence in ``BuildFailed``; nothing here knows what the code does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -43,7 +44,7 @@ def load_native(
     """``sources`` as one loaded library, built if necessary. Raises BuildFailed."""
     sources = [sources] if isinstance(sources, Path) else sources
     compiler = _find_compiler()
-    command = [compiler, *COMPILE_FLAGS, *flags]
+    command = [compiler, *COMPILE_FLAGS, *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     path = _cache_folder() / f"{name}-{_digest(command, [*sources, *headers])}.so"
     if not path.exists():
         try:
