@@ -104,16 +104,13 @@ class Checkpoint(ABC):
         """The layout of blocks that also keep the inputs of the layers ``keep_hidden``. Raises ConfigError if those
         layers have no inputs to keep."""
         config = self.config
-        plain = KVLayout(
-            len(config.kv_owners),
-            config.num_kv_heads,
-            block_tokens,
-            config.head_dim,
-            dtype,
-            num_kinds=config.kv_kinds,
-        )
+        heads, head_dim = config.row_heads
+        num_rows = sum(config.kv_rows) or len(config.kv_owners)
+        plain = KVLayout(num_rows, heads, block_tokens, head_dim, dtype, num_kinds=config.kv_kinds)
         if not keep_hidden:
             return plain
+        if config.layer_heads:
+            raise ConfigError(f"model.keep_hidden is for models whose layers have the same heads, not for {self.name}")
         if config.kv_sources:
             raise ConfigError(f"model.keep_hidden is for models with KV of each layer's own, not for {self.name}")
         if list(keep_hidden) != sorted(set(keep_hidden) & set(range(1, config.num_layers))):

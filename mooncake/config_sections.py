@@ -9,8 +9,9 @@ import msgspec
 from msgspec.structs import replace
 
 from mooncake.api_keys import HIDDEN
+from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import UNIFORM, PageGroups, groups_of
+from mooncake.page_groups import PageGroups, groups_of, one_group
 from mooncake.precision import Coding, Precision, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
@@ -264,19 +265,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def page_groups(self, model: ModelConfig) -> PageGroups:
         """The groups in which layers keep KV, the same on all nodes. Raises ConfigError for a context that exceeds the
-        model's.
+        model's, and for another deployment's layout of layers that differ in their heads.
 
         Between nodes a prefix is identified by its blocks from the first one on, so one group must keep them all.
         Blocks in another deployment's layout, or with more in them than KV, are whole, and so are those of nodes that
         compute with several processes.
         """
-        prefill = self.prefill
+        prefill, as_one = self.prefill, one_group(model.kv_rows)
+        if model.layer_heads and self.pool_layout.tensor_parallel:
+            raise ConfigError("pool_layout is for models whose layers have the same heads")
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
         num_processes = max(engine.num_processes for engine in self._engines)
         if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
-            return UNIFORM
+            return as_one
         groups = groups_of(model, model.context(self.model.max_model_len))
-        return groups if self.cluster.coupled or not groups.windows[0] else UNIFORM
+        return groups if self.cluster.coupled or not groups.windows[0] else as_one
 
     @property
     def _devices(self) -> set[str]:

@@ -103,6 +103,7 @@ class ModelConfig:
     query_offset: int = 0  # Llama 4: p + this; and if some layers do not rotate, only in those
     qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
+    layer_heads: tuple[tuple[int, int], ...] = ()  # Gemma 4: each layer's KV heads and head size, where they differ
 
     def query_grows(self, layer: int) -> bool:
         """Whether ``query_growth`` applies to this layer."""
@@ -125,6 +126,27 @@ class ModelConfig:
     def owns_kv(self, layer: int) -> bool:
         """Whether the layer computes keys and values; otherwise it only computes queries."""
         return not self.kv_sources or self.kv_sources[layer] == layer
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """KV heads of the layer, and the elements of each."""
+        return self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+
+    @property
+    def row_heads(self) -> tuple[int, int]:
+        """Heads and head size of a row of pages (``page_groups``): what the layers that keep least have, in heads of
+        the smallest size. Of such heads a layer's KV takes no more bytes than of its own, larger ones, as int8 too."""
+        heads = [self.heads_of(layer) for layer in self.kv_owners]
+        size = min(size for _, size in heads)
+        return -(-min(count * size for count, size in heads) // size), size
+
+    @property
+    def kv_rows(self) -> tuple[int, ...]:
+        """How many rows each of the cache's layers takes; the last may be used in part. Empty: one each."""
+        if not self.layer_heads:
+            return ()
+        elements = math.prod(self.row_heads)
+        rows = tuple(-(-math.prod(self.heads_of(layer)) // elements) for layer in self.kv_owners)
+        return rows if max(rows) > 1 else ()
 
     def kv_layer_of(self, layer: int) -> int:
         """The cache layer whose keys and values this layer attends to."""
@@ -171,10 +193,15 @@ class ModelConfig:
         self._check("num_layers", 1, MAX_LAYERS)
         self._check("num_experts", 0, MAX_EXPERTS)
         self._check("max_model_len", 1, MAX_POSITIONS)
-        if self.num_heads % self.num_kv_heads:
-            raise ModelError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
-        if self.head_dim % 2:
-            raise ModelError(f"rotary positions need an even head size, got {self.head_dim}")
+        if self.layer_heads and len(self.layer_heads) != self.num_layers:
+            raise ModelError(f"{len(self.layer_heads)} layers are told their heads, of {self.num_layers}")
+        for num_kv_heads, head_dim in {(self.num_kv_heads, self.head_dim), *self.layer_heads}:
+            if not 1 <= min(num_kv_heads, head_dim) <= max(num_kv_heads, head_dim) <= 1 << 24:
+                raise ModelError(f"a layer cannot have {num_kv_heads} KV heads of {head_dim}")
+            if self.num_heads % num_kv_heads:
+                raise ModelError(f"{self.num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
+            if head_dim % 2:
+                raise ModelError(f"rotary positions need an even head size, got {head_dim}")
         for value in (self.rope_theta, self.rms_eps):
             if not (math.isfinite(value) and value > 0):
                 raise ModelError(f"rope_theta and rms_eps must be positive, got {self.rope_theta} and {self.rms_eps}")
@@ -195,6 +222,8 @@ class ModelConfig:
                 raise ModelError(f"layer {layer} cannot share the KV of layer {source}, which has none of its own")
             if self.window_of(source) != self.window_of(layer):
                 raise ModelError(f"layer {layer} cannot share the KV of layer {source}: their windows differ")
+            if self.heads_of(source) != self.heads_of(layer):
+                raise ModelError(f"layer {layer} cannot share the KV of layer {source}: their heads differ")
 
     def _has_token(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocab_size

@@ -1,15 +1,18 @@
 """Groups layers by what they see, so that layers with a sliding window keep only their windows.
 
-A *page* holds ``block_tokens`` tokens of one group's layers. All groups have the same number of rows, so all pages have
-the same size and come from one pool; a block of a sequence is one page per group. A model whose layers all see the same
-is one group, and its page is the whole block. Pure arithmetic, after vLLM's hybrid cache manager and Jenga (arXiv
-2503.18292). It does not know which page is whose.
+A *page* holds ``block_tokens`` tokens of one group's layers, and consists of *rows*, all of the same number of bytes. A
+layer takes one row, or several that follow each other, where it keeps more of a token than other layers; what is in
+them is the layer's own matter. All groups have the same number of rows, so all pages have the same size and come from
+one pool; a block of a sequence is one page per group. A model whose layers all see the same is one group, and its page
+is the whole block. Pure arithmetic, after vLLM's hybrid cache manager and Jenga (arXiv 2503.18292). It does not know
+which page is whose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, cast
 
 from mooncake.model_config import ModelConfig
@@ -24,44 +27,48 @@ LEAST_SAVED = 0.1  # of that memory; for less, several groups are not worth thei
 
 @dataclass(frozen=True, slots=True)
 class PageGroups:
-    """``windows``: per group, the tokens that a query sees, itself included; 0: all. ``places``: (group, row of its
-    page) of each layer; empty when layer l is row l of the only group."""
+    """``windows``: per group, the tokens that a query sees, itself included; 0: all. ``places``: (group, first row of
+    its page) of each layer. ``rows``: how many each layer takes; empty: one. Both are empty when layer l is row l of
+    the only group."""
 
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...] = ()
+    rows: tuple[int, ...] = ()
 
     @property
     def num_groups(self) -> int:
         return len(self.windows)
 
-    def place_of(self, layer: int) -> tuple[int, int]:
-        """Group, and row of its pages."""
-        return self.places[layer] if self.places else (0, layer)
+    def rows_of(self, layer: int) -> tuple[int, range]:
+        """Group, and the rows of its pages that the layer takes."""
+        group, row = self.places[layer] if self.places else (0, layer)
+        return group, range(row, row + (self.rows[layer] if self.rows else 1))
 
     def rows_with(self, layer: int) -> tuple[int, range]:
         """Group, and the rows of its pages that become final with this layer. Empty rows become final with the last
         used one, because a page travels as a whole."""
-        group, row = self.place_of(layer)
-        has_next = not self.places or (group, row + 1) in self.places
-        return group, range(row, row + 1 if has_next else self.num_rows)
+        group, rows = self.rows_of(layer)
+        has_next = not self.places or (group, rows.stop) in self.places
+        return group, range(rows.start, rows.stop if has_next else self.num_rows)
 
     @property
     def num_rows(self) -> int:
-        """Layers per page."""
-        return 1 + max(row for _, row in self.places)
+        """Rows per page, where ``places`` says so."""
+        return max(self.rows_of(layer)[1].stop for layer in range(len(self.places)))
 
     @property
     def num_empty_rows(self) -> int:
-        """In all pages of one block: the waste where numbers of layers do not divide."""
-        return self.num_groups * self.num_rows - len(self.places) if self.places else 0
+        """In all pages of one block: the waste where numbers of rows do not divide."""
+        return self.num_groups * self.num_rows - sum(self.rows or [1] * len(self.places)) if self.places else 0
 
     @property
     def name(self) -> str:
         """Part of the names of all KV with this layout; empty where a page is a block."""
-        return f"groups {self.windows} {self.places}" if self.places else ""
+        of_rows = f" {self.rows}" if self.rows else ""
+        return f"groups {self.windows} {self.places}{of_rows}" if self.places else ""
 
     def page_layout(self, block: KVLayout) -> KVLayout:
-        """The layout of one page, where ``block`` has all layers."""
+        """The layout of one page, where ``block`` has the rows of all layers."""
         return replace(block, num_layers=self.num_rows) if self.places else block
 
     def first_page(self, group: int, position: int, block_tokens: int) -> int:
@@ -145,41 +152,64 @@ def page_key(key: BlockKey, group: int) -> BlockKey:
     return cast("BlockKey", bytes((key[0] ^ group,)) + key[1:]) if group else key
 
 
+def one_group(rows: Sequence[int] = (), window: int = 0) -> PageGroups:
+    """All layers in one group, one after another, each with so many ``rows``; empty: one."""
+    if max(rows, default=1) == 1:
+        return PageGroups((window,))
+    places = tuple((0, end - count) for count, end in zip(rows, accumulate(rows), strict=True))
+    return PageGroups((window,), places, tuple(rows))
+
+
 def groups_of(config: ModelConfig, context: int) -> PageGroups:
     """Like ``plan_groups``, for the layers of a model that keep KV. A chunk is kept like a sliding window of its size,
     which contains it."""
-    return plan_groups([abs(config.window_of(layer)) for layer in config.kv_owners], context)
+    return plan_groups([abs(config.window_of(layer)) for layer in config.kv_owners], context, config.kv_rows)
 
 
-def plan_groups(windows: Sequence[int], context: int) -> PageGroups:
-    """Groups for layers that see this many tokens each (0: all), in sequences of up to ``context`` tokens.
+def plan_groups(windows: Sequence[int], context: int, rows: Sequence[int] = ()) -> PageGroups:
+    """Groups for layers that see this many tokens each (0: all), in sequences of up to ``context`` tokens. ``rows``:
+    how many each takes; empty: one.
 
-    Among group sizes that give at most ``MAX_GROUPS``, the one that needs the least memory, including empty rows, for
-    sequences of ``WINDOWS_IN_CONTEXT`` windows. Usually that is the number of layers of the rarer kind. Groups that see
+    Among page sizes that give at most ``MAX_GROUPS``, the one that needs the least memory, including empty rows, for
+    sequences of ``WINDOWS_IN_CONTEXT`` windows. Usually that is the rows of the rarer kind of layers. Groups that see
     everything come first: the first group names the blocks for everyone else.
     """
     seen = [window if window < context else 0 for window in windows]
+    taken = list(rows) or [1] * len(seen)
     kinds = sorted(set(seen), key=lambda window: (window > 0, -window))
     if len(kinds) == 1:
-        return PageGroups((kinds[0],))
+        return one_group(rows, kinds[0])
     layers = {kind: [layer for layer, window in enumerate(seen) if window == kind] for kind in kinds}
     longest = WINDOWS_IN_CONTEXT * max(kinds)
 
-    def groups_of(kind: int, size: int) -> int:
-        return -(-len(layers[kind]) // size)
-
     def cost(size: int) -> float:
-        return sum(groups_of(kind, size) * size * (kind or longest) for kind in kinds)
+        return sum(_pack(layers[kind], taken, size)[1] * size * (kind or longest) for kind in kinds)
 
-    sizes = [s for s in range(1, len(seen) + 1) if sum(groups_of(kind, s) for kind in kinds) <= MAX_GROUPS]
+    def num_groups(size: int) -> int:
+        return sum(_pack(layers[kind], taken, size)[1] for kind in kinds)
+
+    sizes = [size for size in range(max(taken), sum(taken) + 1) if num_groups(size) <= MAX_GROUPS]
     size = min(sizes, key=lambda size: (cost(size), -size), default=0)
-    as_one = len(seen) * (kinds[0] or longest)
+    as_one = sum(taken) * (kinds[0] or longest)
     if not size or cost(size) > (1 - LEAST_SAVED) * as_one:
-        return PageGroups((kinds[0],))  # all layers keep what those that see most keep
+        return one_group(rows, kinds[0])  # all layers keep what those that see most keep
     places = [(0, 0)] * len(seen)
     found: list[int] = []
     for kind in kinds:
-        for number, layer in enumerate(layers[kind]):
-            places[layer] = len(found) + number // size, number % size
-        found += [kind] * groups_of(kind, size)
-    return PageGroups(tuple(found), tuple(places))
+        packed, count = _pack(layers[kind], taken, size)
+        for layer, (group, row) in packed.items():
+            places[layer] = len(found) + group, row
+        found += [kind] * count
+    return PageGroups(tuple(found), tuple(places), tuple(rows) if max(taken) > 1 else ())
+
+
+def _pack(layers: Sequence[int], rows: Sequence[int], size: int) -> tuple[dict[int, tuple[int, int]], int]:
+    """(Group, first row) of each of these layers, in order, where a group has ``size`` rows; and how many groups."""
+    places: dict[int, tuple[int, int]] = {}
+    group, row = 0, 0
+    for layer in layers:
+        if row + rows[layer] > size:
+            group, row = group + 1, 0
+        places[layer] = group, row
+        row += rows[layer]
+    return places, group + 1

@@ -160,12 +160,13 @@ class PrefixLoad:
         mirror: Mirror,
         corrupt: list[BlockKey],
     ) -> None:
-        group, row = self._groups.place_of(layer)
+        group, rows = self._groups.rows_of(layer)
         blocks = [block for block in self._blocks if block.group == group]
         if not blocks:  # a window of one token
             self._mark_loaded([HERE])
             return
-        offset, size = row * self._layout.layer_bytes, self._layout.layer_bytes
+        row_bytes = self._layout.layer_bytes
+        offset, size = rows.start * row_bytes, len(rows) * row_bytes
         side_buffer = self._side_buffers.get(layer)
         if side_buffer is None:
             targets = [mirror.memory[block.block_id, offset : offset + size] for block in blocks]
@@ -179,12 +180,16 @@ class PrefixLoad:
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         for block, target in zip(blocks, targets, strict=True):
-            if checksum(target.data) != lease.checksums[block.index][row]:
+            sums = lease.checksums[block.index]
+            if any(
+                checksum(target.data[at * row_bytes : (at + 1) * row_bytes]) != sums[row] for at, row in enumerate(rows)
+            ):
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")
         here = [block.block_id for block in blocks]
-        self._mark_loaded([mirror.to_device(here, row) if side_buffer is None else HERE])
+        arrivals = [mirror.to_device(here, row) for row in rows] if side_buffer is None else [HERE]
+        self._mark_loaded(arrivals[-1:])  # the last one follows all others
 
     def _read_converted(
         self, lease: ConvertedLease, reader: LayoutReader, mirror: Mirror, corrupt: list[BlockKey]

@@ -24,7 +24,7 @@ from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
-from mooncake.page_groups import UNIFORM, PageGroups, groups_of
+from mooncake.page_groups import PageGroups, groups_of, one_group
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -78,7 +78,8 @@ def plan_pages(
 ) -> tuple[PageGroups, KVLayout]:
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
     where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
-    groups = groups_of(checkpoint.config, context) if device == "cpu" and num_ranks == 1 else UNIFORM
+    config = checkpoint.config
+    groups = groups_of(config, context) if device == "cpu" and num_ranks == 1 else one_group(config.kv_rows)
     return groups, groups.page_layout(layout)
 
 

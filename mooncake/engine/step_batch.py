@@ -54,7 +54,7 @@ class BatchBuilder:
         """``max_tokens`` is the usual size of a step, not a limit."""
         self._tables = tables
         self._num_groups = groups.num_groups
-        self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.places else None
+        self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.num_groups > 1 else None
         self._block_tokens = block_tokens
         self._tokens = np.empty(max_tokens, np.int64)
         self._positions = np.empty(max_tokens, np.int64)

@@ -35,7 +35,7 @@ class Reuse:
 class Pages:
     """Where a step's KV is when layers are in several groups (``page_groups``), ``G`` of them."""
 
-    places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and row of the group's pages
+    places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and first row of the group's pages
     block_tables: torch.Tensor  # int32 [G, B, M], contiguous
     slots: torch.Tensor  # int64 [G, T], contiguous
 
@@ -54,7 +54,7 @@ class ForwardBatch:
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
     adapters: torch.Tensor | None = None  # int32 [T]: index of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
-    pages: Pages | None = None  # None: all layers are one group, and the cache's layer l is row l of a page
+    pages: Pages | None = None  # None: all layers are one group, and follow each other in its pages
 
     @classmethod
     def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
@@ -86,7 +86,7 @@ class ForwardBatch:
         )
 
     def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """For the cache's ``layer``: its row of a page, block tables and slots."""
+        """For the cache's ``layer``: its first row of a page (where each layer is one row), block tables and slots."""
         if self.pages is None:
             return layer, self.block_tables, self.slots
         group, row = self.pages.places[layer].tolist()

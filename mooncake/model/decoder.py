@@ -17,8 +17,27 @@ from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
+from mooncake.model.pages import layer_pages
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
+from mooncake.page_groups import one_group
+
+
+class CacheLayers:
+    """The layers of a model in its cache: a row of a page each, or where they differ in their heads, in views of their
+    own over as many rows as they take."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        owners = config.kv_owners if config.layer_heads else ()
+        self._heads = [config.heads_of(layer) for layer in owners]
+        self._rows = [row for _, row in one_group(config.kv_rows).places] or list(range(len(owners)))
+
+    def of(self, cache: torch.Tensor, batch: ForwardBatch) -> Sequence[torch.Tensor]:
+        """By layer, where they differ in their heads; otherwise by row."""
+        if not self._heads:
+            return cache.unbind(1)
+        rows = self._rows if batch.pages is None else batch.pages.places[:, 1].tolist()
+        return [layer_pages(cache, row, *heads) for row, heads in zip(rows, self._heads, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +47,7 @@ class Step:
     config: ModelConfig
     kernels: Kernels
     batch: ForwardBatch
-    cache_layers: tuple[torch.Tensor, ...]
+    cache_layers: Sequence[torch.Tensor]  # ``CacheLayers.of``
     hook: LayerHook
     tables: Sequence[Tables]  # of each layer
     attention: Attention | None = None
@@ -50,7 +69,7 @@ class Step:
         """
         batch = self.batch
         row, block_tables, slots = batch.pages_of(layer)
-        cache = self.cache_layers[row]
+        cache = self.cache_layers[layer if self.config.layer_heads else row]
         self.hook.before_layer(layer)
         query = self.kernels.rope_write_kv(
             qkv, *self.tables[layer], batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
@@ -106,6 +125,7 @@ class Decoder(ABC):
         device = getattr(self.kernels, "device", None)
         self._tables = tables_by_layer(config, self.max_model_len, device)
         self._query_scales = query_scales(config, self.max_model_len, device)
+        self._cache_layers = CacheLayers(config)
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -137,9 +157,8 @@ class Decoder(ABC):
         attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        step = Step(
-            self.config, self.kernels, batch, cache.unbind(1), hook, self._tables, attention, self._query_scales
-        )
+        layers = self._cache_layers.of(cache, batch)
+        step = Step(self.config, self.kernels, batch, layers, hook, self._tables, attention, self._query_scales)
         hidden = self._embed(batch) if entering is None else entering.to(self.stream)
         for index in self.places:
             hidden = self._layer(index, hidden, step)

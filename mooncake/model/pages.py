@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.errors import ConfigError
+from mooncake.kernels.reference import SCALE_BYTES
 from mooncake.types import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -25,6 +26,17 @@ def pages_over(memory: npt.NDArray[np.uint8], layout: KVLayout, num_blocks: int)
     type."""
     flat = torch.from_numpy(memory).view(TORCH_DTYPES[layout.dtype])
     return flat.view(num_blocks, layout.num_layers, layout.num_kinds, layout.num_kv_heads, layout.block_tokens, -1)
+
+
+def layer_pages(cache: torch.Tensor, row: int, num_heads: int, head_dim: int) -> torch.Tensor:
+    """``[N, K|V, Hkv, block_tokens, D]`` of a layer whose heads are not those of the cache's rows: it takes as many
+    rows from ``row`` on as it needs, the last perhaps in part (``ModelConfig.kv_rows``)."""
+    block_tokens = cache.shape[4]
+    width = head_dim + (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+    head = block_tokens * width
+    shape = cache.shape[0], cache.shape[2], num_heads, block_tokens, width
+    strides = cache.stride(0), num_heads * head, head, width, 1
+    return cache.as_strided(shape, strides, cache.storage_offset() + row * cache.stride(1))
 
 
 class Mappable(Protocol):

@@ -29,6 +29,24 @@ def test_answers_are_those_of_a_model_that_keeps_everything(windows: Rows[int], 
     assert engine.block_pool.num_in_use == 0
 
 
+@pytest.mark.parametrize(
+    ("windows", "rows", "num_groups"),
+    [(HYBRID, (2, 1, 1, 1, 2, 1), 2), (HYBRID, (1, 2, 2, 2, 1, 2), 5), (LOCAL, (1, 3, 2), 1)],
+)
+def test_layers_of_several_rows_keep_what_is_theirs(windows: Rows[int], rows: Rows[int], num_groups: int) -> None:
+    engine, model = windowed_engine(windows, num_pages=120 * num_groups, rows=rows)
+    assert engine.config.groups.num_groups == num_groups and engine.config.groups.rows == rows
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1, 5, 31, 33, 60, 80])}
+    expected = {name: true_answer(prompt, 12, windows) for name, prompt in prompts.items()}
+    computed = []
+    for _ in range(2):
+        for name, prompt in prompts.items():
+            engine.add(hash_sequence(name, prompt))
+        assert answers(run_all(engine)) == expected
+        computed.append(model.num_tokens)
+    assert computed[1] < 2 * computed[0], "nothing was found in the cache"
+
+
 @pytest.mark.parametrize(("windows", "num_kept", "num_windowed"), [(HYBRID, 1, 2), (LOCAL, 0, 1)])
 def test_a_sequence_holds_the_pages_that_the_formula_has(windows: Rows[int], num_kept: int, num_windowed: int) -> None:
     engine, _ = windowed_engine(windows)
@@ -151,14 +169,17 @@ def seen_behind(num_blocks: int, groups: PageGroups) -> set[tuple[int, int]]:
 # Whatever comes and goes
 
 
-@pytest.mark.parametrize("windows", [HYBRID, LOCAL], ids=["hybrid", "local"])
+@pytest.mark.parametrize(
+    ("windows", "rows"), [(HYBRID, ()), (LOCAL, ()), (HYBRID, (2, 1, 1, 1, 2, 1))], ids=["hybrid", "local", "rows"]
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], seed: int) -> None:
+def test_no_answer_changes_and_nothing_leaks(windows: Rows[int], rows: Rows[int], seed: int) -> None:
     """Several answers, beams, speculation, aborts, priorities, prompts that begin alike; tight pages and places."""
     rng = random.Random(seed)
-    least = 18 * plan_groups(windows, 200).num_groups
+    least = 18 * plan_groups(windows, 200, rows).num_groups
     engine, _ = windowed_engine(
         windows,
+        rows=rows,
         num_pages=rng.randint(least, least + 12),
         num_places=rng.choice([0, 6, 60]),
         chunk_tokens=rng.choice([3, 8, 16]),

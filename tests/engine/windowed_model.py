@@ -1,7 +1,8 @@
 """The hash model with windows, for tests: each layer sees a window of the previous layer's output, or all of it.
 
 Every layer stores its input for a token, and the token's position; its output is a checksum of everything it sees. So a
-page that was released too early, or belongs to other tokens, changes the answer.
+page that was released too early, or belongs to other tokens, changes the answer. A layer of several rows stores its
+input in the last one and noise in the others.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ def true_answer(prompt: list[int], count: int, windows: Rows[int] = HYBRID) -> l
 
 
 class WindowedModel:
-    def __init__(self, windows: Rows[int]) -> None:
+    def __init__(self, windows: Rows[int], rows: Rows[int] = ()) -> None:
         self.config = HashConfig()
         self.num_tokens = 0  # computed
         self._windows = windows
+        self._rows = rows or [1] * len(windows)
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         self.num_tokens += len(batch.tokens)
@@ -53,8 +55,13 @@ class WindowedModel:
         values = batch.tokens.float()
         for layer, window in enumerate(self._windows):
             row, tables, slots = batch.pages_of(layer)
+            if batch.pages is None:
+                row = sum(self._rows[:layer])
             hook.before_layer(layer)
             blocks, offsets = slots // BLOCK, slots % BLOCK
+            row += self._rows[layer] - 1
+            for noisy in range(row - self._rows[layer] + 1, row):
+                cache[blocks, noisy, :, 0, offsets, 0] = -1.0 - layer
             cache[blocks, row, 0, 0, offsets, 0] = values
             cache[blocks, row, 1, 0, offsets, 0] = batch.positions.float()
             hook.after_layer(layer)
@@ -72,13 +79,13 @@ class WindowedModel:
 
 
 def windowed_engine(
-    windows: Rows[int] = HYBRID, num_pages: int = 400, num_places: int = 0, **settings: int
+    windows: Rows[int] = HYBRID, num_pages: int = 400, num_places: int = 0, rows: Rows[int] = (), **settings: int
 ) -> tuple[Engine, WindowedModel]:
     """``num_pages`` counts pages; a block has one per group of layers."""
     numbers = {"block_tokens": BLOCK, "chunk_tokens": 8, "max_sequences": 8, "max_model_len": 200} | settings
-    groups = plan_groups(windows, numbers["max_model_len"])
-    layout = groups.page_layout(KVLayout(len(windows), 1, BLOCK, 1, "float32"))
+    groups = plan_groups(windows, numbers["max_model_len"], rows)
+    layout = groups.page_layout(KVLayout(sum(rows) or len(windows), 1, BLOCK, 1, "float32"))
     cache = KVCache(layout, num_pages, num_places=num_places)
     cache.memory[:] = 0xA5  # what was never written must never be read
-    model = WindowedModel(windows)
+    model = WindowedModel(windows, rows)
     return Engine(model, cache, EngineConfig(**numbers, groups=groups)), model  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from kvstore.transfer.server import SegmentServer
 from mooncake.engine.cache.kv_cache import Arrival, KVCache
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed
+from mooncake.page_groups import one_group
 from mooncake.types import BlockKey, KVLayout
 from prefill_node.converted_prefix import ConvertedLease
 from prefill_node.loader import LeasedPrefix, Loader, PrefixLoad, lease_in_time
@@ -83,6 +84,44 @@ def test_a_copy_that_fails_keeps_neither_its_request_nor_the_next_one_waiting() 
         transfer.close()
         server.stop()
     assert released == [[1], [1]]
+
+
+def test_a_layer_of_several_rows_is_read_as_one_range_and_each_row_is_checked() -> None:
+    groups = one_group([1, 3, 2])
+    layout = KVLayout(num_layers=6, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
+    segment = Segment.create("rows", layout.block_bytes, NUM_BLOCKS)
+    segment.array[:] = np.random.default_rng(0).integers(0, 256, segment.array.shape, dtype=np.uint8)
+    blocks = segment.array.reshape(NUM_BLOCKS, layout.block_bytes)
+    server, transfer = SegmentServer(segment, "store-r", ("shm",)), TransferEngine("prefill-r")
+    server.start()
+    cache = KVCache(layout, NUM_BLOCKS)
+    loader = Loader(transfer, cache)
+    spoilt: list[list[BlockKey]] = []
+    checksums = [range_checksums(block.data, layout.num_layers) for block in blocks]
+
+    def load(name: str) -> PrefixLoad:
+        def lease() -> LeasedPrefix:
+            return LeasedPrefix(server.address, [1], time.monotonic() + WAIT_S, list(range(NUM_BLOCKS)), checksums)
+
+        to_load = [BlockToLoad(i, NUM_BLOCKS - 1 - i, BlockKey(bytes([i]) * 32)) for i in range(NUM_BLOCKS)]
+        give_back = lambda _, corrupt: spoilt.append(corrupt)  # noqa: E731
+        return PrefixLoad(name, to_load, lease, give_back, layout, time.monotonic() + WAIT_S, groups=groups)
+
+    try:
+        whole, broken = load("whole"), load("broken")
+        loader.submit(whole)
+        whole.wait(2)
+        np.testing.assert_array_equal(cache.memory[::-1], blocks)
+        checksums[2][3] += 1  # the last row of the second layer
+        loader.submit(broken)
+        broken.wait(0)
+        with pytest.raises(KVLoadFailed, match="layer 1"):
+            broken.wait(1)
+    finally:
+        loader.stop()
+        transfer.close()
+        server.stop()
+    assert spoilt == [[], [bytes([2]) * 32]]
 
 
 async def test_a_lease_that_comes_too_late_ends_at_once() -> None:

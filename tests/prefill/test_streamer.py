@@ -13,6 +13,7 @@ from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepEntry
 from mooncake.hashing import Chain
+from mooncake.page_groups import one_group
 from mooncake.types import KVLayout, SamplingParams
 from prefill_node.kv_writer import LayerBlocks
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
@@ -100,3 +101,16 @@ def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
     streamer.begin_step(plan)
     streamer.after_layer(0)
     assert pile.blocks(0) == [7, 7, 3]
+
+
+def test_all_rows_of_a_layer_leave_with_it() -> None:
+    streamer, pile = LayerStreamer(BLOCK_TOKENS, groups=one_group([2, 1])), Pile()
+    streamer.mirror = KVCache(KVLayout(3, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
+    plan = StepPlan()
+    plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
+    streamer.begin_step(plan)
+    streamer.after_layer(0)
+    assert [pile.blocks(row) for row in range(3)] == [[7, 3], [7, 3], []]
+    streamer.after_layer(1)
+    assert [pile.blocks(row) for row in range(3)] == [[7, 3]] * 3
