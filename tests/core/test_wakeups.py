@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,13 +22,13 @@ CALLS = 1000  # more than gRPC has bytes in its socket when it stands still, by 
 async def passes_until_answered(address: str) -> int:
     """How many passes of a slow loop it takes until as many calls have been answered."""
     channels, passes = Channels(), 0
-    stub = health_pb2_grpc.HealthStub(channels.get(address))
+    stub: Any = health_pb2_grpc.HealthStub(channels.get(address))
     await stub.Check(health_pb2.HealthCheckRequest())
 
     async def slow() -> None:
         nonlocal passes
         while True:
-            time.sleep(0.02)
+            time.sleep(0.02)  # noqa: ASYNC251
             await asyncio.sleep(0)
             passes += 1
 
