@@ -28,7 +28,7 @@ from kvstore.ssd.tier import CLOSE_TIMEOUT_S, SsdTier
 from kvstore.tiers import Demotion, TierRules, Worth, tier_events
 from kvstore.transfer.server import SegmentServer
 from kvstore.writing import Sealing, Wanted, Writing
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, NodeUnavailable
 from mooncake.events import EventLog
 from mooncake.types import BlockEvent, BlockKey, Tier
 
@@ -214,14 +214,19 @@ class Store:
     # Dropping and keeping
 
     async def remove(self, keys: Sequence[BlockKey]) -> int:
-        """Make blocks unreadable, also after a restart. Returns how many there were."""
+        """Make blocks unreadable, also after a restart. Returns how many there were.
+
+        Raises NodeUnavailable when the SSD refuses to record that: they are unreadable until a restart.
+        """
         count = sum(self.exists(list(dict.fromkeys(keys))))
         dropped = self._drop_everywhere(keys)
         self._index.remove(keys, time.monotonic())
         self._saving.room_came()
         self._publish()
-        if self._ssd is not None and (count or dropped):
-            await self._ssd.committed()
+        ssd, names = self._ssd, set(keys)
+        must_commit = ssd is not None and (count or dropped or ssd.is_dropping(names))
+        if ssd is not None and must_commit and not await ssd.committed() and ssd.is_dropping(names):
+            raise NodeUnavailable("the SSD does not take the removal: after a restart the blocks may be back")
         return count
 
     def give_up(self, keys: Sequence[BlockKey]) -> int:

@@ -299,7 +299,8 @@ class Client:
     async def remove(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Make blocks unreadable in every store, also after a restart. Returns how many replicas there were.
 
-        Raises NodeUnavailable when a store did not answer: it may have kept its replicas.
+        Raises NodeUnavailable when a store did not answer: it may have kept its replicas; or when its SSD refuses to
+        record it: after a restart it may find them again.
         """
         self._begin(timeout_s)
         wires = self._keys.wires(keys)

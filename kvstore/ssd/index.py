@@ -210,6 +210,10 @@ class SsdIndex:
     def has_drops(self) -> bool:
         return bool(self._drops)
 
+    def is_dropping(self, keys: Collection[BlockKey]) -> bool:
+        """Whether a drop of one of these blocks is still to be written."""
+        return any(drop.key in keys for drop in self._drops)
+
     def take_drops(self, limit: int, but_of: int | None = None) -> list[Drop]:
         """Drops to be logged, except those of one segment; ``dropped`` says that they were, ``keep_drops`` that they
         could not be."""

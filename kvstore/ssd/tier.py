@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 from kvstore.eviction import EvictionPolicy
 from kvstore.ssd.append import BACK_OFF_S, PendingBlock, SsdAppender
+from kvstore.ssd.file_limit import check_file_limit
 from kvstore.ssd.index import MIN_SEGMENTS, SEGMENT_BYTES, SsdIndex, segment_size
 from kvstore.ssd.log import SsdLog
 from kvstore.ssd.reads import SsdReads
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together, at most
 MAX_QUEUE = 4096  # blocks waiting to be saved
-OTHER_FILES = 128  # beside segments, at least: connections, shared memory
 CLOSE_TIMEOUT_S = 15.0  # without progress: the disk hangs
 _RATE_WEIGHT = 0.2
 _FIRST_READ_BYTES_PER_S = 1e9  # assumed until something has been read
@@ -63,7 +62,8 @@ class SsdTier:
         self._saving: dict[BlockKey, PendingBlock] = {}
         self._is_committing = False
         self._work = asyncio.Event()
-        self._commits: list[asyncio.Future[None]] = []  # waiting for drops to be durable
+        self._is_ending = asyncio.Event()  # a disk that refused is tried once more at once
+        self._commits: list[asyncio.Future[bool]] = []  # waiting for drops to be durable
         self._off_until = 0.0
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
@@ -122,7 +122,7 @@ class SsdTier:
     @property
     def is_writable(self) -> bool:
         """Whether saving is worth trying now: the disk has not refused a write lately, and is not behind."""
-        return time.monotonic() >= self._off_until and not self._save_stall.lasts
+        return not self._is_resting and not self._save_stall.lasts
 
     @property
     def is_readable(self) -> bool:
@@ -203,7 +203,8 @@ class SsdTier:
             found = self._index.get(key)
             if found is block:
                 self.counters["ssd_read_errors"] += 1
-                log.warning("the SSD could not read a block: %s", error)
+                if (count := self.counters["ssd_read_errors"]).bit_count() == 1:  # seldom: a dead disk fails every read
+                    log.warning("the SSD could not read a block (%d so far): %s", count, error)
                 self._lose(key)
             elif found is not None and found.header is header:  # compaction moved it while we waited
                 return await self.load(key, into)
@@ -236,13 +237,21 @@ class SsdTier:
             self._work.set()
         return dropped
 
-    async def committed(self) -> None:
-        """Return once all drops so far are durable, or the disk has refused them."""
-        if self._index.has_drops or self._is_committing:
-            done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._commits.append(done)
-            self._work.set()
-            await done
+    def is_dropping(self, keys: Collection[BlockKey]) -> bool:
+        """Whether a restart now would find one of these blocks although it was dropped."""
+        return self._index.is_dropping(keys)
+
+    async def committed(self) -> bool:
+        """Return once all drops so far are durable: True; or once the disk has refused them: False. They are written
+        when it takes writes again."""
+        if not self._index.has_drops and not self._is_committing:
+            return True
+        if self._is_resting:
+            return False
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._commits.append(done)
+        self._work.set()
+        return await done
 
     def take_left(self) -> list[BlockHeader]:
         return self._index.take_left()
@@ -252,6 +261,8 @@ class SsdTier:
         self._watcher.cancel()
         self._save_stall.forget()
         self._load_stall.forget()
+        self._off_until = 0.0
+        self._is_ending.set()
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Saves what waits, then closes the files. If the disk makes no progress for this long it hangs: its files
@@ -266,6 +277,7 @@ class SsdTier:
         for pending in self._saving.copy().values():
             self._answer(pending, False)
         self._refuse_waiting()
+        _answer_all(self._commits, False)
         if is_answering:
             await asyncio.to_thread(self._shut)
         else:
@@ -300,6 +312,7 @@ class SsdTier:
             with contextlib.suppress(TimeoutError):  # remaining drops do not wait for more
                 async with asyncio.timeout(BACK_OFF_S if self._index.has_drops else None):
                     await self._work.wait()
+            await self._rest()
             self._work.clear()
             self._is_committing = True
             while self._queue or self._index.has_drops or self._commits:
@@ -312,6 +325,17 @@ class SsdTier:
                     await self._appender.join()
                     self._fail(group, error)
                     break
+
+    @property
+    def _is_resting(self) -> bool:
+        """Whether the disk refused a write lately."""
+        return time.monotonic() < self._off_until
+
+    async def _rest(self) -> None:
+        """Every try after a refusal costs the rest of a segment, so drops wait as long as blocks do."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(self._off_until - time.monotonic(), 0.0)):
+                await self._is_ending.wait()
 
     def _next_group(self) -> list[PendingBlock]:
         group: list[PendingBlock] = []
@@ -360,11 +384,13 @@ class SsdTier:
         waiting, self._commits = self._commits, []
         try:
             await self._appender.write_drops(self._room.ensure)
-        finally:
-            if (run := self._appender.last_run) is not None:
-                run.add_done_callback(lambda _: _answer_all(waiting))
-            else:
-                _answer_all(waiting)
+        except BaseException:
+            _answer_all(waiting, False)
+            raise
+        if (run := self._appender.last_run) is not None:
+            run.add_done_callback(lambda run: _answer_all(waiting, not run.cancelled() and run.exception() is None))
+        else:
+            _answer_all(waiting, True)
 
     def _fail(self, group: Iterable[PendingBlock], error: Exception) -> None:
         """The disk refused it."""
@@ -373,7 +399,7 @@ class SsdTier:
         for pending in group:
             self._answer(pending, False)
         self._refuse_waiting()
-        _answer_all(self._commits)
+        _answer_all(self._commits, False)
         self._commits.clear()
 
     async def _watch(self) -> None:
@@ -404,16 +430,7 @@ class SsdTier:
             pending.done.set_result(is_saved)
 
 
-def check_file_limit(capacity_bytes: int, num_segments: int) -> None:
-    """Raises ConfigError when this process may not open a file for each segment, beside those for everything else."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = num_segments + OTHER_FILES
-    if limit != resource.RLIM_INFINITY and needed > limit:
-        gigabytes = f"store.ssd_gb = {capacity_bytes / 1e9:g}"
-        raise ConfigError(f"{gigabytes} takes {needed} open files, and this process may open {limit} (ulimit -n)")
-
-
-def _answer_all(waiting: Iterable[asyncio.Future[None]]) -> None:
+def _answer_all(waiting: Iterable[asyncio.Future[bool]], is_durable: bool) -> None:
     for done in waiting:
         if not done.done():
-            done.set_result(None)
+            done.set_result(is_durable)

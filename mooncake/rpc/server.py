@@ -20,6 +20,7 @@ from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, Moonc
 from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
 from mooncake.rpc.limits import OpenStreams, RpcLimits, pings
+from mooncake.rpc.wakeups import all_wakeups_read
 from mooncake.tls import Tls
 
 log = logging.getLogger(__name__)
@@ -152,7 +153,8 @@ class RpcServer:
         """``guards`` see each call before the servicers; their errors are mapped in the same way."""
         limits = limits or RpcLimits()
         errors = ErrorInterceptor(OpenStreams(limits.max_streams))
-        self._server = grpc.aio.server(interceptors=[errors, *guards], options=(*_SERVER_OPTIONS, *limits.options))
+        with all_wakeups_read():
+            self._server = grpc.aio.server(interceptors=[errors, *guards], options=(*_SERVER_OPTIONS, *limits.options))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         self._services: list[str] = []
@@ -221,10 +223,17 @@ class Channels:
 
 def opener(tls: Tls | None, options: Sequence[tuple[str, Any]]) -> Callable[[str], grpc.aio.Channel]:
     """Returns a function that opens channels to addresses. Raises ConfigError for unusable files of ``tls``."""
-    if tls is None:
-        return lambda address: grpc.aio.insecure_channel(address, options=options)
-    credentials, secure = tls.credentials(), (*options, *tls.options)
-    return lambda address: grpc.aio.secure_channel(address, credentials, options=secure)
+    credentials = None if tls is None else tls.credentials()
+    if tls is not None:
+        options = (*options, *tls.options)
+
+    def open_channel(address: str) -> grpc.aio.Channel:
+        with all_wakeups_read():
+            if credentials is None:
+                return grpc.aio.insecure_channel(address, options=options)
+            return grpc.aio.secure_channel(address, credentials, options=options)
+
+    return open_channel
 
 
 def _is_idle(channel: grpc.aio.Channel) -> bool:

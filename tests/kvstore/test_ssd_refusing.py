@@ -1,0 +1,138 @@
+"""A disk that takes no more writes, like a file system that has become read-only, or that gives none back."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstore.checksum import range_checksums
+from kvstore.eviction import make_policy
+from kvstore.index.types import BlockName
+from kvstore.segment import Segment
+from kvstore.ssd.index import SsdIndex
+from kvstore.ssd.io import PlainIO, VerifiedRead
+from kvstore.ssd.log import SsdLog
+from kvstore.ssd.tier import SsdTier
+from kvstore.store import Store
+from kvstore.transfer.server import SegmentServer
+from kvstore.writing import Sealing
+from mooncake.errors import NodeUnavailable
+from mooncake.events import EventLog
+from mooncake.types import BlockKey
+
+BLOCK = 64 << 10
+MIB = 1 << 20
+
+
+class FailingDisk(PlainIO):
+    def __init__(self) -> None:
+        self.writes_fail = self.reads_fail = False
+        self.refusals = 0
+
+    def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+        if self.writes_fail:
+            self.refusals += 1
+            raise OSError(errno.EROFS, "Read-only file system")
+        super().write_and_sync(fd, offset, parts)
+
+    def read(self, jobs: Sequence[VerifiedRead]) -> list[bool | OSError]:
+        if self.reads_fail:
+            return [OSError(errno.EIO, "Input/output error") for _ in jobs]
+        return super().read(jobs)
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(f"block {number}".encode())
+
+
+@asynccontextmanager
+async def store_on(disk: FailingDisk, path: Path) -> AsyncIterator[tuple[Store, Segment]]:
+    segment = Segment.create("store", BLOCK, 64)
+    index = SsdIndex(64 * MIB, 2 * MIB, make_policy("lru", 1000))
+    ssd = await SsdTier.over(SsdLog(path, 2 * MIB, io=disk), index)
+    store = Store(segment, SegmentServer(segment, "store"), EventLog(1), 10.0, 10.0, ssd=ssd)
+    try:
+        yield store, segment
+        store.check()
+    finally:
+        await store.close()
+        segment.close()
+
+
+async def put(to: Store, segment: Segment, number: int) -> bool:
+    """Whether it is durable."""
+    [offer] = await to.reserve([BlockName(key(number))], "me", BLOCK, 1)
+    assert offer.grant is not None
+    data = bytes([number]) * BLOCK
+    segment.block(offer.grant.slot)[:] = data
+    [sealed] = await to.seal([Sealing(offer.grant, range_checksums(data, 1))], True)
+    return sealed.is_durable
+
+
+async def test_who_removes_a_block_is_told_when_a_restart_would_find_it(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    async with store_on(disk, tmp_path) as (store, segment):
+        for number in range(4):
+            assert await put(store, segment, number)
+        disk.writes_fail = True
+        for _ in range(2):  # asking again makes it no better
+            with pytest.raises(NodeUnavailable, match="after a restart"):
+                await store.remove([key(0), key(1)])
+        assert store.exists([key(n) for n in range(4)]) == [False, False, True, True]
+        assert await store.remove([key(9)]) == 0, "what was never there does not come back"
+    async with store_on(FailingDisk(), tmp_path) as (store, segment):
+        assert all(store.exists([key(n) for n in range(4)])), "the process ended before the disk took the removal"
+        disk.writes_fail = False
+        assert await store.remove([key(0), key(1)]) == 2
+    async with store_on(disk, tmp_path) as (store, segment):
+        assert store.exists([key(n) for n in range(4)]) == [False, False, True, True]
+
+
+async def test_a_removal_that_was_refused_is_written_at_the_stop_if_the_disk_is_well_by_then(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    async with store_on(disk, tmp_path) as (store, segment):
+        assert await put(store, segment, 0)
+        disk.writes_fail = True
+        with pytest.raises(NodeUnavailable):
+            await store.remove([key(0)])
+        disk.writes_fail = False
+    async with store_on(disk, tmp_path) as (store, segment):
+        assert store.exists([key(0)]) == [False]
+
+
+async def test_a_disk_that_refuses_is_left_alone_whatever_is_removed_meanwhile(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each try gives up the rest of a segment."""
+    caplog.set_level(logging.WARNING, "kvstore.ssd")
+    disk = FailingDisk()
+    async with store_on(disk, tmp_path) as (store, segment):
+        for number in range(20):
+            assert await put(store, segment, number)
+        disk.writes_fail = True
+        for number in range(20):
+            with pytest.raises(NodeUnavailable):
+                await store.remove([key(number)])
+        assert disk.refusals == 1
+        assert len(caplog.records) == 1
+
+
+async def test_a_disk_that_reads_nothing_does_not_fill_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = FailingDisk()
+    async with store_on(disk, tmp_path) as (store, segment):
+        for number in range(100):
+            assert await put(store, segment, number)
+    async with store_on(disk, tmp_path) as (store, segment):
+        caplog.set_level(logging.WARNING, "kvstore.ssd")
+        disk.reads_fail = True
+        for number in range(100):
+            store.release([(await store.acquire([key(number)])).lease_id])
+        assert store.counters["ssd_read_errors"] == 100
+        assert len(caplog.records) == 7  # the 1st, 2nd, 4th, … 64th
