@@ -113,6 +113,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             indexed_blocks=self._core.index.num_blocks(node.info.node_id),
             health=node.health,
             health_reason=node.health_reason,
+            adapters=map(load_to_wire, node.adapters),
         )
 
     def _remember(self, report: pb.HeartbeatRequest) -> None:

@@ -682,6 +682,7 @@ class NodeStatus(_message.Message):
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     HEALTH_REASON_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"live", "suspect", "draining" """
     heartbeat_age_s: _builtins.float
@@ -696,6 +697,10 @@ class NodeStatus(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """as in its last heartbeat"""
+
     def __init__(
         self,
         *,
@@ -707,10 +712,11 @@ class NodeStatus(_message.Message):
         indexed_blocks: _builtins.int = ...,
         health: _builtins.str = ...,
         health_reason: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "health_reason", b"health_reason", "heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "health", b"health", "health_reason", b"health_reason", "heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

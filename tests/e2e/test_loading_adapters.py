@@ -4,9 +4,11 @@ back on every node that is restarted."""
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,3 +162,32 @@ async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(front: Front
     assert "the most that conductor.max_loaded_adapters allows" in await refused(400, "w", folder / "poems")
     await front.unload("x")
     assert (await front.load("w", folder / "poems")).status_code == 200
+
+
+async def test_the_command_line_loads_lists_and_unloads(front: Front) -> None:
+    async def run(*arguments: str) -> tuple[int, str, str]:
+        command = (sys.executable, "-m", "mooncake", "adapters", *arguments, "--address", front.cluster.grpc_address)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            cwd=front.folder,
+            env=os.environ | {"COLUMNS": "300"},  # a narrow table folds words
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await process.communicate()
+        return process.returncode or 0, out.decode(), err.decode()
+
+    assert await run("load", "mine", "sql") == (0, "mine is loaded\n", ""), (
+        "a folder beside the person, not the cluster"
+    )
+    code, listed, _ = await run("list", "--json")
+    rows = [{"name": "mine", "path": str(front.folder / "sql"), "errors_by_node": {"prefill-0": "", "decode-0": ""}}]
+    assert (code, json.loads(listed)) == (0, rows)
+    table = (await run("list"))[1]
+    assert all(word in table for word in ("adapter", "folder", "nodes", "mine", "prefill-0", "decode-0"))
+    code, _, error = await run("load", "mine", "poems")
+    assert code == 2 and "has already been loaded" in error
+    assert (await run("load", "mine", "poems", "--in-place"))[0] == 0
+    assert await run("unload", "mine") == (0, "mine is unloaded\n", "")
+    assert (await run("unload", "mine"))[0] == 2
+    assert await front.names() == ["tiny"]
