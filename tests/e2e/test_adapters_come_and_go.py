@@ -1,5 +1,5 @@
-"""Adapters that are loaded while nodes join, leave, fail and are in use: over gRPC, with nodes whose engines can be held
-up."""
+"""Adapters that are loaded, used and unloaded while nodes join, leave and fail: over gRPC, with nodes whose engines can
+be held up."""
 
 from __future__ import annotations
 
