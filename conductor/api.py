@@ -5,10 +5,11 @@ Ingress knows text, HTTP and gRPC; the core knows nodes, placement and hand-offs
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from mooncake.adapters import Adapter
 from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
 
 TOO_LATE = "the request did not finish within its time, at most conductor.request_timeout_s; max_tokens bounds answers"
@@ -70,4 +71,25 @@ class Generator(Protocol):
     def end_choice(self, request_id: str, choice: int) -> None:
         """End one of the answers early: it is complete, and no further delta of it follows. To end the last answer,
         close the generator instead. Idempotent."""
+        ...
+
+
+class AdapterLoading(Protocol):
+    """Adapters that come and go while the cluster serves."""
+
+    @property
+    def served(self) -> Mapping[str, Adapter]:
+        """By the names that requests may use, beside the configured ones. It changes with them."""
+        ...
+
+    async def load(self, name: str, path: str, in_place: bool = False) -> None:
+        """Have every node load the folder at ``path``; returns once requests may name it.
+
+        Raises InvalidRequest when it may not be loaded or does not fit the model, NotFound when nothing is there, and
+        NodeUnavailable or DeadlineExceeded when nodes are missing. Nothing has changed then.
+        """
+        ...
+
+    def unload(self, name: str) -> None:
+        """Requests that use it are finished, new ones are refused. Raises InvalidRequest, NotFound."""
         ...

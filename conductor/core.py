@@ -10,8 +10,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from conductor.control.adapter_loader import AdapterLoader
+from conductor.control.adapters import AdapterCatalogue
 from conductor.control.health_monitor import HealthMonitor
 from conductor.control.replica_manager import ReplicaManager
 from conductor.control.role_requests import RoleRequests
@@ -24,6 +26,7 @@ from conductor.prefixes.index import PrefixIndex
 from conductor.prefixes.subscriber import Subscriber
 from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
 from conductor.wire import describe, info_from_bytes
+from mooncake.adapter_loads import AdapterLoad
 from mooncake.config import Config
 from mooncake.directory import Directory, KnownNode
 from mooncake.errors import MooncakeError, NodeIdTaken
@@ -67,6 +70,16 @@ class Core:
         )
         self.dispatcher.on_checksum_error = self.health.checksum_error
         self._watches_health = config.health.watch
+        self.adapters = AdapterCatalogue(model.names, section.max_loaded_adapters)
+        self.adapter_loader = AdapterLoader(
+            self.adapters,
+            self.registry,
+            self.waiting_for,
+            self.dispatcher.node_wait.change,
+            section.request_timeout_s,
+            clock,
+        )
+        self.dispatcher.placer.lacking = self._lacking
         self.role_requests = RoleRequests(self.registry)
         self._role_switcher: RoleSwitcher | None = None
         if section.balance:
@@ -99,12 +112,15 @@ class Core:
         await asyncio.gather(*self._closing_channels, return_exceptions=True)
         await self.channels.close()
 
-    def register(self, info: NodeInfo) -> None:
-        """Raises ConfigError or StaleEpoch, as ``Registry.register``, and NodeIdTaken, as ``check``."""
+    def register(self, info: NodeInfo, adapters: Sequence[AdapterLoad] = ()) -> None:
+        """``adapters``: what it has loaded while it served. Raises ConfigError or StaleEpoch, as
+        ``Registry.register``, and NodeIdTaken, as ``check``."""
         self.check(info)
         known = self.registry.get(info.node_id)
         is_new = known is None or known.info.incarnation != info.incarnation
         replaced = self.registry.register(info, self.clock())
+        self.adapters.adopt(adapters)
+        self.registry.set_adapters(info.node_id, info.incarnation, adapters)
         self.role_requests.registered(info)
         if replaced is not None:
             self._remove(replaced, "was started anew" if replaced.role is info.role else f"becomes a {info.role} node")
@@ -128,11 +144,14 @@ class Core:
                 "alive; give every process its own node.id"
             )
 
-    def heartbeat(self, node_id: str, incarnation: int, load: NodeLoad, draining: bool) -> bool:
+    def heartbeat(
+        self, node_id: str, incarnation: int, load: NodeLoad, draining: bool, adapters: Sequence[AdapterLoad] = ()
+    ) -> bool:
         """Returns whether the node is known. Raises StaleEpoch when it was replaced."""
         known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
         if known:
             self.fleet.heartbeat(node_id, load)
+            self.registry.set_adapters(node_id, incarnation, adapters)
         return known
 
     def _restore(self, known: KnownNode) -> None:
@@ -165,12 +184,17 @@ class Core:
             without_live = self.waiting_for()
             missing = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
             self.dispatcher.node_wait.nodes_changed(bool(missing), is_role_draining=bool(without_live))
+        self.adapters.drop_unused(self.dispatcher.uses_adapter)
         if self._watches_health:
             self.health.tick(now)
         if self._role_switcher is not None:
             self._role_switcher.tick(now)
         if self.replica_manager is not None:
             self.replica_manager.tick(now)
+
+    def _lacking(self, adapter: str) -> frozenset[int]:
+        """Incarnations of nodes that cannot compute with the adapter of this digest (yet)."""
+        return self.registry.lacking(adapter) if self.adapters.is_wanted(adapter) else frozenset()
 
     def _has(self, state: NodeState, role: Role) -> bool:
         return any(node.info.role is role and node.state is state for node in self.registry.nodes())

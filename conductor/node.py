@@ -18,6 +18,7 @@ from conductor.placement.calibration import read_calibration
 from conductor.placement.placer import ModelFacts
 from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
+from mooncake.adapters import parse_adapters
 from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -71,6 +72,7 @@ class ConductorNode:
             cluster.status,
             core.dispatcher.stats,
             capacity_tokens=core.registry.capacity_tokens,
+            adapters=core.adapter_loader,
         )
         ingress.add_grpc(server)
         await core.start()
@@ -120,4 +122,5 @@ def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
         max_model_len=checkpoint.config.context(config.model.max_model_len),
         settings=node_settings(config, checkpoint),
         page_bytes=layout.block_bytes,
+        names=frozenset((config.model.name or checkpoint.name, *parse_adapters(config.model.adapters))),
     )

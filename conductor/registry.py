@@ -13,6 +13,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from conductor.control.health import Health
+from mooncake.adapter_loads import AdapterLoad
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 
@@ -104,6 +105,7 @@ class Node:
     suspect_until: float = 0.0  # heartbeats before this time do not clear a failed call
     health: Health = Health.HEALTHY
     health_reason: str = ""  # why it is not healthy
+    adapters: tuple[AdapterLoad, ...] = ()  # loaded while the cluster served, or tried in vain
 
     @property
     def effective_state(self) -> NodeState:
@@ -205,6 +207,21 @@ class Registry:
         if node is not None:
             node.health, node.health_reason = health, reason
             self.version += 1
+
+    def set_adapters(self, node_id: str, incarnation: int, loads: Iterable[AdapterLoad]) -> None:
+        """What the node says of its adapters."""
+        node, adapters = self._nodes.get(node_id), tuple(loads)
+        if node is not None and node.info.incarnation == incarnation and node.adapters != adapters:
+            node.adapters = adapters
+            self.version += 1
+
+    def lacking(self, adapter: str) -> frozenset[int]:
+        """Incarnations of the nodes that have not loaded the adapter of this digest."""
+        return frozenset(
+            node.info.incarnation
+            for node in self._nodes.values()
+            if not any(load.adapter.digest == adapter and not load.error for load in node.adapters)
+        )
 
     def is_draining(self, info: NodeInfo) -> bool:
         """Whether the node has announced that it is leaving."""

@@ -11,6 +11,7 @@ from conductor.core import Core
 from conductor.placement.cost import CostModel
 from conductor.registry import Node, NodeLoad
 from conductor.wire import info_from_wire, info_to_wire
+from mooncake.adapter_loads import load_from_wire, load_to_wire
 from mooncake.errors import InvalidRequest, shown
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import cluster_pb2_grpc
@@ -27,7 +28,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:  # noqa: N802
         info = info_from_wire(request.node)
-        self._core.register(info)
+        self._core.register(info, [load_from_wire(each) for each in request.adapters])
         observe(self._core.costs, info.node_id, request.samples)
         return pb.RegisterResponse(
             conductor_incarnation=self._core.incarnation, heartbeat_interval_s=self._core.heartbeat_interval_s
@@ -39,7 +40,11 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:  # noqa: N802
         known = self._core.heartbeat(
-            request.node_id, request.incarnation, load_from_wire(request.load), request.draining
+            request.node_id,
+            request.incarnation,
+            node_load(request.load),
+            request.draining,
+            [load_from_wire(each) for each in request.adapters],
         )
         if known:
             self._core.health.heartbeat(request.node_id, request.samples, dict(request.load.counters))
@@ -49,6 +54,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             known=known,
             conductor_incarnation=self._core.incarnation,
             wanted_role=self._core.role_requests.of(request.node_id) or "",
+            adapters=map(load_to_wire, self._core.adapters.wanted()),
         )
 
     async def SetRole(self, request: pb.SetRoleRequest, context: Any) -> pb.SetRoleResponse:  # noqa: N802
@@ -56,6 +62,14 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             raise InvalidRequest(f"no such role: {shown(request.role)}; it is prefill or decode", "role")
         self._core.role_requests.request(request.node_id, Role(request.role))
         return pb.SetRoleResponse()
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:  # noqa: N802
+        await self._core.adapter_loader.load(request.name, request.path, request.in_place)
+        return pb.LoadAdapterResponse()
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:  # noqa: N802
+        self._core.adapter_loader.unload(request.name)
+        return pb.UnloadAdapterResponse()
 
     async def Status(self, request: pb.StatusRequest, context: Any) -> pb.StatusResponse:  # noqa: N802
         return self.status()
@@ -79,6 +93,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             block_hits=stats.block_hits,
             role_switches=self._core.role_requests.num_switches,
             last_switch_ms=self._last_switch_ms(),
+            adapters=map(load_to_wire, self._core.adapters.loaded()),
         )
 
     def _last_switch_ms(self) -> float:
@@ -98,6 +113,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             indexed_blocks=self._core.index.num_blocks(node.info.node_id),
             health=node.health,
             health_reason=node.health_reason,
+            adapters=map(load_to_wire, node.adapters),
         )
 
     def _remember(self, report: pb.HeartbeatRequest) -> None:
@@ -116,7 +132,7 @@ def observe(costs: CostModel, node_id: str, samples: pb.CostSamples) -> None:
         costs.observe_transfer(node_id, transfer.peer, transfer.bytes, transfer.ms)
 
 
-def load_from_wire(message: pb.Load) -> NodeLoad:
+def node_load(message: pb.Load) -> NodeLoad:
     return NodeLoad(
         running=message.running,
         waiting=message.waiting,

@@ -6,8 +6,10 @@ Torch-free: names, sizes and the digest that blocks and messages carry. ``moonca
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,7 +83,7 @@ def open_adapter(name: str, path: str) -> Adapter:
         config = msgspec.json.decode(text, type=_PeftConfig)
         if (folder / WEIGHTS_FILE).stat().st_size > MAX_FILE_BYTES:
             raise ModelError(f"the adapter {name}: {WEIGHTS_FILE} is larger than {MAX_FILE_BYTES >> 30} GiB")
-        digest = hashlib.sha256(b"%f|%d|" % (config.lora_alpha, config.use_rslora))
+        digest = _digest_of(config.lora_alpha, config.use_rslora)
         with (folder / WEIGHTS_FILE).open("rb") as file:
             while piece := file.read(1 << 20):
                 digest.update(piece)
@@ -107,7 +109,30 @@ def open_adapter(name: str, path: str) -> Adapter:
             f"the adapter {name} uses {', '.join(unsupported)}; only plain and activated LoRA are supported"
         )
     invocation = tuple(config.alora_invocation_tokens or ())
-    return Adapter(name, folder, digest.hexdigest()[:32], config.lora_alpha, config.use_rslora, invocation)
+    return Adapter(name, folder, _named(digest), config.lora_alpha, config.use_rslora, invocation)
+
+
+def read_weights(adapter: Adapter) -> bytes:
+    """The bytes of its weights. Raises ModelError when they are not those that its digest names: its blocks would have
+    another adapter's names. A trainer may be writing them."""
+    try:
+        weights = (adapter.path / WEIGHTS_FILE).read_bytes()
+    except OSError as error:
+        raise ModelError(f"the adapter {adapter.name}: cannot read {error.filename}: {error.strerror}") from None
+    digest = _digest_of(adapter.alpha, adapter.is_rank_stabilised)
+    digest.update(weights)
+    if _named(digest) != adapter.digest:
+        raise ModelError(f"the adapter {adapter.name}: {adapter.path / WEIGHTS_FILE} is changing while it is loaded")
+    return weights
+
+
+def _digest_of(alpha: float, is_rank_stabilised: bool) -> hashlib._Hash:
+    """Of an adapter whose weights are still to be added."""
+    return hashlib.sha256(b"%f|%d|" % (alpha, is_rank_stabilised))
+
+
+def _named(digest: hashlib._Hash) -> str:
+    return digest.hexdigest()[:32]
 
 
 def open_adapters(paths: Mapping[str, str]) -> tuple[Adapter, ...]:
@@ -128,18 +153,61 @@ def parse_adapters(texts: Iterable[str]) -> dict[str, str]:
     return paths
 
 
+class LoadedAdapter:
+    """An adapter in an engine's model, at the place by which batches refer to it.
+
+    Whoever may still compute with it holds a reference to this; when there is none, its place is free.
+    """
+
+    __slots__ = ("__weakref__", "adapter", "place")
+
+    def __init__(self, adapter: Adapter, place: int) -> None:
+        self.adapter = adapter
+        self.place = place
+
+
 class AdapterTable:
-    """The adapters of one engine, by index in its model, and by digest."""
+    """The adapters of one engine, by digest. ``on_free`` is called with the place of one that was removed, on any
+    thread, once nobody refers to it; the place stays taken until it is ``freed``."""
 
-    def __init__(self, adapters: Iterable[Adapter]) -> None:
-        self.adapters = tuple(adapters)
-        self._places = {adapter.digest: place for place, adapter in enumerate(self.adapters)}
+    def __init__(self, adapters: Iterable[Adapter], on_free: Callable[[int], None] = lambda place: None) -> None:
+        self._on_free = on_free
+        self._taken: set[int] = set()
+        self._loaded: dict[str, LoadedAdapter] = {}
+        for adapter in adapters:
+            self.add(adapter, self.take_place())
 
-    def place(self, digest: str) -> int:
-        """-1 for no adapter. Raises NotFound when it is not here."""
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        """In the order in which they were added."""
+        return tuple(loaded.adapter for loaded in self._loaded.values())
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def get(self, digest: str) -> LoadedAdapter | None:
+        """None for no adapter. Raises NotFound when it is not here."""
         if not digest:
-            return -1
+            return None
         try:
-            return self._places[digest]
+            return self._loaded[digest]
         except KeyError:
             raise NotFound(f"the adapter {shown(digest)} is not loaded here: give every node the same files") from None
+
+    def take_place(self) -> int:
+        """The lowest one that is free."""
+        place = next(place for place in itertools.count() if place not in self._taken)
+        self._taken.add(place)
+        return place
+
+    def add(self, adapter: Adapter, place: int) -> None:
+        """Sequences may refer to it from now on."""
+        self._loaded[adapter.digest] = LoadedAdapter(adapter, place)
+
+    def remove(self, digest: str) -> None:
+        """No new sequence can refer to it."""
+        loaded = self._loaded.pop(digest)
+        weakref.finalize(loaded, self._on_free, loaded.place).atexit = False
+
+    def freed(self, place: int) -> None:
+        self._taken.discard(place)

@@ -40,6 +40,7 @@ Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
 
 _SHORT_CALL_S = 30.0  # for all calls except generating
+_LOAD_S = 3600.0  # the conductor ends a load sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +227,26 @@ class Client:
         request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
         try:
             self._cluster.SetRole(request, timeout=_SHORT_CALL_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    def load_adapter(self, name: str, path: str, in_place: bool = False) -> None:
+        """Have every node load the LoRA adapter in the folder ``path``; returns once requests may name it. With
+        ``in_place`` it replaces a loaded one of that name.
+
+        Raises InvalidRequest when it may not be loaded or does not fit the model, NotFound when nothing is there.
+        """
+        request = cluster_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place)
+        try:
+            self._cluster.LoadAdapter(request, timeout=_LOAD_S, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
+
+    def unload_adapter(self, name: str) -> None:
+        """Requests that use it are finished, new ones are refused. Raises InvalidRequest, NotFound."""
+        request = cluster_pb2.UnloadAdapterRequest(name=name)
+        try:
+            self._cluster.UnloadAdapter(request, timeout=_SHORT_CALL_S, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 

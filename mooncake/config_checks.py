@@ -71,6 +71,7 @@ _NOT_NEGATIVE = (
     "store.block_bytes",
     "store.write_through_sights",
     "store.demote_sights",
+    "conductor.max_loaded_adapters",
     "store.tenant_dram_gb",
     "store.tenant_ssd_gb",
 )
@@ -208,6 +209,7 @@ def _check_processes(config: Config) -> None:
     excluded: dict[str, object] = {
         "model.keep_hidden": config.model.keep_hidden,
         "model.adapters": config.model.adapters,
+        "conductor.max_loaded_adapters": config.conductor.max_loaded_adapters,
         "model.key_scales": config.model.key_scales,
         "cluster.switchable": config.cluster.switchable,
     }

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.report import add_transports
+from mooncake.adapter_keeper import AdapterKeeper
+from mooncake.adapter_loads import load_from_wire, load_to_wire
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.engine import StepHook
@@ -66,6 +68,7 @@ class EngineNode:
         self._transfer: TransferEngine
         self._channels: Channels
         self._membership: Membership
+        self._adapters: AdapterKeeper
         self._cleanup = contextlib.AsyncExitStack()  # in the reverse order of starting
 
     def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
@@ -125,7 +128,9 @@ class EngineNode:
         self.control_address = join_address(node.reached_at, port)
 
     async def _join(self) -> None:
-        membership = self._membership = Membership(self.config, self._info(), self._report, self._on_wanted_role)
+        membership = self._membership = Membership(self.config, self._info(), self._report, self._on_answer)
+        self._adapters = AdapterKeeper(self.host, membership.report_soon)
+        self._cleanup.push_async_callback(self._adapters.stop)
         self._cleanup.push_async_callback(membership.stop)
         await membership.start()
         self._cleanup.push_async_callback(membership.drain, lambda: not self._is_answering, self.config.node.drain_s)
@@ -141,6 +146,11 @@ class EngineNode:
     @property
     def _is_answering(self) -> bool:
         return any(role.is_answering for role in self._roles)
+
+    def _on_answer(self, answer: cluster_pb2.HeartbeatResponse) -> None:
+        self._adapters.want(map(load_from_wire, answer.adapters))
+        if answer.wanted_role:
+            self._on_wanted_role(answer.wanted_role)
 
     def _on_wanted_role(self, role: str) -> None:
         """Called repeatedly while the conductor wants another role; most nodes cannot change."""
@@ -163,5 +173,6 @@ class EngineNode:
         report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
         for role in self._roles:
             role.report(report.load)
+        report.adapters.extend(map(load_to_wire, self._adapters.report()))
         add_transports(report, self._transfer)
         return report

@@ -24,11 +24,11 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake import types
-from mooncake.adapters import open_adapters
+from mooncake.adapters import open_adapter, open_adapters
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages
+from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages, put_adapter
 from mooncake.engine.contract import check_least
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.errors import InternalError, InvalidRequest
@@ -43,7 +43,9 @@ from mooncake.llm_inputs import (
     Priorities,
     Prompts,
     adapter_places,
+    check_counts,
     conversation_list,
+    new_adapters,
     one_each,
     priority_list,
     prompt_list,
@@ -103,13 +105,14 @@ class LLM:
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
         file of that name says of sampling.
         """
-        check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
         counts = {
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
             "context_parallel_size": context_parallel_size,
         }
-        _check_counts(counts, device, has_adapters=bool(adapters))
+        check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
+        check_least({name: (count, 1) for name, count in counts.items()})
+        check_counts(counts, device, has_adapters=bool(adapters))
         if generation_config not in GENERATION_CONFIGS:
             raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
         check_device("device", device)
@@ -133,6 +136,7 @@ class LLM:
         config, size = _fit(checkpoint, precision, limits, device, processes.count, kv_gb, swap_gb)
         self.max_model_len = size.max_model_len
         self.tokenizer = checkpoint.load_tokenizer()
+        self._config = checkpoint.config
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
         self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
@@ -192,12 +196,14 @@ class LLM:
 
         One of ``sampling_params``, ``adapter`` and ``priority`` for all prompts, or one each; the default is
         ``get_default_sampling_params()``. With ``n`` each prompt is computed once and answered that many times.
-        ``lora_request`` names adapters in vLLM's form. Prompts with a lower ``priority`` are computed first.
-        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong.
+        ``lora_request`` names adapters in vLLM's form; one with a folder is loaded when it is first named. Prompts with a lower ``priority`` are computed first.
+        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong, and
+        ModelError for an adapter that cannot be loaded.
         """
         given = prompt_list(prompts)
         warn_of_spelled_control(given, self.tokenizer)
         token_ids = [self._encode(prompt) for prompt in given]
+        self._load_new(lora_request)
         places = adapter_places(adapter, lora_request, len(given), self._adapters)
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
@@ -231,6 +237,7 @@ class LLM:
             variables["add_generation_prompt"] = False
         conversations = conversation_list(messages)
         token_ids = [self.tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
+        self._load_new(lora_request)
         places = adapter_places(adapter, lora_request, len(token_ids), self._adapters)
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
@@ -249,6 +256,13 @@ class LLM:
         check_type("params", params, BeamSearchParams)
         found = self.generate(prompts, params.sampling(), lora_request=lora_request, use_tqdm=use_tqdm)
         return [beams_of(each, self.tokenizer, params.skip_special_tokens) for each in found]
+
+    def _load_new(self, requests: LoRARequests) -> None:
+        """Load the adapters that are named for the first time, with a folder. Raises ModelError."""
+        for name, path in new_adapters(requests, self._adapters).items():
+            adapter = open_adapter(name, path)
+            put_adapter(self._backend, len(self._adapters), adapter, self._config)
+            self._adapters += (adapter,)
 
     def _encode(self, prompt: object) -> TokenIds:
         try:
@@ -349,18 +363,6 @@ class LLM:
                 raise error
         if self.engine.is_stalled:
             raise InternalError("the engine stands still: its blocks are held by someone else")
-
-
-def _check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) -> None:
-    """Numbers of processes, by parameter: one at most is not 1. Raises ConfigError, InvalidRequest."""
-    check_least({name: (count, 1) for name, count in counts.items()})
-    several = [name for name, count in counts.items() if count > 1]
-    if len(several) > 1:
-        raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
-    if several and has_adapters:
-        raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
-    if several and several[0] != "tensor_parallel_size" and device != "cpu":
-        raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])
 
 
 def _fit(

@@ -39,7 +39,7 @@ Priorities = int | Sequence[int] | None
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """One of the adapters that the ``LLM`` was opened with, in vLLM's form: by its name, with its folder."""
+    """An adapter in vLLM's form: by its name, with its folder. The ``LLM`` may have been opened with it."""
 
     lora_name: str
     lora_int_id: int = 0  # no effect: its weights tell an adapter from others
@@ -184,8 +184,30 @@ def _adapter_place(wanted: str | LoRARequest | None, known: Sequence[Adapter]) -
     name, path = (wanted.lora_name, wanted.lora_path) if isinstance(wanted, LoRARequest) else (wanted, "")
     place = next((place for place, adapter in enumerate(known) if adapter.name == name), None)
     if place is None:
-        opened = f"adapters are opened with the model: LLM(…, adapters={{{name!r}: {path or 'FOLDER'!r}}})"
+        opened = f"open it with the model, LLM(…, adapters={{{name!r}: 'FOLDER'}}), or name its lora_path"
         raise InvalidRequest(f"there is no adapter {name!r}; {opened}", "adapter")
     if path and Path(path).resolve() != known[place].path.resolve():
         raise InvalidRequest(f"the adapter {name!r} was opened from {known[place].path}, not {path}", "lora_request")
     return place
+
+
+def new_adapters(lora: LoRARequests, known: Sequence[Adapter]) -> dict[str, str]:
+    """The folders of those that are not ``known``, by name, where requests say them."""
+    requests = [lora] if isinstance(lora, LoRARequest) else lora or ()
+    names = {"", *(adapter.name for adapter in known)}
+    return {
+        request.lora_name: request.lora_path
+        for request in requests
+        if isinstance(request, LoRARequest) and request.lora_path and request.lora_name not in names
+    }
+
+
+def check_counts(counts: Mapping[str, int], device: str, has_adapters: bool) -> None:
+    """Numbers of processes, by parameter: one at most is not 1. Raises InvalidRequest."""
+    several = [name for name, count in counts.items() if count > 1]
+    if len(several) > 1:
+        raise InvalidRequest(f"{' and '.join(several)} do not go together", several[0])
+    if several and has_adapters:
+        raise InvalidRequest(f"{several[0]} does not go with adapters", several[0])
+    if several and several[0] != "tensor_parallel_size" and device != "cpu":
+        raise InvalidRequest(f"{several[0]} is for CPUs, without a device", several[0])

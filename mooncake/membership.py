@@ -70,11 +70,11 @@ class Membership:
         config: Config,
         info: pb.NodeInfo,
         report: Callable[[], pb.HeartbeatRequest],
-        on_wanted_role: Callable[[str], None] = lambda role: None,
+        on_answer: Callable[[pb.HeartbeatResponse], None] = lambda answer: None,
     ) -> None:
-        """``on_wanted_role`` is called repeatedly with the role that the conductor wants this node to have. Raises
+        """``on_answer`` is called with each answer of the conductor that knows this node: what it wants. Raises
         ConfigError when the conductor has a certificate and the configuration does not say how to reach it."""
-        self._on_wanted_role = on_wanted_role
+        self._on_answer = on_answer
         self.draining = False  # sent with every heartbeat: this node accepts nothing new
         self._address = config.conductor_address
         self._interval_s = config.conductor.heartbeat_interval_s
@@ -88,6 +88,7 @@ class Membership:
         self._registered = asyncio.Event()
         self._replaced: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
         self._said_waiting = False
+        self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -142,6 +143,10 @@ class Membership:
         if self.is_registered:
             await self._heartbeat()
 
+    def report_soon(self) -> None:
+        """Send the next heartbeat without waiting for its time; never two at once, so answers come in order."""
+        self._has_news.set()
+
     async def change(self, info: pb.NodeInfo) -> None:
         """Register under the same name with another role and incarnation. Raises like ``start``."""
         self._registered.clear()
@@ -169,11 +174,15 @@ class Membership:
                 # `report` is the node's code: a bug there must not stop the heartbeats for good
                 log.exception("heartbeat of %s failed", self._info.node_id)
             backoff_s = 0.1 if self.is_registered else min(2 * backoff_s, MAX_BACKOFF_S)
-            await asyncio.sleep(self._interval_s if self.is_registered else backoff_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s if self.is_registered else backoff_s):
+                    await self._has_news.wait()
+            self._has_news.clear()
 
     async def _try_register(self) -> None:
-        self._recent.add(self._report().samples)
-        request = pb.RegisterRequest(node=self._info, samples=self._recent.all())
+        report = self._report()
+        self._recent.add(report.samples)
+        request = pb.RegisterRequest(node=self._info, samples=self._recent.all(), adapters=report.adapters)
         try:
             response = await self._stub.Register(request, timeout=RPC_TIMEOUT_S, metadata=self._metadata)
         except grpc.RpcError as failure:
@@ -205,8 +214,8 @@ class Membership:
         if not response.known or response.conductor_incarnation != self._conductor:
             self._registered.clear()
             await self._try_register()
-        elif response.wanted_role:
-            self._on_wanted_role(response.wanted_role)
+        else:
+            self._on_answer(response)
 
     async def _send_heartbeat(self, *, draining: bool, timeout_s: float) -> pb.HeartbeatResponse:
         request = self._report()

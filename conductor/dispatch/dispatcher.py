@@ -189,6 +189,10 @@ class Dispatcher:
         """No request runs and nothing is booked on any node."""
         return not (self.stats.running or any(self._attempts.values()) or self._fleet.open_work)
 
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a request that has not ended needs it."""
+        return any(progress.request.adapter == digest for progress in self._running.values())
+
     def has_no_work_on(self, info: NodeInfo) -> bool:
         """Whether nothing placed from here runs on the node."""
         return info.incarnation not in self._attempts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 
@@ -17,8 +17,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from conductor.api import Generator
+from conductor.api import AdapterLoading, Generator
 from conductor.ingress.access import KeyMiddleware
+from conductor.ingress.adapters_api import AdaptersApi
 from conductor.ingress.anthropic import MESSAGES, MessagesApi, refusal
 from conductor.ingress.edge import EdgeMiddleware
 from conductor.ingress.elsewhere import refused_because
@@ -35,7 +36,7 @@ from conductor.ingress.responses import ResponsesApi
 from conductor.ingress.served_model import ServedModel
 from conductor.ingress.tokenizer_api import TokenizerApi
 from conductor.stats import DispatchStats
-from mooncake.adapters import open_adapters, parse_adapters
+from mooncake.adapters import Adapter, open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
@@ -67,13 +68,16 @@ class Ingress:
         stats: DispatchStats,
         keep_alive_s: float = KEEP_ALIVE_S,
         capacity_tokens: Callable[[], int] = lambda: 0,
+        adapters: AdapterLoading | None = None,
     ) -> None:
-        """``capacity_tokens`` is passed to ``Pipeline``. Raises ConfigError for an unknown parser."""
+        """``capacity_tokens`` is passed to ``Pipeline``; ``adapters`` are those that come and go. Raises ConfigError
+        for an unknown parser."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
         self._status = status
-        model = served_model(config, checkpoint)
+        model = served_model(config, checkpoint, {} if adapters is None else adapters.served)
+        self._adapters = adapters if limits.max_loaded_adapters else None
         self._metrics = Metrics(model.name, status, stats)
         # the core refuses with a better retry time; this only bounds what waits before it
         self._pipeline = Pipeline(
@@ -114,6 +118,7 @@ class Ingress:
             *ResponsesApi(intake, keep_alive_s).routes(),
             *MessagesApi(intake, keep_alive_s).routes(),
             *TokenizerApi(intake).routes(),
+            *([] if self._adapters is None else AdaptersApi(intake, self._adapters).routes()),
             Route("/version", guarded(self._version), methods=["GET"]),
             Route("/load", guarded(self._load), methods=["GET"]),
             Route("/health", guarded(self._ready), methods=["GET"]),
@@ -161,7 +166,7 @@ class Ingress:
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
 
-def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
+def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Adapter]) -> ServedModel:
     """Raises ConfigError when more is asked of the model than it can do, instead of silently doing less."""
     folders = parse_adapters(config.model.adapters)
     return ServedModel(
@@ -179,6 +184,7 @@ def served_model(config: Config, checkpoint: Checkpoint) -> ServedModel:
         chat_variables=json_object(config.model.chat_template_kwargs, "model.chat_template_kwargs"),
         root=config.model.path,
         adapter_roots=folders,
+        loaded=loaded,
     )
 
 

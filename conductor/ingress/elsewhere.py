@@ -8,7 +8,10 @@ from __future__ import annotations
 _EMBEDDINGS = "embeddings, pooling, scores and rerankings are not computed here: models generate text"
 _MEDIA = "neither audio nor images are read or made here: models take and generate text"
 _STORED = "nothing is stored here; send a file of requests with `mooncake run-batch`"
-_LORA = "adapters are loaded when the cluster starts: mooncake serve --lora NAME=FOLDER"
+_LORA = (
+    "adapters are loaded when the cluster starts (mooncake serve --lora NAME=FOLDER), or while it serves "
+    "(POST /v1/load_lora_adapter) where conductor.max_loaded_adapters allows some"
+)
 _WEIGHTS = "a cluster keeps the weights that it starts with, and does not sleep or pause; restart it with others"
 _CACHE = "cached KV is named by what it was computed from, so it is never stale; a new cache_salt finds none of it"
 _TOKENS = "POST /v1/completions takes token ids as its prompt, and tells those of the answer with return_token_ids"

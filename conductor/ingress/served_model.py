@@ -29,22 +29,24 @@ class ServedModel:
     sampling: SamplingDefaults = NEUTRAL  # defaults of requests
     chat_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, where requests name none
     root: str = ""  # what was given as the model: a folder, a file, or a name
-    adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by adapter
+    adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by configured adapter
+    loaded: Mapping[str, Adapter] = field(default_factory=dict)  # adapters beside those; they change
 
     @property
     def names(self) -> tuple[str, ...]:
         """Its own and its adapters'."""
-        return (self.name, *self.adapters)
+        return (self.name, *self.adapters, *self.loaded)
 
     def root_of(self, name: str) -> str:
         """Where the model or the adapter of that name was loaded from."""
-        return self.adapter_roots.get(name, self.root)
+        return str(self.loaded[name].path) if name in self.loaded else self.adapter_roots.get(name, self.root)
 
     def adapter_of(self, name: str) -> Adapter | None:
         """The adapter of that name; None for the base model or no name. Raises NotFound."""
         if not name or name == self.name:
             return None
-        if name not in self.adapters:
+        adapter = self.adapters.get(name) or self.loaded.get(name)
+        if adapter is None:
             served = ", ".join(map(repr, self.names))
             raise UnknownModel(f"the model {shown(name)} is not served here; served: {served}")
-        return self.adapters[name]
+        return adapter

@@ -36,6 +36,7 @@ class ModelFacts:
     max_model_len: int = 0  # tokens of prompt plus answer; 0: not said
     settings: Mapping[str, str] = field(default_factory=dict)  # that nodes must have in common
     page_bytes: int = 0  # that a store's slot must hold
+    names: frozenset[str] = frozenset()  # by which requests name the model and its configured adapters
 
 
 class Placer:
@@ -44,6 +45,8 @@ class Placer:
     def __init__(self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats) -> None:
         self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
         self.on_arrival: list[Callable[[PlacementQuery, Placement, float], None]] = []  # called once per request
+        # called with the digest of a request's adapter: incarnations of nodes that do not have it
+        self.lacking: Callable[[str], frozenset[int]] = lambda digest: frozenset()
         self._model = model
         self._fleet = fleet
         self._stats = stats
@@ -65,18 +68,22 @@ class Placer:
             needs_decode=not self._is_coupled and (left > 1 or progress.is_beam_search),
             # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
             budget_ms=(request.deadline - now) * 1e3 if progress.is_new else float("inf"),
+            excluded=self.lacking(request.adapter) if request.adapter else frozenset(),
             session=request.session,
             number=self._stats.requests,
         )
 
     def place(self, facts: RequestFacts, progress: RequestProgress, now: float) -> Placement:
-        """Avoid nodes that failed this request, unless they are alive and the only ones of their role. Raises
+        """Avoid nodes that failed this request, unless they are alive and the only ones that can compute it. Raises
         NodeUnavailable, and Overloaded when the deadline cannot be met."""
         registry, retries = self._fleet.registry, progress.retries
         if retries.dead:  # some may have sent heartbeats since: the client read late, or the request waited for them
             retries.revive(registry.live())
-        usable = (incarnations(node.info for node in registry.usable(role)) for role in (Role.PREFILL, Role.DECODE))
-        placement = self._best(facts._replace(excluded=retries.excluded(usable)), progress, now)
+        usable = (
+            incarnations(node.info for node in registry.usable(role)) - facts.excluded
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        placement = self._best(facts._replace(excluded=facts.excluded | retries.excluded(usable)), progress, now)
         return placement._replace(pools=(), fetched_tokens=0) if self._is_coupled else placement
 
     def report_unplaced(self, facts: RequestFacts, progress: RequestProgress, now: float) -> None:

@@ -44,7 +44,7 @@ class RequestFacts(NamedTuple):
     expected_tokens: float = 1.0  # of the answer
     needs_decode: bool = True
     budget_ms: float = float("inf")  # time left to the deadline
-    excluded: frozenset[int] = frozenset()  # incarnations of nodes that failed this request
+    excluded: frozenset[int] = frozenset()  # incarnations of nodes that failed this request, or lack its adapter
     session: str = ""  # a hint: requests of one conversation share it
     number: int = 0  # number of requests before it
 

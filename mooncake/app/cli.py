@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from mooncake.app.cli_adapters import app as adapters_app
 from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, load
 from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
@@ -44,6 +45,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(traces_app)
+app.add_typer(adapters_app, name="adapters")
 variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
 app.add_typer(variants_app, name="variants")
 
@@ -54,9 +56,7 @@ Stop = Annotated[
     list[str] | None, typer.Option(metavar="TEXT", help="Text to stop at; may be repeated.", show_default=False)
 ]
 System = Annotated[str, typer.Option(help="A system message.", show_default=False)]
-Adapter = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="An adapter of --lora.", show_default="the model itself")
-]
+Adapter = Annotated[str, typer.Option("--model", metavar="NAME", help="An adapter.", show_default="the model itself")]
 TopP = Annotated[float, typer.Option(help="Sample from the most likely tokens that make up this probability.")]
 
 # their flags, including --help, are parsed by the command's module

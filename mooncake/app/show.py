@@ -50,6 +50,29 @@ def show_status(address: str, as_json: bool) -> None:
     )
 
 
+def show_adapters(address: str, as_json: bool) -> None:
+    """Those that were loaded while the cluster served, and what nodes say of them."""
+    with reach(address) as client:
+        status = client.status()
+    told = [(node.info.node_id, each) for node in status.nodes for each in node.adapters]
+    rows = [
+        (each, {node_id: mine.error for node_id, mine in told if mine.number == each.number})
+        for each in status.adapters
+    ]
+    if as_json:
+        print_json([{"name": each.name, "path": each.path, "errors_by_node": errors} for each, errors in rows])
+        return
+    table = plain_table("adapter", "folder", "nodes")
+    for each, errors in rows:
+        having = ", ".join(node_id for node_id, error in errors.items() if not error)
+        table.add_row(escape(each.name), escape(each.path), escape(having))
+    out.print(table)
+    for each, errors in rows:
+        for node_id, error in errors.items():
+            if error:
+                out.print(f"[yellow]{escape(node_id)} lacks {escape(each.name)}:[/] {escape(error)}")
+
+
 def _node_table(status: pb.StatusResponse) -> Table:
     has_gpus = any(node.info.device not in ("", "cpu") for node in status.nodes)  # a table of 80 columns without
     device = ["device"] if has_gpus else []

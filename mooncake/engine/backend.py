@@ -23,7 +23,9 @@ from mooncake.kernels.cpu_threads import num_threads
 from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
+from mooncake.model.lora import AdapterPlaces, load_adapter
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
+from mooncake.model_config import ModelConfig
 from mooncake.page_groups import PageGroups, groups_of, one_group
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
@@ -64,13 +66,29 @@ ALONE = Processes()
 @dataclass(frozen=True, slots=True)
 class Backend:
     """``mirror`` is the cache as other nodes see it, where there are any; ``close`` ends what was started for it, and
-    ``watch`` has its argument called, on some thread, once that has died by itself."""
+    ``watch`` has its argument called, on some thread, once that has died by itself. ``adapters``: where more of them
+    can be put, if the model takes any."""
 
     model: CausalModel
     cache: Cache
     mirror: Mirror | None = None
     close: Callable[[], None] = lambda: None
     watch: Callable[[Callable[[MooncakeError], None]], None] = lambda _: None
+    adapters: AdapterPlaces | None = None
+
+
+def prepare_adapter(backend: Backend, adapter: Adapter, config: ModelConfig) -> object:
+    """For ``backend.adapters.put``; any thread may call it. Raises ModelError, also where the model takes none."""
+    if backend.adapters is None:
+        raise ModelError("adapters are for the Llama family, computed by one process and without model.key_scales")
+    return backend.adapters.prepare(load_adapter(adapter, config))
+
+
+def put_adapter(backend: Backend, place: int, adapter: Adapter, config: ModelConfig) -> None:
+    """Between two steps: batches may name it by ``place`` from now on. Raises like ``prepare_adapter``."""
+    prepared = prepare_adapter(backend, adapter, config)
+    assert backend.adapters is not None
+    backend.adapters.put(place, prepared)
 
 
 def plan_pages(
@@ -142,7 +160,8 @@ def open_for_node(
 
     assert isinstance(backend.cache, DeviceCache)
     mirror = HostMirror(backend.cache, buffer)
-    return Backend(SettledModel(backend.model, mirror), backend.cache, mirror, mirror.close)
+    settled = SettledModel(backend.model, mirror)
+    return replace(backend, model=settled, mirror=mirror, close=mirror.close)
 
 
 def draft_on(
@@ -186,7 +205,8 @@ def on_cpu(
     if buffer is None:  # else whoever lent it sees to that
         prefault_in_background(cache.memory)
     if context_ranks == 1:
-        return Backend(model, cache, mirror=cache)
+        places = model.adapter_places if isinstance(model, CausalLM) and not precision.key_scales else None
+        return Backend(model, cache, mirror=cache, adapters=places)
     if adapters or precision.key_scales or can_blend:
         raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
     from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup
@@ -232,7 +252,7 @@ def on_gpu(
         )
         cache = DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places)
         gpu.warm_up(cache.tensor, size.max_sequences)
-        return Backend(gpu, cache)
+        return Backend(gpu, cache, adapters=None if precision.key_scales else gpu.adapter_places)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 

@@ -12,17 +12,16 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
+from mooncake.adapters import Adapter, AdapterTable, open_adapters, parse_adapters
 from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node
+from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node, prepare_adapter
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook
@@ -94,11 +93,11 @@ class EngineHost:
         self._checkpoint = checkpoint
         self.variant = self._read_variant()
         self.counters: Counter[str] = Counter()  # kept by roles, for heartbeats
-        self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
+        self._adapters = AdapterTable(open_adapters(parse_adapters(config.model.adapters)), self._free_place)
         self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
         self.device = section.device
         self._failure: asyncio.Future[MooncakeError]
-        self._close_backend: Callable[[], None] = lambda: None
+        self._backend: Backend | None = None
         self._watch: asyncio.Task[None] | None = None
         self.mirror: Mirror  # the cache, as other nodes see it
         self.engine: Engine
@@ -116,12 +115,11 @@ class EngineHost:
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
         started_s = time.monotonic()
         log.info("reading %s for %s", self._checkpoint.name, self.device)
-        backend = await asyncio.to_thread(self._backend, self._cache_size, memory)
+        backend = self._backend = await asyncio.to_thread(self._open_backend, self._cache_size, memory)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
-        self._close_backend = backend.close
         self.engine = Engine(backend.model, backend.cache, self._engine_config, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         node_hook = NodeHook(hook, self.samples, self._publish_events)
@@ -182,7 +180,8 @@ class EngineHost:
             self._watch.cancel()
         if hasattr(self, "thread"):
             await asyncio.to_thread(self.thread.stop)
-        await asyncio.to_thread(self._close_backend)
+        if self._backend is not None:
+            await asyncio.to_thread(self._backend.close)
 
     async def wait_broken(self) -> MooncakeError:
         """Return the error once the engine is broken, or a process that computes for it has died: then this node is
@@ -233,6 +232,7 @@ class EngineHost:
         """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on;
         ``is_chunk``: its blocks get the names of a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when
         it can never run here."""
+        loaded = self._adapters.get(adapter)
         return Sequence(
             request_id,
             tokens,
@@ -245,8 +245,38 @@ class EngineHost:
             reused=reused or ReusedKV(),
             hold_blocks=hold_blocks,
             priority=priority,
-            adapter=self._adapters.place(adapter),
+            adapter=-1 if loaded is None else loaded.place,
+            adapter_held=loaded,
         )
+
+    def has_adapter(self, digest: str) -> bool:
+        return digest in self._adapters
+
+    async def load_adapter(self, adapter: Adapter) -> None:
+        """For sequences from now on. Raises ModelError for one that does not fit the model, or a model that takes
+        none, and NodeUnavailable when the engine ends."""
+        backend = self._backend
+        assert backend is not None
+        prepared = await asyncio.to_thread(prepare_adapter, backend, adapter, self._checkpoint.config)
+        place = self._adapters.take_place()
+        await asyncio.wrap_future(self.thread.call(lambda _: _put(backend, place, prepared)))
+        self._adapters.add(adapter, place)
+
+    def drop_adapter(self, digest: str) -> None:
+        """For no sequence from now on; those that have it keep it."""
+        self._adapters.remove(digest)
+
+    def _free_place(self, place: int) -> None:
+        """Called on any thread, even in the middle of other work there, so it only leaves a message."""
+
+        def free() -> None:
+            backend = self._backend
+            if backend is not None:
+                self.thread.call(lambda _: _put(backend, place, None))
+                self._adapters.freed(place)
+
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: the node ends
+            self._loop.call_soon_threadsafe(free)
 
     def load(self) -> pb.Load:
         """A snapshot for a heartbeat; numbers may be one step apart."""
@@ -275,7 +305,7 @@ class EngineHost:
             },
         )
 
-    def _backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
+    def _open_backend(self, size: CacheSize, memory: Mappable | None) -> Backend:
         section, config = self._section, self.config
         processes = Processes(section.tensor_parallel, threads=section.threads, cores=config.node.cores)
         if isinstance(section, PrefillSection):
@@ -361,3 +391,8 @@ class EngineHost:
                 self.samples.take()
         self.engine.drop_cached()
         self.engine.block_pool.take_events()
+
+
+def _put(backend: Backend, place: int, prepared: object | None) -> None:
+    assert backend.adapters is not None
+    backend.adapters.put(place, prepared)

@@ -69,6 +69,7 @@ class Sequence:
     priority: int = 0  # lower ones run first
     keep_window_of: int = NEVER  # layers with a window also keep what this token sees
     adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on
+    adapter_held: object = None  # while something refers to this, the model keeps that adapter
     is_prefill_only: bool = field(init=False)  # another engine decodes it
     edits_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # its next token is the most likely one, and nothing else is wanted
@@ -256,6 +257,7 @@ class Sequence:
             max_model_len=self._full_length,
             priority=self.priority,
             adapter=self.adapter,
+            adapter_held=self.adapter_held,
         )
         child.root_id, child.failure = self.root_id, self.failure
         child.reused.num_exact = self.reused.num_exact

@@ -11,7 +11,8 @@ import mmap
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, cast
 
 import torch
 
@@ -97,7 +98,6 @@ class CpuDecoder:
         tables: Sequence[Tables],
         kernels: CpuKernels,
         coding: Coding = "",
-        adapters: Sequence[Sequence[LayerAdapter]] = (),
         kept: Sequence[int] = (),
     ) -> None:
         """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are those of every layer
@@ -108,7 +108,9 @@ class CpuDecoder:
         self._last_layer = len(places) - 1
         self._query_shape = config.num_heads, config.head_dim
         self._results = _Results()
-        self._weights, self._adapter_weights = _Packed(kernels, coding), _Packed(kernels)
+        self._kernels = kernels
+        self._weights = _Packed(kernels, coding)
+        self._places = places
         self._tables = tables
         self._query_scales = query_scales(config, len(tables[0][0]))
         # What follows refers by address to what is before it, which is kept as long as this decoder.
@@ -118,11 +120,8 @@ class CpuDecoder:
                 for index, layer in zip(places, layers, strict=True)
             )
         )
-        self._adapters = [
-            (_LayerAdapter * len(places))(*(_layer_adapter(self._adapter_weights, adapter[place]) for place in places))
-            for adapter in adapters
-        ]
-        self._adapter_table = (_POINTER * len(adapters))(*map(ctypes.addressof, self._adapters))
+        self._adapters: dict[int, _PackedAdapter] = {}
+        self._adapter_table = (_POINTER * 0)()
         self._kept_layers = (_LONG * len(kept))(*kept)
         self._decoder = self._described(config, weights, places)
 
@@ -136,7 +135,7 @@ class CpuDecoder:
             final_norm=self._weights.vector(weight(weights, "model.norm.weight")),
             query_scales=None if self._query_scales is None else self._query_scales.data_ptr(),
             kept=ctypes.addressof(self._kept_layers),
-            num_adapters=len(self._adapters),
+            num_adapters=0,
             num_layers=len(places),
             num_positions=len(self._tables[0][0]),
             hidden=config.hidden_size,
@@ -150,6 +149,25 @@ class CpuDecoder:
             eps=config.rms_eps,
             scale=config.head_dim**-0.5,
         )
+
+    def prepare(self, layers: Sequence[LayerAdapter]) -> _PackedAdapter:
+        """See ``lora.AdapterPlaces``."""
+        packed = _Packed(self._kernels)
+        here = [_layer_adapter(packed, layers[place]) for place in self._places]
+        return _PackedAdapter(packed, (_LayerAdapter * len(here))(*here))
+
+    def put(self, place: int, prepared: object | None) -> None:
+        """See ``lora.AdapterPlaces``."""
+        if prepared is None:
+            del self._adapters[place]
+        else:
+            self._adapters[place] = cast(_PackedAdapter, prepared)
+        table: list[int | None] = [None] * (max(self._adapters, default=-1) + 1)
+        for taken, adapter in self._adapters.items():
+            table[taken] = ctypes.addressof(adapter.layers)
+        self._adapter_table = (_POINTER * len(table))(*table)
+        self._decoder.adapters = ctypes.addressof(self._adapter_table)
+        self._decoder.num_adapters = len(table)
 
     @property
     def weight_bytes(self) -> int:
@@ -247,6 +265,12 @@ class _Packed:
         """The address of a matrix to multiply by."""
         self._matrices.append(self._kernels.panel_linear(source, bias, self._coding, is_gated))
         return self._matrices[-1].address
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedAdapter:
+    weights: _Packed  # to which ``layers`` refer by address
+    layers: ctypes.Array[_LayerAdapter]
 
 
 def _layer(packed: _Packed, config: ModelConfig, index: int, layer: LayerWeights, tables: Tables) -> _Layer:

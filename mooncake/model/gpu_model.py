@@ -116,6 +116,7 @@ class GpuModel:
         self.kernels = PlannedKernels(device)
         self._device = self.kernels.device
         self._model = build(self.kernels)
+        self.adapter_places = self._model.adapter_places if isinstance(self._model, CausalLM) else None
         self._dtype = dtype
         self._max_blocks = max_blocks
         self._buckets = sorted(buckets)

@@ -29,7 +29,7 @@ from mooncake.model.layers import (
     vector,
     weight,
 )
-from mooncake.model.lora import AdapterLayers, LayerAdapter, rows_by_adapter
+from mooncake.model.lora import AdapterLayers, AdapterPlaces, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import query_scales, tables_by_layer
 
 T = TypeVar("T")
@@ -77,12 +77,12 @@ class CausalLM:
         self._fused: CpuDecoder | None = None
         self._layers: list[DecoderLayer] = []
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(
-                config, weights, places, read, self._tables, kernels, coding, adapters, keep_hidden
-            )
+            self._fused = CpuDecoder(config, weights, places, read, self._tables, kernels, coding, keep_hidden)
+            self._put_all(adapters)
             return
         self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
-        self._adapters = AdapterLayers(adapters, kernels, dtype)
+        self._adapters = AdapterLayers(kernels, dtype)
+        self._put_all(adapters)
         self._turns = turns(*self._tables[0])
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
@@ -90,6 +90,16 @@ class CausalLM:
         self._embedding, self._head = embedding_and_head(
             weights, config, places, lambda source: complete(kernels.linear(source, None, coding))
         )
+
+    @property
+    def adapter_places(self) -> AdapterPlaces:
+        """For adapters beside those that it was built with, which have the first places."""
+        return self._adapters if self._fused is None else self._fused
+
+    def _put_all(self, adapters: Sequence[Sequence[LayerAdapter]]) -> None:
+        places = self.adapter_places
+        for place, layers in enumerate(adapters):
+            places.put(place, places.prepare(layers))
 
     @torch.inference_mode()
     def forward(

@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 
-from mooncake.adapters import WEIGHTS_FILE, Adapter
+from mooncake.adapters import Adapter, read_weights
 from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
@@ -51,8 +52,8 @@ def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
     if max(adapter.invocation, default=0) >= config.vocab_size:
         raise ModelError(f"the adapter {adapter.name} is invoked by tokens that the model does not have")
     try:
-        tensors = load_file(adapter.path / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
+        tensors = load(read_weights(adapter))
+    except SafetensorError as error:
         raise ModelError(f"the adapter {adapter.name}: cannot read its weights: {error}") from None
     halves: list[dict[str, dict[str, torch.Tensor]]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors.items():
@@ -107,19 +108,41 @@ Rows = list[tuple[int, torch.Tensor]]
 """Which rows of a batch belong to which adapter: (place, row indices)."""
 
 
+class AdapterPlaces(Protocol):
+    """Where a model keeps its adapters, by the places that batches name."""
+
+    def prepare(self, layers: Sequence[LayerAdapter]) -> object:
+        """An adapter of the whole model as its kernels read it. Any thread may call this."""
+        ...
+
+    def put(self, place: int, prepared: object | None) -> None:
+        """Between two steps. None: no batch names the place any more, and what is there is given up."""
+        ...
+
+
+Halves = Mapping[str, tuple[Linear, Linear] | None]
+"""A layer's products with A and B, by product."""
+
+
 class AdapterLayers:
-    """The adapters of a model as kernels compute them, for a forward pass product by product."""
+    """The adapters of a model as kernels compute them, for a forward pass product by product. ``AdapterPlaces``."""
 
-    def __init__(self, adapters: Sequence[Sequence[LayerAdapter]], kernels: Kernels, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: Kernels, dtype: torch.dtype) -> None:
         """``dtype`` is that of activations, for kernels that do not run on CPUs."""
-        wanted = torch.float32 if isinstance(kernels, CpuKernels) else dtype
+        self._kernels = kernels
+        self._dtype = torch.float32 if isinstance(kernels, CpuKernels) else dtype
+        self._pairs: dict[int, Sequence[Halves]] = {}
 
-        def linears(pair: Pair | None) -> tuple[Linear, Linear] | None:
-            return None if pair is None else (kernels.linear(pair[0].to(wanted)), kernels.linear(pair[1].to(wanted)))
+    def prepare(self, layers: Sequence[LayerAdapter]) -> Sequence[Halves]:
+        """See ``AdapterPlaces``."""
+        return [{name: self._linears(getattr(layer, name)) for name in PRODUCTS} for layer in layers]
 
-        self._pairs = [
-            [{name: linears(getattr(layer, name)) for name in PRODUCTS} for layer in layers] for layers in adapters
-        ]
+    def put(self, place: int, prepared: object | None) -> None:
+        """See ``AdapterPlaces``."""
+        if prepared is None:
+            del self._pairs[place]
+        else:
+            self._pairs[place] = cast(Sequence[Halves], prepared)
 
     def add(self, layer: int, product: str, hidden: torch.Tensor, output: torch.Tensor, rows: Rows) -> torch.Tensor:
         """Add to ``output`` [T, outputs], in place, the product of each row's adapter and ``hidden`` [T, inputs]."""
@@ -129,6 +152,11 @@ class AdapterLayers:
                 down, up = pair
                 output.index_add_(0, indices, up(down(hidden[indices])).to(output.dtype))
         return output
+
+    def _linears(self, pair: Pair | None) -> tuple[Linear, Linear] | None:
+        if pair is None:
+            return None
+        return self._kernels.linear(pair[0].to(self._dtype)), self._kernels.linear(pair[1].to(self._dtype))
 
 
 def rows_by_adapter(adapters: torch.Tensor | None) -> Rows:

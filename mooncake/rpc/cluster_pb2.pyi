@@ -102,26 +102,80 @@ class NodeInfo(_message.Message):
 Global___NodeInfo: _TypeAlias = NodeInfo  # noqa: Y015
 
 @_typing.final
+class Adapter(_message.Message):
+    """A LoRA adapter that was loaded while the cluster served."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    ALPHA_FIELD_NUMBER: _builtins.int
+    RANK_STABILISED_FIELD_NUMBER: _builtins.int
+    INVOCATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    """the folder, on every node"""
+    digest: _builtins.str
+    alpha: _builtins.float
+    rank_stabilised: _builtins.bool
+    number: _builtins.int
+    """of this load, among all loads of the cluster; a later one has a larger number"""
+    error: _builtins.str
+    """from a node: why it does not have it"""
+    @_builtins.property
+    def invocation(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of an activated one"""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        alpha: _builtins.float = ...,
+        rank_stabilised: _builtins.bool = ...,
+        invocation: _abc.Iterable[_builtins.int] | None = ...,
+        number: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "digest", b"digest", "error", b"error", "invocation", b"invocation", "name", b"name", "number", b"number", "path", b"path", "rank_stabilised", b"rank_stabilised"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
+
+@_typing.final
 class RegisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def node(self) -> Global___NodeInfo: ...
     @_builtins.property
     def samples(self) -> Global___CostSamples:
         """measured while warming up"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """loaded at the request of an earlier conductor"""
+
     def __init__(
         self,
         *,
         node: Global___NodeInfo | None = ...,
         samples: Global___CostSamples | None = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "samples", b"samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "node", b"node", "samples", b"samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -422,6 +476,7 @@ class HeartbeatRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.int
     draining: _builtins.bool
@@ -431,6 +486,10 @@ class HeartbeatRequest(_message.Message):
     def samples(self) -> Global___CostSamples: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """of those that it is wanted to have: the ones that it has, or cannot load"""
+
     def __init__(
         self,
         *,
@@ -440,10 +499,11 @@ class HeartbeatRequest(_message.Message):
         samples: Global___CostSamples | None = ...,
         transports: _abc.Iterable[Global___TransportStatus] | None = ...,
         draining: _builtins.bool = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "incarnation", b"incarnation", "load", b"load", "node_id", b"node_id", "samples", b"samples", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "draining", b"draining", "incarnation", b"incarnation", "load", b"load", "node_id", b"node_id", "samples", b"samples", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -456,21 +516,27 @@ class HeartbeatResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     CONDUCTOR_INCARNATION_FIELD_NUMBER: _builtins.int
     WANTED_ROLE_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """false: register again"""
     conductor_incarnation: _builtins.int
     wanted_role: _builtins.str
     """of a node that can switch; "": as it is"""
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """that a node that computes should have, beside the configured ones, and no others"""
+
     def __init__(
         self,
         *,
         known: _builtins.bool = ...,
         conductor_incarnation: _builtins.int = ...,
         wanted_role: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["conductor_incarnation", b"conductor_incarnation", "known", b"known", "wanted_role", b"wanted_role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "conductor_incarnation", b"conductor_incarnation", "known", b"known", "wanted_role", b"wanted_role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -515,6 +581,81 @@ class SetRoleResponse(_message.Message):
 Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
+class LoadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    IN_PLACE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    path: _builtins.str
+    in_place: _builtins.bool
+    """in place of one that was loaded under this name"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        path: _builtins.str = ...,
+        in_place: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_place", b"in_place", "name", b"name", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class LoadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
+
+@_typing.final
+class UnloadAdapterResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
+
+@_typing.final
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -541,6 +682,7 @@ class NodeStatus(_message.Message):
     INDEXED_BLOCKS_FIELD_NUMBER: _builtins.int
     HEALTH_FIELD_NUMBER: _builtins.int
     HEALTH_REASON_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     state: _builtins.str
     """"live", "suspect", "draining" """
     heartbeat_age_s: _builtins.float
@@ -555,6 +697,10 @@ class NodeStatus(_message.Message):
     def load(self) -> Global___Load: ...
     @_builtins.property
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """as in its last heartbeat"""
+
     def __init__(
         self,
         *,
@@ -566,10 +712,11 @@ class NodeStatus(_message.Message):
         indexed_blocks: _builtins.int = ...,
         health: _builtins.str = ...,
         health_reason: _builtins.str = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["health", b"health", "health_reason", b"health_reason", "heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "health", b"health", "health_reason", b"health_reason", "heartbeat_age_s", b"heartbeat_age_s", "indexed_blocks", b"indexed_blocks", "info", b"info", "load", b"load", "state", b"state", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -593,6 +740,7 @@ class StatusResponse(_message.Message):
     BLOCK_HITS_FIELD_NUMBER: _builtins.int
     ROLE_SWITCHES_FIELD_NUMBER: _builtins.int
     LAST_SWITCH_MS_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ready: _builtins.bool
     requests_total: _builtins.int
@@ -614,6 +762,10 @@ class StatusResponse(_message.Message):
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeStatus]: ...
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
+        """that requests may name, beside the configured ones"""
+
     def __init__(
         self,
         *,
@@ -631,10 +783,11 @@ class StatusResponse(_message.Message):
         block_hits: _builtins.int = ...,
         role_switches: _builtins.int = ...,
         last_switch_ms: _builtins.float = ...,
+        adapters: _abc.Iterable[Global___Adapter] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "last_switch_ms", b"last_switch_ms", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "role_switches", b"role_switches", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "last_switch_ms", b"last_switch_ms", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "role_switches", b"role_switches", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -59,6 +59,16 @@ class ClusterStub:
                 request_serializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/mooncake.v1.Cluster/LoadAdapter',
+                request_serializer=mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/mooncake.v1.Cluster/UnloadAdapter',
+                request_serializer=mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ClusterServicer:
@@ -96,6 +106,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Have an adapter loaded by every node that computes; returns once requests may name it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Requests that use it are finished, new ones are refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ClusterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +147,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.SetRole,
                     request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -260,6 +294,60 @@ class Cluster:
             '/mooncake.v1.Cluster/SetRole',
             mooncake_dot_rpc_dot_cluster__pb2.SetRoleRequest.SerializeToString,
             mooncake_dot_rpc_dot_cluster__pb2.SetRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Cluster/LoadAdapter',
+            mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterRequest.SerializeToString,
+            mooncake_dot_rpc_dot_cluster__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Cluster/UnloadAdapter',
+            mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterRequest.SerializeToString,
+            mooncake_dot_rpc_dot_cluster__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

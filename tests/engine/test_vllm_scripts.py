@@ -14,7 +14,7 @@ from tiny_lora import greedy, write_adapter
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, ModelError
 
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
 
@@ -204,7 +204,7 @@ def test_lora_requests(tmp_path: Path) -> None:
         [alone] = tiny.generate([prompt], sampling, lora_request=requests[0])
         assert alone.token_ids == answers[0].token_ids
         for wrong, words in (
-            (LoRARequest("sql", 1, "/adapters/sql"), "adapters={'sql': '/adapters/sql'}"),
+            (LoRARequest("sql", 1), "LLM(…, adapters={'sql': 'FOLDER'}), or name its lora_path"),
             (LoRARequest("one", 1, folders["two"]), "was opened from"),
             ([requests[0]] * 2, "2 adapters were given for 1 prompts"),
         ):
@@ -212,6 +212,29 @@ def test_lora_requests(tmp_path: Path) -> None:
                 tiny.generate([prompt], sampling, lora_request=wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidRequest, match="give one of them"):
             tiny.generate([prompt], sampling, adapter="one", lora_request=requests[0])
+
+
+@pytest.mark.parametrize(("family", "shape"), [("llama", {"head_dim": 16}), ("qwen2", {}), ("llama", {"head_dim": 24})])
+def test_adapters_are_loaded_when_they_are_first_named(family: str, shape: dict[str, int], tmp_path: Path) -> None:
+    base = write_tiny_model(tmp_path, family, **shape)
+    merged = {name: write_adapter(tmp_path / name, base, seed=i) for i, name in enumerate(("one", "two", "three"))}
+    merged[""] = base
+    prompt, sampling = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    requests = {name: LoRARequest(name, 1, str(tmp_path / name)) if name else None for name in merged}
+    with LLM(str(tmp_path), kv_gb=0.01, block_tokens=8, adapters={"one": str(tmp_path / "one")}) as tiny:
+        for names in (["two"], ["three", "", "one", "two"], ["two", "three"]):
+            answers = tiny.generate([prompt] * len(names), sampling, lora_request=[requests[name] for name in names])
+            for name, answer in zip(names, answers, strict=True):
+                assert answer.token_ids == greedy(merged[name], prompt, 8), name
+        [by_name] = tiny.generate([prompt], sampling, adapter="three")
+        assert by_name.token_ids == greedy(merged["three"], prompt, 8)
+        with pytest.raises(ModelError, match="cannot read"):
+            tiny.generate([prompt], sampling, lora_request=LoRARequest("gone", 1, str(tmp_path / "gone")))
+    with (
+        LLM(str(tmp_path), kv_gb=0.01, tensor_parallel_size=2) as cut,
+        pytest.raises(ModelError, match="computed by one process"),
+    ):
+        cut.generate([prompt], sampling, lora_request=requests["two"])
 
 
 def test_a_conversation_that_was_rendered_elsewhere_is_warned_of(llm: LLM) -> None:

@@ -249,6 +249,7 @@ async def running_front(script=None, **limits):
     tokenizer.opens = limits.pop("opens", "")
     capacity_tokens = limits.pop("capacity_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
+    loading = limits.pop("loading", None)
     model = ModelSection(
         adapters=limits.pop("adapters", ()),
         generation_overrides=limits.pop("overrides", ""),
@@ -263,7 +264,15 @@ async def running_front(script=None, **limits):
     )
     status = cluster_status()
     ingress = Ingress(
-        config, checkpoint, tokenizer, script, lambda: status, DispatchStats(), keep_alive_s, lambda: capacity_tokens
+        config,
+        checkpoint,
+        tokenizer,
+        script,
+        lambda: status,
+        DispatchStats(),
+        keep_alive_s,
+        lambda: capacity_tokens,
+        loading,
     )
     server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
     ingress.add_grpc(server)

@@ -1,10 +1,15 @@
-"""Adapters at ingress: names are resolved, and the token of a prompt from which an adapter acts is found."""
+"""Adapters at ingress: names are resolved, the token of a prompt from which an adapter acts is found, and adapters are
+loaded and unloaded."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+
+from mooncake.adapters import Adapter
+from mooncake.errors import InvalidRequest, NotFound
 
 CHECK = tuple(b"<check>")  # tokens are bytes here
 
@@ -46,3 +51,60 @@ async def test_an_adapter_begins_where_a_prompt_invokes_it_last(front):
     assert await asked("activated", text, truncate_prompt_tokens=10) == ("", 0), "what was cut off invokes nothing"
     turns = [{"role": "user", "content": "hi <check>"}]
     assert await asked("activated", turns) == (activated, len("<user>hi "))
+
+
+class Loading:
+    """``conductor.api.AdapterLoading`` without nodes."""
+
+    def __init__(self):
+        self.served = {}
+        self.asked = []
+        self.error = None
+
+    async def load(self, name, path, in_place=False):
+        self.asked.append((name, path, in_place))
+        if self.error is not None:
+            raise self.error
+        self.served[name] = Adapter(name, Path(path), f"digest of {name}", 8.0, False)
+
+    def unload(self, name):
+        if self.served.pop(name, None) is None:
+            raise NotFound(f"the adapter {name!r} cannot be found")
+
+
+async def test_adapters_are_loaded_and_unloaded_by_vllms_routes(open_front):
+    loading = Loading()
+    async with open_front(max_loaded_adapters=2, loading=loading, api_keys=("secret",)) as front:
+        key = {"authorization": "Bearer secret"}
+
+        async def post(path, headers=key, **body):
+            return await front.http.post(path, json=body, headers=headers)
+
+        fields = {"lora_name": "mine", "lora_path": "/adapters/mine"}
+        assert (await post("/v1/load_lora_adapter", headers={}, **fields)).status_code == 401
+        assert not loading.asked
+        done = await post("/v1/load_lora_adapter", **fields, load_inplace=True, lora_pth="x")
+        assert done.status_code == 200 and done.headers["content-type"].startswith("text/plain")
+        assert "lora_pth" in done.headers["x-mooncake-warning"]
+        assert loading.asked == [("mine", "/adapters/mine", True)]
+        cards = (await front.http.get("/v1/models", headers=key)).json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [("bytes", None), ("mine", "bytes")]
+        assert cards[1]["root"] == "/adapters/mine"
+        answer = await post("/v1/completions", model="mine", prompt="text", max_tokens=4)
+        assert answer.status_code == 200 and front.script.asked[-1].adapter == "digest of mine"
+        loading.error = InvalidRequest("decode node d0: no room", "lora_path")
+        refused = await post("/v1/load_lora_adapter", **fields)
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "lora_path"
+        assert (await post("/v1/load_lora_adapter", lora_name=3)).status_code == 400
+        assert (await post("/v1/unload_lora_adapter", headers={}, lora_name="mine")).status_code == 401
+        assert (await post("/v1/unload_lora_adapter", lora_name="mine", lora_int_id=1)).status_code == 200
+        assert (await post("/v1/unload_lora_adapter", lora_name="mine")).status_code == 404
+        assert (await post("/v1/completions", model="mine", prompt="text")).status_code == 404
+
+
+async def test_they_are_not_unless_the_configuration_allows_it(open_front):
+    loading = Loading()
+    async with open_front(loading=loading) as front:
+        refused = await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
+        assert refused.status_code == 404 and not loading.asked
+        assert "conductor.max_loaded_adapters" in refused.json()["error"]["message"]

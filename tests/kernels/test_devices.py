@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_lora import activated, greedy, write_adapter
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake import LLM, SamplingParams
+from mooncake import LLM, LoRARequest, SamplingParams
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.kernels.triton_launch import INTERPRETED
 
@@ -40,7 +40,10 @@ def test_an_engine_on_a_gpu_gives_the_tokens_of_transformers(models: tuple[Path,
     with LLM(str(folder), kv_gb=0.005, block_tokens=16, chunk_tokens=32, device="cuda", adapters=adapters) as llm:
         names = ["", "adapted", "activated"]
         answers = llm.generate(PROMPTS, GREEDY, adapter=names)
-    for name, prompt, answer in zip(names, PROMPTS, answers, strict=True):
+        named_later = LoRARequest("again", 1, adapters["adapted"])
+        answers += llm.generate(PROMPTS[:2], GREEDY, lora_request=[named_later, None])
+    names, prompts = [*names, "adapted", ""], [*PROMPTS, *PROMPTS[:2]]
+    for name, prompt, answer in zip(names, prompts, answers, strict=True):
         assert answer.token_ids == greedy(by_name[name], prompt, 3)
 
 

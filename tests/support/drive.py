@@ -29,12 +29,14 @@ async def ask(
     *,
     timeout: float = 240.0,
     salt: str = "",
+    model: str = "",
     **sampling: Any,
 ) -> Answer:
     """Ask for one answer: greedy and of full length unless ``sampling`` says otherwise. Raises the cluster's
     MooncakeError."""
     settings: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, **sampling}
     request = inference_pb2.GenerateRequest(
+        model=model,
         token_ids=inference_pb2.TokenIds(ids=prompt),
         sampling=common_pb2.SamplingParams(max_tokens=max_tokens, **settings),
         cache_salt=salt,

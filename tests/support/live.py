@@ -29,7 +29,7 @@ def small_config(*overrides: str) -> Config:
 
 
 @contextlib.contextmanager
-def running_cluster(config: Config) -> Iterator[LocalCluster]:
+def running_cluster(config: Config, restart: bool = False) -> Iterator[LocalCluster]:
     """A cluster that outlives the event loops of tests: its watchers run on a loop in a separate thread."""
     started: Future[LocalCluster] = Future()
     loop_and_stop: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -38,7 +38,7 @@ def running_cluster(config: Config) -> Iterator[LocalCluster]:
         stop = asyncio.Event()
         loop_and_stop.append((asyncio.get_running_loop(), stop))
         try:
-            async with LocalCluster(config) as cluster:
+            async with LocalCluster(config, restart=restart) as cluster:
                 started.set_result(cluster)
                 await stop.wait()
         except BaseException as error:

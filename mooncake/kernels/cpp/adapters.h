@@ -25,7 +25,7 @@ struct AdaptedRun {
 };
 
 // The rows i in [0, rows) that have an adapter, as runs; `place(i)` is its index, -1 for none. False if an index is out
-// of range.
+// of range, or nothing is there.
 template <class Place>
 bool find_runs(int64_t rows, const LayerAdapter* const* adapters, int64_t num_adapters, Place place,
                std::vector<AdaptedRun>& runs) {
@@ -33,7 +33,7 @@ bool find_runs(int64_t rows, const LayerAdapter* const* adapters, int64_t num_ad
     int32_t last = -1;
     for (int64_t i = 0; i < rows; i++) {
         const int32_t at = place(i);
-        if (at < -1 || at >= num_adapters) return false;
+        if (at < -1 || at >= num_adapters || (at >= 0 && !adapters[at])) return false;
         if (at >= 0 && at == last)
             runs.back().rows++;
         else if (at >= 0)

@@ -1,0 +1,151 @@
+"""Which adapters nodes should have beside the configured ones, and which of them requests may name.
+
+Pure. A load begins, is served once every node has it, and ends when it is unloaded or replaced: then no new request can
+name it, and nodes keep it until the last one that uses it has ended. ``adapter_loader`` acts on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from conductor.registry import Node, NodeState
+from mooncake.adapter_loads import AdapterLoad
+from mooncake.adapters import Adapter
+from mooncake.errors import InvalidRequest, NotFound, shown
+from mooncake.types import Role
+
+ENDED_KEPT = 4096  # numbers of ended loads that are remembered
+
+
+class LoadState(StrEnum):
+    LOADING = "loading"
+    SERVED = "served"
+    ENDING = "ending"
+
+
+@dataclass(slots=True)
+class _Wanted:
+    load: AdapterLoad
+    state: LoadState
+
+
+class AdapterCatalogue:
+    """One owner."""
+
+    def __init__(self, taken: Iterable[str] = (), most: int = 0) -> None:
+        """``taken`` are the names of the model and of its configured adapters; ``most`` may be loaded beside them."""
+        self._taken = frozenset(taken)
+        self._most = most
+        self._wanted: dict[int, _Wanted] = {}  # by number
+        self._served: dict[str, Adapter] = {}
+        self._ended: dict[int, None] = {}  # the latest numbers, in order
+
+    @property
+    def served(self) -> Mapping[str, Adapter]:
+        """Those that requests may name, by name. It changes with them."""
+        return MappingProxyType(self._served)
+
+    def wanted(self) -> list[AdapterLoad]:
+        """What every node that computes should have."""
+        return [wanted.load for wanted in self._wanted.values()]
+
+    def loaded(self) -> list[AdapterLoad]:
+        """Those of them that requests may name."""
+        return [wanted.load for wanted in self._in(LoadState.SERVED)]
+
+    def is_wanted(self, digest: str) -> bool:
+        return any(wanted.load.adapter.digest == digest for wanted in self._wanted.values())
+
+    def check(self, name: str, in_place: bool) -> None:
+        """Whether a load may begin. Raises InvalidRequest."""
+        if not self._most:
+            what = "adapters are not loaded while this cluster serves: conductor.max_loaded_adapters is 0"
+            raise InvalidRequest(what)
+        if name in self._taken:
+            what = f"the name {shown(name)} is taken, by the model or one of model.adapters, which stay as they are"
+            raise InvalidRequest(what, "lora_name")
+        if any(each.load.adapter.name == name for each in self._in(LoadState.LOADING)):
+            raise InvalidRequest(f"the adapter {shown(name)} is being loaded", "lora_name")
+        if name in self._served and not in_place:
+            what = f"the adapter {shown(name)} has already been loaded; load_inplace replaces it"
+            raise InvalidRequest(what, "lora_name")
+        names = {each.load.adapter.name for each in self._in(LoadState.LOADING, LoadState.SERVED)}
+        if len(names | {name}) > self._most:
+            what = f"{len(names)} adapters are loaded, the most that conductor.max_loaded_adapters allows: unload one"
+            raise InvalidRequest(what, "lora_name")
+
+    def begin(self, adapter: Adapter, in_place: bool, now_ns: int) -> AdapterLoad:
+        """Nodes should load it. ``now_ns`` is the time of day: numbers grow from one conductor to the next. Raises
+        like ``check``."""
+        self.check(adapter.name, in_place)
+        load = AdapterLoad(adapter, max([now_ns, *(number + 1 for number in (*self._wanted, *self._ended))]))
+        self._wanted[load.number] = _Wanted(load, LoadState.LOADING)
+        return load
+
+    def serve(self, load: AdapterLoad) -> None:
+        """Nodes have it: requests may name it, instead of what they meant by its name before."""
+        name = load.adapter.name
+        if name in self._served:
+            self.unload(name)
+        self._wanted[load.number] = _Wanted(load, LoadState.SERVED)
+        self._served[name] = load.adapter
+
+    def give_up(self, load: AdapterLoad) -> None:
+        """Nodes should not have it after all. No effect once it is served."""
+        wanted = self._wanted.get(load.number)
+        if wanted is not None and wanted.state is LoadState.LOADING:
+            self._end(load.number)
+
+    def unload(self, name: str) -> None:
+        """No new request can name it. Raises InvalidRequest, and NotFound when it is not served."""
+        if name in self._taken:
+            raise InvalidRequest(f"{shown(name)} was not loaded while the cluster served, and stays", "lora_name")
+        if self._served.pop(name, None) is None:
+            raise NotFound(f"the adapter {shown(name)} cannot be found")
+        for each in self._in(LoadState.SERVED):
+            if each.load.adapter.name == name:
+                each.state = LoadState.ENDING
+
+    def drop_unused(self, is_used: Callable[[str], bool]) -> None:
+        """Let nodes drop those that end; ``is_used`` says whether a request still needs a digest."""
+        for each in self._in(LoadState.ENDING):
+            if not is_used(each.load.adapter.digest):
+                self._end(each.load.number)
+
+    def adopt(self, loads: Iterable[AdapterLoad]) -> None:
+        """A node that registers has these from an earlier conductor, which may have been this one: serve them, the
+        latest of each name, without those that have ended here."""
+        for load in loads:
+            name = load.adapter.name
+            is_known = load.number in self._wanted or load.number in self._ended
+            if load.error or is_known or not self._most or name in self._taken:
+                continue
+            if all(each.load.number < load.number for each in self._wanted.values() if each.load.adapter.name == name):
+                self.serve(load)
+
+    def _in(self, *states: LoadState) -> list[_Wanted]:
+        return [wanted for wanted in self._wanted.values() if wanted.state in states]
+
+    def _end(self, number: int) -> None:
+        del self._wanted[number]
+        self._ended[number] = None
+        while len(self._ended) > ENDED_KEPT:
+            del self._ended[next(iter(self._ended))]
+
+
+def without(load: AdapterLoad, nodes: Iterable[Node]) -> list[str]:
+    """Ids of the nodes that compute and are still to load it; those that leave need not. Raises InvalidRequest when one
+    of them cannot."""
+    missing = []
+    for node in nodes:
+        if node.info.role is Role.STORE or node.state is NodeState.DRAINING:
+            continue
+        tried = next((each for each in node.adapters if each.number == load.number), None)
+        if tried is None:
+            missing.append(node.info.node_id)
+        elif tried.error:
+            raise InvalidRequest(f"{node.info.role} node {node.info.node_id}: {tried.error}", "lora_path")
+    return missing

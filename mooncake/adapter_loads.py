@@ -1,0 +1,45 @@
+"""Adapters that are loaded while a cluster serves, as conductor and nodes tell each other of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mooncake.adapters import Adapter
+from mooncake.rpc import cluster_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoad:
+    """One load of an adapter, by its ``number``: the same name may be loaded again, with other weights or the same. A
+    later load has a larger number, even under a later conductor."""
+
+    adapter: Adapter
+    number: int
+    error: str = ""  # why a node does not have it
+
+
+def load_to_wire(load: AdapterLoad) -> pb.Adapter:
+    adapter = load.adapter
+    return pb.Adapter(
+        name=adapter.name,
+        path=str(adapter.path),
+        digest=adapter.digest,
+        alpha=adapter.alpha,
+        rank_stabilised=adapter.is_rank_stabilised,
+        invocation=adapter.invocation,
+        number=load.number,
+        error=load.error,
+    )
+
+
+def load_from_wire(message: pb.Adapter) -> AdapterLoad:
+    adapter = Adapter(
+        name=message.name,
+        path=Path(message.path),
+        digest=message.digest,
+        alpha=message.alpha,
+        is_rank_stabilised=message.rank_stabilised,
+        invocation=tuple(message.invocation),
+    )
+    return AdapterLoad(adapter, message.number, message.error)

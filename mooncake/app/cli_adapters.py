@@ -1,0 +1,52 @@
+"""``mooncake adapters``: those of a running cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of
+from mooncake.app.cli_traces import AsJson
+
+app = typer.Typer(help="LoRA adapters that a cluster loads while it serves.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="As requests name it.", show_default=False)]
+
+
+@app.command("list")
+def list_loaded(
+    config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
+) -> None:
+    """Show the adapters that were loaded while the cluster served, and which nodes have each."""
+    from mooncake.app.show import show_adapters
+
+    show_adapters(address_of(address, config, overrides), as_json)
+
+
+@app.command()
+def load(
+    name: Name,
+    folder: Annotated[Path, typer.Argument(help="Its PEFT folder, at the same place for every node.")],
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Address = "",
+    in_place: Annotated[bool, typer.Option("--in-place", help="Replace a loaded one of this name.")] = False,
+) -> None:
+    """Have every node load an adapter. Needs conductor.max_loaded_adapters."""
+    from mooncake.app.reach import reach
+
+    with reach(address_of(address, config, overrides)) as client:
+        client.load_adapter(name, str(folder.absolute()), in_place)
+    typer.echo(f"{name} is loaded")
+
+
+@app.command()
+def unload(name: Name, config: ConfigFile = None, overrides: Overrides = None, address: Address = "") -> None:
+    """Refuse new requests for an adapter, and drop it once those that use it have ended."""
+    from mooncake.app.reach import reach
+
+    with reach(address_of(address, config, overrides)) as client:
+        client.unload_adapter(name)
+    typer.echo(f"{name} is unloaded")

@@ -1,0 +1,137 @@
+"""Which adapters nodes should have and requests may name: decided without nodes, files or time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from conductor.control.adapters import AdapterCatalogue, without
+from conductor.registry import Node, NodeInfo, NodeState
+from mooncake.adapter_loads import AdapterLoad, load_from_wire, load_to_wire
+from mooncake.adapters import Adapter
+from mooncake.errors import InvalidRequest, NotFound
+from mooncake.types import Role
+
+
+def adapter(name: str, digest: str = "") -> Adapter:
+    return Adapter(name, Path(f"/adapters/{name}"), digest or f"digest of {name}", 8.0, False)
+
+
+def loaded(catalogue: AdapterCatalogue, what: Adapter, in_place: bool = False) -> AdapterLoad:
+    load = catalogue.begin(what, in_place, 100)
+    catalogue.serve(load)
+    return load
+
+
+def digests(catalogue: AdapterCatalogue) -> list[str]:
+    return [load.adapter.digest for load in catalogue.wanted()]
+
+
+def test_requests_may_name_an_adapter_once_it_is_served_and_until_it_is_unloaded() -> None:
+    catalogue = AdapterCatalogue(["model"], 2)
+    served = catalogue.served
+    load = catalogue.begin(adapter("a"), False, 100)
+    assert not served and digests(catalogue) == ["digest of a"]
+    with pytest.raises(InvalidRequest, match="being loaded"):
+        catalogue.begin(adapter("a"), True, 100)
+    with pytest.raises(NotFound):
+        catalogue.unload("a")
+    catalogue.serve(load)
+    catalogue.give_up(load)  # too late
+    assert served == {"a": adapter("a")} and catalogue.loaded() == [load]
+    catalogue.unload("a")
+    assert not served and not catalogue.loaded()
+    catalogue.drop_unused(lambda digest: True)
+    assert catalogue.is_wanted("digest of a"), "a request needs it"
+    catalogue.drop_unused(lambda digest: False)
+    assert not catalogue.wanted()
+
+
+def test_a_load_that_is_given_up_leaves_what_was_before() -> None:
+    catalogue = AdapterCatalogue([], 1)
+    loaded(catalogue, adapter("a"))
+    with pytest.raises(InvalidRequest, match="already been loaded"):
+        catalogue.begin(adapter("a", "other"), False, 100)
+    load = catalogue.begin(adapter("a", "other"), True, 100)
+    assert catalogue.served["a"].digest == "digest of a"
+    catalogue.give_up(load)
+    assert digests(catalogue) == ["digest of a"]
+
+
+def test_one_that_is_replaced_stays_on_nodes_while_it_is_used() -> None:
+    catalogue = AdapterCatalogue([], 1)
+    loaded(catalogue, adapter("a", "old"))
+    loaded(catalogue, adapter("a", "new"), in_place=True)
+    assert catalogue.served["a"].digest == "new" and digests(catalogue) == ["old", "new"]
+    catalogue.drop_unused(lambda digest: digest == "old")
+    assert digests(catalogue) == ["old", "new"]
+    catalogue.drop_unused(lambda digest: False)
+    assert digests(catalogue) == ["new"], "what is served is not dropped for want of requests"
+
+
+def test_names_and_room_are_checked() -> None:
+    with pytest.raises(InvalidRequest, match="max_loaded_adapters is 0"):
+        AdapterCatalogue([]).check("a", False)
+    catalogue = AdapterCatalogue(["model", "configured"], 2)
+    for name in ("model", "configured"):
+        with pytest.raises(InvalidRequest, match="is taken"):
+            catalogue.check(name, True)
+        with pytest.raises(InvalidRequest, match="stays"):
+            catalogue.unload(name)
+    first = loaded(catalogue, adapter("a"))
+    second = catalogue.begin(adapter("b"), False, 100)
+    assert second.number > first.number
+    with pytest.raises(InvalidRequest, match="2 adapters are loaded, the most"):
+        catalogue.check("c", False)
+    catalogue.check("a", True)
+    catalogue.unload("a")
+    catalogue.check("c", False)
+
+
+def test_a_later_conductor_adopts_the_latest_of_each_name_and_nothing_that_it_ended() -> None:
+    catalogue = AdapterCatalogue(["model"], 1)
+    old, new = AdapterLoad(adapter("a", "old"), 5), AdapterLoad(adapter("a", "new"), 7)
+    failed = AdapterLoad(adapter("f"), 8, "no disk")
+    catalogue.adopt([new, failed, AdapterLoad(adapter("model"), 9)])
+    catalogue.adopt([old])
+    catalogue.adopt([new])  # of another node
+    assert catalogue.served == {"a": adapter("a", "new")} and catalogue.wanted() == [new]
+    newest = AdapterLoad(adapter("a", "newest"), 11)
+    catalogue.adopt([newest, AdapterLoad(adapter("b"), 6)])
+    assert set(catalogue.served) == {"a", "b"}, "more than may be loaded, but loaded"
+    assert catalogue.served["a"].digest == "newest"
+    catalogue.unload("b")
+    catalogue.drop_unused(lambda digest: False)
+    catalogue.adopt([AdapterLoad(adapter("b"), 6), new])  # a node that was away comes back
+    assert set(catalogue.served) == {"a"} and catalogue.wanted() == [newest]
+    assert catalogue.begin(adapter("a"), True, 0).number > newest.number, "whatever the clock says"
+    forbidding = AdapterCatalogue([], 0)
+    forbidding.adopt([new])
+    assert not forbidding.wanted()
+
+
+def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
+    load = AdapterLoad(adapter("a"), 5)
+
+    def node(name: str, role: Role, *adapters: AdapterLoad, state: NodeState = NodeState.LIVE) -> Node:
+        return Node(NodeInfo(name, role, 1, "here"), state, 0.0, adapters=adapters)
+
+    before = AdapterLoad(load.adapter, 4)
+    nodes = [
+        node("p0", Role.PREFILL, load),
+        node("p1", Role.PREFILL, before),
+        node("d0", Role.DECODE, state=NodeState.SUSPECT),
+        node("d1", Role.DECODE, state=NodeState.DRAINING),
+        node("s0", Role.STORE),
+    ]
+    assert without(load, nodes) == ["p1", "d0"]
+    assert without(load, nodes[:1]) == []
+    with pytest.raises(InvalidRequest, match="decode node d2: no disk"):
+        without(load, [*nodes, node("d2", Role.DECODE, replace(load, error="no disk"))])
+
+
+def test_loads_travel_whole() -> None:
+    load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why")
+    assert load_from_wire(load_to_wire(load)) == load
