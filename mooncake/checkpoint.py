@@ -33,8 +33,8 @@ from mooncake.families.registry import (
     published_name,
     read_config,
     weight_shapes_of,
-    without_unused_keys,
     without_guessing_layers,
+    without_unused_keys,
 )
 from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf.parts import name_of, open_gguf

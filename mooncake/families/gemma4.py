@@ -29,10 +29,14 @@ def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         what = f"embeddings of {size} for {vocab} tokens in each layer, of {tokens} tokens"
         raise ModelError(f"{settings.source} asks for {what}, which is not supported")
     has_mixture = settings.flag("enable_moe_block", False)
-    mixture: dict[str, object] = {
-        "num_experts": settings.integer("num_experts"),
-        "experts_per_token": settings.integer("top_k_experts"),
-    } if has_mixture else {}
+    mixture: dict[str, object] = (
+        {
+            "num_experts": settings.integer("num_experts"),
+            "experts_per_token": settings.integer("top_k_experts"),
+        }
+        if has_mixture
+        else {}
+    )
     parts = Gemma4Parts(
         input_size=size,
         input_vocab=vocab if size else 0,
@@ -66,7 +70,9 @@ def _read(settings: Settings) -> dict[str, object]:
     local = rope_of_kind(settings, _by_kind(settings), "sliding_attention")
     num_positions = settings.integer("max_position_embeddings")
     if len(wide_dims) > 1 or not 0 < num_positions <= MAX_POSITIONS:
-        raise ModelError(f"{settings.source}: global layers have heads of one size, and at most {MAX_POSITIONS} positions")
+        raise ModelError(
+            f"{settings.source}: global layers have heads of one size, and at most {MAX_POSITIONS} positions"
+        )
     shared = settings.integer("num_kv_shared_layers", 0)
     return {
         "num_layers": num_layers,

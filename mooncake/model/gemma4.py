@@ -181,9 +181,7 @@ class Gemma4(Decoder):
         shares = mixture.router(self._norm(hidden, mixture.router_norm)).float().softmax(-1)
         chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
         chosen = chosen / chosen.sum(-1, keepdim=True) * mixture.factors[experts]
-        return self._norm(
-            mixture.experts(self._norm(hidden, mixture.norm), experts, chosen), mixture.behind_norm
-        )
+        return self._norm(mixture.experts(self._norm(hidden, mixture.norm), experts, chosen), mixture.behind_norm)
 
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)

@@ -161,7 +161,8 @@ MIXED = [(200, 1), (64, 64), (0, 40), (31, 1), (5, 2), (2500, 3), (2500, 40)]
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @PAGES
 @pytest.mark.parametrize(
-    ("block_tokens", "group", "head_dim"), [(1, 1, 32), (7, 3, 64), (16, 8, 128), (64, 3, 64), (64, 1, 80), (32, 4, 48), (16, 8, 512)]
+    ("block_tokens", "group", "head_dim"),
+    [(1, 1, 32), (7, 3, 64), (16, 8, 128), (64, 3, 64), (64, 1, 80), (32, 4, 48), (16, 8, 512)],
 )
 def test_attention_is_the_reference(
     cpu: CpuKernels,
@@ -409,7 +410,9 @@ def test_a_block_outside_the_cache_is_refused(cpu: CpuKernels) -> None:
 
 
 @PAGES
-@pytest.mark.parametrize(("num_tokens", "head_dim", "norm"), [(1, 64, False), (200, 64, True), (33, 80, True), (9, 512, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "norm"), [(1, 64, False), (200, 64, True), (33, 80, True), (9, 512, True)]
+)
 def test_rope_and_cache_write_are_the_reference(
     cpu: CpuKernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool
 ) -> None:

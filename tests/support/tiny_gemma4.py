@@ -15,7 +15,9 @@ COMMON: dict[str, Any] = {
     **{"max_position_embeddings": 256, "final_logit_softcapping": 30.0, "initializer_range": 0.2},
     **{"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
 }
-SMALL: dict[str, Any] = {  # E2B, E4B: KV of the last layers is that of earlier ones, and layers have inputs of their own
+SMALL: dict[
+    str, Any
+] = {  # E2B, E4B: KV of the last layers is that of earlier ones, and layers have inputs of their own
     **{"num_key_value_heads": 1, "hidden_size_per_layer_input": 8, "use_double_wide_mlp": True},
     **{"num_kv_shared_layers": 4, "layer_types": [LAYERS[kind] for kind in "ssfssfsfsf"], "num_hidden_layers": 10},
 }
@@ -35,8 +37,7 @@ def text(family: str, **settings: Any) -> Callable[[], PreTrainedModel]:
         if family != "gemma4_text":
             given.pop("vocab_size_per_layer_input")
         config = AutoConfig.for_model(family, **given)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        return model
+        return with_scales(AutoModelForCausalLM.from_config(config))
 
     return make
 
@@ -46,10 +47,17 @@ def whole(family: str, text_settings: dict[str, Any], **settings: Any) -> Callab
         config = AutoConfig.for_model(
             family, text_config={**COMMON, **text_settings}, initializer_range=0.2, **settings
         )
-        model: PreTrainedModel = AutoModelForImageTextToText.from_config(config)
-        return model
+        return with_scales(AutoModelForImageTextToText.from_config(config))
 
     return make
+
+
+def with_scales(model: PreTrainedModel) -> PreTrainedModel:
+    """Published layers have other scales than one."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.4)
+    return model
 
 
 GEMMA4: dict[str, Callable[[], PreTrainedModel]] = {
