@@ -1,7 +1,7 @@
 """The command line: names, flags and exit codes. Each command is in its own module, imported when it runs, so that
 ``mooncake --help`` answers at once.
 
-Exit codes: 0 ok, 1 failed, 2 usage or configuration, 3 a missing dependency, 130 interrupted.
+Exit codes: 0 ok, 1 failed, 2 usage, configuration or model, 3 a missing dependency, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.app.vllm_flags import refuse_flags_of_vllm
-from mooncake.errors import CallerError, Cancelled, ConfigError, MooncakeError
+from mooncake.errors import CallerError, Cancelled, ConfigError, ModelError, MooncakeError
 
 if TYPE_CHECKING:
     from mooncake.sampling_params import SamplingParams
@@ -87,7 +87,7 @@ app.command()(serve)
 
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask; - reads it from standard input.")],
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
@@ -155,7 +155,7 @@ def status(
 
 @app.command()
 def role(
-    node: Annotated[str, typer.Argument(help="A node of `mooncake status`.", show_default=False)],
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node of `mooncake status`.", show_default=False)],
     to: Annotated[str, typer.Argument(metavar="prefill|decode", show_default=False)],
     config: ConfigFile = None,
     overrides: Overrides = None,
@@ -247,8 +247,10 @@ def key_scales(
 
 @variants_app.command("profile")
 def profile_variants(
-    sender: Annotated[str, typer.Argument(help="Model whose KV is read: a folder, a .gguf file, or smollm2.")],
-    receiver: Annotated[str, typer.Argument(help="Model that reads it.")],
+    sender: Annotated[
+        str, typer.Argument(metavar="SENDER", help="Model whose KV is read: a folder, a .gguf file, or smollm2.")
+    ],
+    receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Model that reads it.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write the profile to.")],
     prompts: Annotated[
         Path | None,
@@ -367,7 +369,7 @@ def exit_code(error: MooncakeError) -> int:
         return 3
     if isinstance(error, Cancelled):
         return 130
-    return 2 if isinstance(error, (ConfigError, CallerError)) else 1
+    return 2 if isinstance(error, (ConfigError, ModelError, CallerError)) else 1
 
 
 def main() -> None:

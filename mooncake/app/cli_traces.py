@@ -17,9 +17,12 @@ app = typer.Typer()
 trace_app = typer.Typer(help="Recorded request traces.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 
-TraceFile = Annotated[Path, typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)]
+TraceFile = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)
+]
 AnyTraceFile = Annotated[
-    Path, typer.Argument(help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False)
+    Path,
+    typer.Argument(metavar="TRACE", help="Mooncake JSONL or Azure CSV, plain, .xz or .gz.", show_default=False),
 ]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first requests.", show_default="all")]
 MaxOutput = Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.", show_default="as recorded")]
@@ -117,7 +120,9 @@ def sweep(
 
 @app.command()
 def reproduce(
-    traces: Annotated[Path, typer.Argument(help="The folder with the published traces.", show_default=False)],
+    traces: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="The folder with the published traces.", show_default=False)
+    ],
     target: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.", callback=writable_folder)
     ] = Path("deploy/reproduction"),
@@ -133,10 +138,18 @@ def reproduce(
 
 @app.command("cache-lab")
 def cache_lab(
-    traces: Annotated[list[Path], typer.Argument(help="Mooncake JSONL, plain, .xz or .gz.", show_default=False)],
+    traces: Annotated[
+        list[Path],
+        typer.Argument(metavar="TRACE", help="Mooncake JSONL, plain, .xz or .gz.", show_default=False),
+    ],
     capacity: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Blocks in the cache; may be repeated.", show_default="1000 to 50000, in five steps"),
+        typer.Option(
+            metavar="BLOCKS",
+            min=1,
+            help="Blocks in the cache; may be repeated.",
+            show_default="1000 to 50000, in five steps",
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only this policy; may be repeated.", show_default="all")
@@ -197,7 +210,9 @@ def trace_stats(
 @trace_app.command("scale")
 def trace_scale(
     trace: AnyTraceFile,
-    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Where to write; .xz and .gz compress.", show_default=False)
+    ],
     requests: Annotated[
         int | None, typer.Option(min=1, help="Number of requests, from copies of the trace.", show_default="as many")
     ] = None,
@@ -212,7 +227,9 @@ def trace_scale(
 
 @trace_app.command("generate")
 def trace_generate(
-    target: Annotated[Path, typer.Argument(help="Where to write; .xz and .gz compress.", show_default=False)],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Where to write; .xz and .gz compress.", show_default=False)
+    ],
     shape: Annotated[str, typer.Option(help="conversation or toolagent: measured on the published traces.")],
     requests: Annotated[int | None, typer.Option(min=1, help="How many.", show_default="as published")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 0,

@@ -14,11 +14,22 @@ from mooncake.app.outputs import output_file
 from mooncake.errors import ConfigError
 
 
+class _HelpWithDefaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, but for those that mean that nothing is given."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_absent = action.default is None or action.default is False or action.default in ("", [])
+        return action.help if is_absent else super()._get_help_string(action)
+
+
 class Flags:
     """The flags of ``mooncake COMMAND``; its ``--help`` begins with ``about``."""
 
     def __init__(self, command: str, about: str | None) -> None:
-        self._parser = argparse.ArgumentParser(prog=f"mooncake {command}", description=about)
+        about = (about or "").replace("``", "`")
+        self._parser = argparse.ArgumentParser(
+            prog=f"mooncake {command}", description=about, formatter_class=_HelpWithDefaults
+        )
         self.add = self._parser.add_argument
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
@@ -52,7 +63,7 @@ class Flags:
         what = "a Python that has mooncake-transfer-engine-non-cuda, to compare with"
         self.add("--mooncake-python", default="", metavar="PATH", help=what)
 
-    def reps(self, default: int, what: str | None = None) -> None:
+    def reps(self, default: int, what: str = "repetitions of each measurement") -> None:
         self.add("--reps", type=whole("--reps", 1), default=default, help=what)
 
     def turns_within(self, default_s: float) -> None:
@@ -60,7 +71,7 @@ class Flags:
         self.add("--max-s", type=float, default=default_s, help=what)
 
     def seed(self) -> None:
-        self.add("--seed", type=whole("--seed", 0), default=0)
+        self.add("--seed", type=whole("--seed", 0), default=0, help="of everything random")
 
     def quick(self, what: str = "a little of everything, to see whether it works") -> None:
         self.add("--quick", action="store_true", help=what)
