@@ -27,6 +27,12 @@ class BatchAnswer:
     body: object
 
     @property
+    def reason(self) -> str:
+        """Why the request was not answered: the server's message if there is one."""
+        said = self.body.get("error", self.body) if isinstance(self.body, dict) else self.body
+        return str(said.get("message", said) if isinstance(said, dict) else said)
+
+    @property
     def line(self) -> str:
         """As OpenAI's result files have it."""
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}

@@ -56,21 +56,25 @@ def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: in
         missing = [request for request in requests if request.custom_id not in results.answered]
         if results.answered:
             has = f"{results_file} has {len(results.answered)} of {len(requests)} answers already"
-            err.print(f"{has}; {f'{len(missing)} requests are sent' if missing else 'remove it to ask again'}")
+            err.print(f"{has}; {f'sending the other {len(missing)}' if missing else 'remove it to ask again'}")
         return _send(server, missing, results, concurrency)
 
 
 def _send(server: BatchServer, requests: Sequence[BatchRequest], results: BatchResults, concurrency: int) -> bool:
-    num_failed, begun_s = 0, time.monotonic()
+    failed: list[BatchAnswer] = []
+    begun_s = time.monotonic()
     with counted("answering", len(requests)) as advance:
         for answer in _answers(server, requests, concurrency):
-            num_failed += answer.status != 200
+            if answer.status != 200:
+                failed.append(answer)
             results.add(answer)
             advance()
     took_s = time.monotonic() - begun_s
     if requests:
-        err.print(f"{len(requests) - num_failed} of {len(requests)} requests were answered in {took_s:.1f} s")
-    return not num_failed
+        err.print(f"{len(requests) - len(failed)} of {len(requests)} requests were answered in {took_s:.1f} s")
+    if failed:
+        err.print(f"not answered, for one: {failed[0].custom_id}: {failed[0].reason}", markup=False, soft_wrap=True)
+    return not failed
 
 
 def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency: int) -> Iterator[BatchAnswer]:
@@ -154,6 +158,9 @@ class BatchServer:
         except (OSError, HTTPException) as error:
             if isinstance(reason := getattr(error, "reason", None), ssl.SSLError):
                 what = f"there is no TLS with {self._url}: {reason}; {CA_CERTS_ENV} names the certificates to trust"
+                raise NodeUnavailable(what) from None
+            if isinstance(error, HTTPException):
+                what = f"who answers at {self._url} does not speak HTTP; with TLS its address is https://HOST:PORT"
                 raise NodeUnavailable(what) from None
             what = f"no server answers at {self._url}; start one with `mooncake serve`, or name another with --url"
             raise NodeUnavailable(what) from None
