@@ -138,15 +138,21 @@ def check_choices(config: Config) -> None:
 
 
 def check_ports(config: Config) -> None:
-    """Raises ConfigError for a port that cannot be used, with its flag and, if known, the process that holds it."""
+    """Raises ConfigError for the ports that cannot be used, with their flags and, if known, the processes that hold
+    them."""
     conductor = config.conductor
     if conductor.http_port == conductor.grpc_port:
         raise ConfigError(f"--http-port and --grpc-port are both {conductor.http_port}; they must differ")
+    wrong = []
     for flag, port in (("--http-port", conductor.http_port), ("--grpc-port", conductor.grpc_port)):
         try:
             _bound(conductor.host, port).close()
         except OSError as error:
-            raise ConfigError(_port_sentence(conductor.host, port, flag, error)) from None
+            wrong.append(_port_sentence(conductor.host, port, flag, error))
+            if error.errno != errno.EADDRINUSE:
+                break  # the other one would be the same
+    if wrong:
+        raise ConfigError("; ".join(wrong))
 
 
 def hold_ports(config: Config) -> list[socket.socket]:

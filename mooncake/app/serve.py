@@ -75,7 +75,10 @@ def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
     exports = [f"export {API_KEY_ENV}=…  # one of the keys"] if needs_key else []
     exports += [f"export {name}={quote(value)}" for name, value in (tls.environment() if tls else {}).items() if value]
     address = "" if grpc_address == load_config().conductor_address else f" --address {grpc_address}"
-    body = '{"messages": [{"role": "user", "content": "Why is the sky blue?"}]}'
+    body = (
+        '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "max_tokens": 100}'  # or it may ramble on
+    )
+    ca = f" --cacert {quote(tls.ca_certs)}" if tls else ""
     key = f' -H "authorization: Bearer ${API_KEY_ENV}"' if needs_key else ""
     _say("\nNow, in another terminal:")
     for line in (
@@ -83,7 +86,7 @@ def _tell_next(http_url: str, grpc_address: str, config: Config) -> None:
         f'mooncake generate{address} "Why is the sky blue?"',
         f"mooncake chat{address}",
         f"mooncake status{address}",
-        f"curl {http_url}/v1/chat/completions{key} -H 'content-type: application/json' -d '{body}'",
+        f"curl {http_url}/v1/chat/completions{ca}{key} -H 'content-type: application/json' -d '{body}'",
     ):
         _say(f"  {escape(line)}")
     _say("\nCtrl-C stops the cluster.")

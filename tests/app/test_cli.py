@@ -92,9 +92,9 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         (["generate", "Hi", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
         (["chat", "--address", "127.0.0.1:9"], 1, "no cluster answers at 127.0.0.1:9"),
         (["status", "--address", "http://127.0.0.1:9"], 2, "an address is HOST:PORT, such as 127.0.0.1:50051; got"),
-        (["serve", "--model", "/no/model"], 1, "/no/model; give an HF folder"),
-        (["serve", "Qwen/Qwen3-0.6B"], 1, "no model at Qwen/Qwen3-0.6B; give an HF folder, a .gguf file, or"),
-        (["serve", "Qwen/Qwen3-0.6B"], 1, "; `hf download Qwen/Qwen3-0.6B` prints such a folder"),
+        (["serve", "--model", "/no/model"], 2, "/no/model; give an HF folder"),
+        (["serve", "Qwen/Qwen3-0.6B"], 2, "no model at Qwen/Qwen3-0.6B; give an HF folder, a .gguf file, or"),
+        (["serve", "Qwen/Qwen3-0.6B"], 2, "; `hf download Qwen/Qwen3-0.6B` prints such a folder"),
         (["serve", "one", "--model", "two"], 2, "got two models, one and two: a cluster serves one"),
         (["serve", "--dtype", "float8"], 2, "dtype"),
         (["serve", "--tensor-parallel-size=2"], 2, "is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
@@ -351,6 +351,7 @@ def test_serve_tells_what_it_does_and_stops_on_ctrl_c() -> None:
     with started(*SERVE) as process:
         text = read_until(process, "Ctrl-C stops")
         assert all(word in text for word in ("OpenAI", "gRPC", "status ", "waiting for", "ready", "mooncake generate"))
+        assert '"max_tokens": 100}' in text, "an answer without an end would be all that a newcomer sees"
         nodes = children(process.pid)
         assert len(nodes) == 4
         with Client(re.findall(r"--address (\S+)", text)[0]) as client:
@@ -509,6 +510,7 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     asked.write_text("\n".join(lines) + "\n\n")
     done = run("run-batch", "-i", str(asked), "-o", str(told), "--url", cluster.http_url, "--concurrency", "6")
     assert done.returncode == 1 and done.stderr.startswith("21 of 22 requests were answered in ")
+    assert "\nnot answered, for one: wrong: max_tokens " in done.stderr
 
     results = [json.loads(line) for line in told.read_text().splitlines()]
     assert [result["custom_id"] for result in results] == [json.loads(line)["custom_id"] for line in lines]
@@ -614,7 +616,7 @@ def test_an_interrupted_batch_goes_on_where_it_was(tmp_path: Path) -> None:
         done = run("run-batch", *files, "--url", url)
         assert done.returncode == 0
         told = " ".join(done.stderr.split())
-        assert "out has 4 of 8 answers already; 4 requests are sent" in told and "4 of 4 requests were answered" in told
+        assert "out has 4 of 8 answers already; sending the other 4" in told and "4 of 4 requests were answered" in told
         assert sorted(after) == [f"{n}{ends}" for n in (4, 5, 6, 7)]
         assert out.read_bytes().startswith(b"".join(kept.splitlines(keepends=True)[:4]))
         results = [json.loads(line) for line in out.read_bytes().splitlines()]

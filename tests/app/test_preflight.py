@@ -70,6 +70,14 @@ def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:
     assert port_holder(port) == ""
 
 
+def test_both_taken_ports_are_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        http, grpc = one.getsockname()[1], two.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            check_ports(load_config(None, [f"conductor.http_port={http}", f"conductor.grpc_port={grpc}"]))
+    assert f"port {http} is taken" in caught.value.message and f"port {grpc} is taken" in caught.value.message
+
+
 def test_free_ports_pass_and_equal_ports_do_not() -> None:
     check_ports(resolve(load_config(None, ["conductor.http_port=0", "conductor.grpc_port=0"])))
     port = free_port("127.0.0.1")

@@ -38,7 +38,7 @@ def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     widths = _cut_widths(config)
     if any(count % size for count in (config.num_heads, *widths)):
         mlps = "".join(f" and an MLP of {width}" for width in widths)
-        raise ModelError(f"{config.num_heads} heads{mlps} cannot be cut into {size} equal parts")
+        raise ModelError(f"{config.num_heads} heads{mlps} cannot be cut into {size} equal parts (tensor_parallel)")
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ModelError(
             f"{config.num_kv_heads} KV heads can neither be cut into {size} parts nor be repeated for them"
