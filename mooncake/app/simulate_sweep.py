@@ -152,10 +152,9 @@ def _table(vary: str, points: Sequence[Point]) -> object:
 def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> None:
     """Write one HTML file with the charts. Values that are not numbers are spaced evenly."""
     try:
-        xs, label = [float(point.value) for point in points], vary
+        xs, names = [float(point.value) for point in points], []
     except ValueError:
-        xs = [float(at) for at in range(len(points))]
-        label = f"{vary}: " + ", ".join(f"{at} {point.value}" for at, point in enumerate(points))
+        xs, names = [float(at) for at in range(len(points))], [point.value for point in points]
     found = [point.summary for point in points]
     ttft = [
         Series("mean", xs, [one.ttft_s.mean for one in found]),
@@ -172,13 +171,17 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
         Series("from another host", xs, [one.fetched_tokens for one in found]),
     ]
     charts = [
-        lines("Time to first token", label, "s", ttft),
-        lines("Time between tokens, longest tenth", label, "ms", tbt),
-        lines("Requests inside the limits", label, "share", [Series("", xs, [one.goodput for one in found])]),
-        lines("Prompt tokens reused", label, "share", reused),
+        lines("Time to first token", vary, "s", ttft, names=names),
+        lines("Time between tokens, longest tenth", vary, "ms", tbt, names=names),
+        lines(
+            "Requests inside the limits", vary, "share", [Series("", xs, [one.goodput for one in found])], names=names
+        ),
+        lines("Prompt tokens reused", vary, "share", reused, names=names),
     ]
-    style = "body{font:14px system-ui;max-width:980px;margin:2em auto}svg{width:48%;font:10px system-ui;fill:#57606a}"
+    style = "body{font:14px system-ui;max-width:980px;margin:2em auto}"
+    style += "svg{width:48%;overflow:visible;font:10px system-ui;fill:#57606a}"
     style += "svg .grid{stroke:#d0d7de;stroke-width:.5}svg .title{font-size:12px;font-weight:600}"
+    style += "svg .legend{paint-order:stroke;stroke:#fff;stroke-width:3px}"
     title = html.escape(f"{vary} on {name}")
     data = msgspec.json.encode([point.line for point in points]).decode().replace("<", "\\u003c")
     path.write_text(

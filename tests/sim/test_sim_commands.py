@@ -166,6 +166,10 @@ def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
     assert (slow["value"], fast["value"]) == ("10", "400")
     assert slow["ttft_s"]["mean"] > fast["ttft_s"]["mean"]
     assert plot.read_text().count("<svg") == 4
+    split = ("--preset", "paper-16", "--limit", "2", "--vary", "split")
+    for values, last in (("5:11,8:8", "8:8"), (",".join(["8:8"] * 30), "29")):  # of many, the marks are numbers
+        call("sweep", trace, *split, "--values", values, "--plot", plot)
+        assert plot.read_text().count(f">{last}</text>") == 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import numpy as np
 WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 40
 COLOURS = ("#1f6feb", "#d29922", "#cf222e", "#2da44e", "#8250df", "#57606a", "#bf3989", "#0a7ea4")
+CHARACTER = 6  # width of one in a label
 MAX_POINTS = 600
 
 
@@ -28,8 +29,10 @@ def cdf(label: str, values: Sequence[float]) -> Series:
     return Series(label, ordered.tolist(), shares.tolist())
 
 
-def lines(title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False) -> str:
-    """A chart with one line per series; only a frame if there are no points."""
+def lines(
+    title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False, names: Sequence[str] = ()
+) -> str:
+    """A chart with one line per series; only a frame if there are no points. ``names``: what x = 0, 1, … stand for."""
     series = [_thin(one, log_x) for one in series]
     xs = [x for one in series for x in one.x]
     ys = [y for one in series for y in one.y]
@@ -39,13 +42,19 @@ def lines(title: str, x_label: str, y_label: str, series: Sequence[Series], log_
     high_y = max(max(ys), 1e-12)
     scale_x = _scale(low_x if log_x else min(low_x, 0.0), high_x, LEFT, WIDTH - RIGHT, log_x)
     scale_y = _scale(0.0, high_y, HEIGHT - BOTTOM, TOP, False)
-    parts = [_grid(scale_x, scale_y, low_x if log_x else min(low_x, 0.0), high_x, high_y, log_x)]
+    if max(map(len, names), default=0) * CHARACTER * max(len(names) - 1, 1) > WIDTH - LEFT - RIGHT:
+        x_label += ": " + ", ".join(f"{at} {name}" for at, name in enumerate(names))
+        names = [str(at) for at in range(len(names))]
+    marks = [(float(at), name) for at, name in enumerate(names)]
+    if not names:
+        marks = [(x, short(x)) for x in (_powers(low_x, high_x) if log_x else ticks(min(low_x, 0.0), high_x))]
+    parts = [_grid(scale_x, scale_y, marks, high_y)]
     for at, one in enumerate(series):
         colour = COLOURS[at % len(COLOURS)]
         points = " ".join(f"{scale_x(x):.1f},{scale_y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
         parts.append(
-            f'<text x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * at}" text-anchor="end" fill="{colour}">'
+            f'<text x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * at}" text-anchor="end" fill="{colour}" class="legend">'
             f"{escape(one.label)}</text>"
         )
     return _frame(title, x_label, y_label, "".join(parts))
@@ -68,16 +77,16 @@ def _scale(low: float, high: float, start: float, end: float, log: bool) -> _Sca
     return _Scale(low, high, start, end, log)
 
 
-def _grid(scale_x: _Scale, scale_y: _Scale, low_x: float, high_x: float, high_y: float, log_x: bool) -> str:
+def _grid(scale_x: _Scale, scale_y: _Scale, marks: Sequence[tuple[float, str]], high_y: float) -> str:
     parts = []
     for value in ticks(0.0, high_y):
         y = scale_y(value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{short(value)}</text>')
-    for value in _powers(low_x, high_x) if log_x else ticks(low_x, high_x):
+    for value, name in marks:
         x = scale_x(value)
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" class="grid"/>')
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{short(value)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{escape(name)}</text>')
     return "".join(parts)
 
 

@@ -24,7 +24,8 @@ table{border-collapse:collapse;margin:.6em 0}
 td,th{padding:.2em .8em .2em 0;text-align:right;border-bottom:1px solid #d0d7de}
 td:first-child,th:first-child{text-align:left}.charts{display:grid;grid-template-columns:1fr 1fr;gap:12px}
 svg{width:100%;font:10px system-ui,sans-serif;fill:#57606a}svg .grid{stroke:#d0d7de;stroke-width:.5}
-svg .title{font-size:12px;fill:#1f2328;font-weight:600}.note{color:#57606a}
+svg .title{font-size:12px;fill:#1f2328;font-weight:600}svg .legend{paint-order:stroke;stroke:#fff;stroke-width:3px}
+.note{color:#57606a}
 """
 WINDOWS = 60
 _SHARES = " / ".join(f"{share:g}" for share in published.FIG6_SHARES["conversation"]["paper-16"])
