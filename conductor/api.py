@@ -11,6 +11,7 @@ from typing import Protocol
 
 from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
 
+TOO_LATE = "the request did not finish within its time, at most conductor.request_timeout_s; max_tokens bounds answers"
 DRAIN_S = 10.0  # how long requests in progress may finish when the conductor is asked to stop
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from conductor.api import Delta
+from conductor.api import TOO_LATE, Delta
 from conductor.dispatch.lifecycle import HandoffState
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
@@ -204,7 +204,7 @@ class Attempt:
 
     def _deadline_is_over(self) -> None:
         self._has_expired = True
-        self._inbox.fail(DeadlineExceeded("the request did not finish within its time"))
+        self._inbox.fail(DeadlineExceeded(TOO_LATE))
 
     def _is_time_over(self) -> bool:
         return self._clock() >= self._deadline - 0.1

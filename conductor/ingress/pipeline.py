@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from conductor.api import Delta, Generator, InferenceRequest
+from conductor.api import TOO_LATE, Delta, Generator, InferenceRequest
 from conductor.ingress.answers import Answer, Job, Observer, Piece, joined, mean_logprob
 from conductor.ingress.prompts import Prompts
 from conductor.ingress.served_model import ServedModel
@@ -236,7 +236,7 @@ class Pipeline:
         except TimeoutError:
             if self._is_closing:
                 raise NodeUnavailable("the server is shutting down") from None
-            raise DeadlineExceeded("the request did not finish within its time") from None
+            raise DeadlineExceeded(TOO_LATE) from None
         except StopAsyncIteration:
             raise InternalError("the answer ended without a reason") from None
         finally:
