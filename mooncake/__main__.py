@@ -1,7 +1,15 @@
-"""``python -m mooncake``: the command ``mooncake``."""
+"""The command ``mooncake``, also as ``python -m mooncake``."""
 
 from __future__ import annotations
 
-from mooncake.app.cli import main
 
-main()
+def main() -> None:
+    try:
+        from mooncake.app.cli import main as run  # on a busy machine it takes seconds
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -116,7 +116,7 @@ def print_report(report: ReplayReport) -> None:
     if (backlog_s := _backlog_s(report, answered)) > 0:
         out.print(
             f"[dim]requests came faster than they were answered: it went on for {backlog_s:.1f} s after the last one, "
-            "and TTFT includes the queue; a lower --speed shows it without[/]"
+            "and TTFT includes the queue; a lower --speed avoids that[/]"
         )
     slo = report.options.slo
     if slo.is_set:

@@ -167,6 +167,20 @@ def test_the_demo_takes_any_ports_but_those_that_are_set(tmp_path: Path) -> None
     assert f"port {port} is taken by process " in done.stderr
 
 
+def test_ctrl_c_before_the_command_is_loaded_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    paths = os.pathsep.join((str(tmp_path), *filter(None, sys.path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "mooncake", "status"],
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_help_loads_nothing_that_takes_long() -> None:
     """So it answers at once; how fast is measured by a benchmark."""
     done = subprocess.run(
