@@ -197,8 +197,9 @@ class Core:
             await asyncio.sleep(TICK_S)
             pause_s = self.clock() - before - TICK_S
             try:
-                if pause_s > self.heartbeat_interval_s:  # this process was stopped or starved
+                if pause_s > TICK_S:  # this process was stopped or starved, or is so busy that it hears late
                     self.registry.discount_pause(pause_s)
+                if pause_s > self.heartbeat_interval_s:
                     self.health.discard_open_probes()
                 self.tick()
             except Exception:
