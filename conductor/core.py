@@ -92,6 +92,7 @@ class Core:
         self._ticker: asyncio.Task[None] | None = None
         self._closing_channels: set[asyncio.Task[None]] = set()
         self._seen_version = 0  # of the registry
+        self._unheard: set[int] = set()  # incarnations of nodes that only the directory has told of
 
     async def start(self) -> None:
         """Start with what the directory knows from an earlier run or from another conductor."""
@@ -121,6 +122,7 @@ class Core:
         replaced = self.registry.register(info, self.clock())
         self.adapters.adopt(adapters)
         self.registry.set_adapters(info.node_id, info.incarnation, adapters)
+        self._unheard.discard(info.incarnation)
         self.role_requests.registered(info)
         if replaced is not None:
             self._remove(replaced, "was started anew" if replaced.role is info.role else f"becomes a {info.role} node")
@@ -150,6 +152,7 @@ class Core:
         """Returns whether the node is known. Raises StaleEpoch when it was replaced."""
         known = self.registry.heartbeat(node_id, incarnation, load, draining, self.clock())
         if known:
+            self._unheard.discard(incarnation)
             self.fleet.heartbeat(node_id, load)
             self.registry.set_adapters(node_id, incarnation, adapters)
         return known
@@ -163,6 +166,7 @@ class Core:
             log.warning("the directory's node %s is of no use: %s", known.node_id, error)
             return
         self.registry.call_failed(info, self.clock())
+        self._unheard.add(info.incarnation)
         self.directory.joined(info.node_id, known.description, known.table)
         self.subscriber.follow(info, known.table)
         self.health.joined(info)
@@ -203,7 +207,11 @@ class Core:
         log.warning("%s node %s %s", info.role, info.node_id, why)
         self.role_requests.withdraw(info.node_id)  # a later process would switch unexpectedly
         self.subscriber.forget(info.node_id)
-        self.directory.left(info.node_id)
+        if info.incarnation in self._unheard:  # another conductor may hear it
+            self._unheard.discard(info.incarnation)
+            self.directory.forget(info.node_id)
+        else:
+            self.directory.left(info.node_id)
         self.costs.forget(info.node_id)
         self.health.forget(info.node_id)
         if self.replica_manager is not None:
@@ -221,8 +229,9 @@ class Core:
             await asyncio.sleep(TICK_S)
             pause_s = self.clock() - before - TICK_S
             try:
-                if pause_s > self.heartbeat_interval_s:  # this process was stopped or starved
+                if pause_s > TICK_S:  # this process was stopped or starved, or is so busy that it hears late
                     self.registry.discount_pause(pause_s)
+                if pause_s > self.heartbeat_interval_s:
                     self.health.discard_open_probes()
                 self.tick()
             except Exception:

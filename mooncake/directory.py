@@ -56,6 +56,9 @@ class Directory(Protocol):
 
     def left(self, node_id: str) -> None: ...
 
+    def forget(self, node_id: str) -> None:
+        """Its owner never heard of the node: leave it to other conductors, and to its time to expire."""
+
     def changed(
         self, node_id: str, incarnation: int, next_sequence: int, events: Sequence[BlockEvent], is_reset: bool
     ) -> None:

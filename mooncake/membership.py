@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 MAX_BACKOFF_S = 1.0
 SAMPLES_KEPT = 256  # of each kind: sent again to a restarted conductor
 RPC_TIMEOUT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 5.0  # a busy conductor answers late, and does not hear what was given up
 _IDLE_POLL_S = 0.02
 
 
@@ -141,7 +142,7 @@ class Membership:
     async def announce(self) -> None:
         """Send a heartbeat now: something has changed that the conductor should know soon."""
         if self.is_registered:
-            await self._heartbeat()
+            await self._heartbeat(RPC_TIMEOUT_S)
 
     def report_soon(self) -> None:
         """Send the next heartbeat without waiting for its time; never two at once, so answers come in order."""
@@ -202,9 +203,9 @@ class Membership:
         log.info("%s is registered with the conductor at %s", self._info.node_id, self._address)
         await self._heartbeat()  # registering carries no load
 
-    async def _heartbeat(self) -> None:
+    async def _heartbeat(self, timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
         try:
-            response = await self._send_heartbeat(draining=self.draining, timeout_s=RPC_TIMEOUT_S)
+            response = await self._send_heartbeat(draining=self.draining, timeout_s=timeout_s)
         except (NodeUnavailable, DeadlineExceeded) as error:
             if not self._said_waiting:
                 log.warning("%s cannot reach the conductor: %s", self._info.node_id, error)

@@ -30,6 +30,9 @@ MAX_HEADER_BYTES = 64 << 10
 UNREAD_TIMEOUT_S = 60.0  # for a client to read what was sent
 LINGER_S = 0.5
 STOP_GRACE_S = 2
+# uvloop accepts one connection in a pass of the event loop from each file: where passes are slow, clients would wait in
+# the kernel for a minute to be refused.
+ACCEPTS_A_PASS = 16
 TELL_EVERY_S = 10.0
 
 
@@ -265,7 +268,8 @@ class HttpServer:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1e3))
         bound = int(listener.getsockname()[1])
-        self._task = asyncio.create_task(self._server.serve([listener]), name="http server")
+        listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_A_PASS - 1))]
+        self._task = asyncio.create_task(self._server.serve(listeners), name="http server")
         await self._server.listening.wait()
         return bound
 

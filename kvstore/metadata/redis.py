@@ -130,6 +130,9 @@ class RedisDirectory:
             self._gone[node_id] = node.generation
             self._work.set()
 
+    def forget(self, node_id: str) -> None:
+        self._nodes.pop(node_id, None)
+
     def changed(
         self, node_id: str, incarnation: int, next_sequence: int, events: Sequence[BlockEvent], is_reset: bool
     ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
+from mooncake.app.role_main import run_async
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 
@@ -287,6 +288,31 @@ async def listening(limits):
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF_A_BODY = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc"
+
+
+async def test_a_loop_whose_passes_are_slow_accepts_several_connections_in_each():
+    """Otherwise clients wait in the kernel, for a minute, to be told that there is no room."""
+    clients = 200
+
+    async def passes_until_answered():
+        passes = 0
+        async with listening(ConnectionLimits(max_open=2 * clients)) as port:
+
+            async def ask():
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(ASKED)
+                await reader.readuntil(b"\r\n\r\nok")
+                writer.close()
+
+            asking = asyncio.gather(*(ask() for _ in range(clients)))
+            while not asking.done():
+                time.sleep(0.002)  # noqa: ASYNC251
+                await asyncio.sleep(0)
+                passes += 1
+            await asking
+        return passes
+
+    assert await asyncio.to_thread(run_async, passes_until_answered()) < clients / 2
 
 
 @pytest.mark.parametrize(

@@ -111,3 +111,26 @@ async def test_without_redis_a_conductor_starts_cold_and_is_not_held_up(tmp_path
     assert warm.index.num_blocks("store") == len(KEYS)
     await warm.stop()
     redis.stop()
+
+
+async def test_a_conductor_leaves_nodes_that_it_never_heard_to_the_one_that_does(tmp_path: Path, cache: Cache) -> None:
+    redis = RedisProcess(tmp_path)
+    redis.start()
+    first = await started(redis.url)
+    cache.log.append(BlockEvent(True, key) for key in KEYS)
+    first.register(cache.info)
+    await until_known(first, 20)
+    await asyncio.sleep(0.2)  # until it is in Redis
+    quick = load_config(None, ["conductor.heartbeat_interval_s=0.2", "conductor.node_timeout_s=0.6"])
+    second = Core(quick, FACTS, RedisDirectory(redis.url, "mooncake:kv", timeout_s=3.0))
+    await second.start()
+    assert second.registry.get("store") is not None
+    async with asyncio.timeout(5):
+        while second.registry.get("store") is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await second.stop()
+    third = await started(redis.url)
+    assert third.registry.get("store") is not None and third.index.num_blocks("store") == 20
+    await third.stop()
+    await first.stop()
+    redis.stop()
