@@ -15,7 +15,7 @@ from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.rope import FREQUENCIES, THETA, Scaling, floats
 from mooncake.model_config import Gemma4Parts, Settings
 
-_TABLE = "per_layer_token_embd.weight"
+_TABLE, _TOKENS = "per_layer_token_embd.weight", "token_embd.weight"
 _STANDS_STILL = 1e29  # divided by so much and more
 
 
@@ -29,6 +29,8 @@ def gemma4(meta: Metadata) -> Fields:
     cap = meta.number("final_logit_softcapping", 0.0)
     if not 0 <= cap < 1e6:
         raise meta.wrong("final_logit_softcapping", f"must be positive or 0, got {cap}")
+    sources = tuple(sources_of_last(Settings({}, meta.source), list(windows), shared)) if shared else ()
+    size = meta.integer("embedding_length_per_layer_input", 0)
     inner = _inner(meta, len(windows) - shared, len(windows))
     return {
         "architecture": "gemma4_text",
@@ -46,20 +48,28 @@ def gemma4(meta: Metadata) -> Fields:
         "rms_eps": meta.number(RMS_EPS),
         "activation": "gelu_tanh",
         "layer_windows": windows,
-        "kv_sources": tuple(sources_of_last(Settings({}, meta.source), list(windows), shared)) if shared else (),
+        "kv_sources": sources,
         "attention_scale": 1.0,
         "logit_cap": cap,
         "qk_norm": True,
         "num_experts": meta.integer("expert_count") if has_mixture else 0,
         "experts_per_token": meta.integer("expert_used_count") if has_mixture else 0,
         "gemma4": Gemma4Parts(
-            input_size=meta.integer("embedding_length_per_layer_input", 0),
-            input_vocab=meta.file.tensors[_TABLE].shape[0] if meta.has_tensor(_TABLE) else 0,
+            input_size=size,
+            input_vocab=_input_vocab(meta) if size else 0,
             has_wide_mlps=inner[-1] != inner[0],
             keys_are_values=_lacks_values(meta, windows, shared),
             expert_size=meta.integer("expert_feed_forward_length") if has_mixture else 0,
         ),
     }
+
+
+def _input_vocab(meta: Metadata) -> int:
+    """Tokens with embeddings of each layer."""
+    found, needed = (meta.file.tensors[name].shape[0] if meta.has_tensor(name) else 0 for name in (_TABLE, _TOKENS))
+    if found < needed:
+        raise ModelError(f"{meta.source} has embeddings of each layer ({_TABLE}) for {found} of {needed} tokens")
+    return found
 
 
 def _inner(meta: Metadata, num_owners: int, num_layers: int) -> Sequence[int]:

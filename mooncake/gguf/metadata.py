@@ -36,11 +36,10 @@ class Metadata:
     def of_layers(self, key: str, num_layers: int) -> list[int]:
         """An integer of each layer, given once or for each."""
         given = self.get(key)
-        if not isinstance(given, list):
-            return [self.integer(key)] * num_layers
-        if len(given) != num_layers or not all(type(value) is int and value > 0 for value in given):
+        values = given if isinstance(given, list) else [self.integer(key)] * num_layers
+        if len(values) != num_layers or not all(type(value) is int and value > 0 for value in values):
             raise self.wrong(key, f"must be a positive integer for each of {num_layers} layers")
-        return given
+        return values
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
