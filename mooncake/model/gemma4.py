@@ -14,9 +14,10 @@ import torch
 
 from mooncake.families.gemma4 import keys_are_values
 from mooncake.kernels import Experts, Linear
+from mooncake.kernels.reference import Matrices
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
-from mooncake.model.layers import vector
+from mooncake.model.layers import WeightsOnDemand, vector
 from mooncake.model_config import Gemma4Parts
 
 
@@ -117,7 +118,7 @@ class Gemma4(Decoder):
 
     def _take_mixture(self, prefix: str) -> _Mixture:
         scale = self.weight(prefix + "router.scale").float() * self.config.hidden_size**-0.5
-        gate_up, down = (self.weight(f"{prefix}experts.{name}_proj").unbind() for name in ("gate_up", "down"))
+        gate_up, down = (self._matrices(f"{prefix}experts.{name}_proj") for name in ("gate_up", "down"))
         return _Mixture(
             vector(scale, self.kernels),
             self.linear(prefix + "router.proj"),
@@ -127,6 +128,11 @@ class Gemma4(Decoder):
             self.vector(prefix + "post_feedforward_layernorm_2.weight"),
             self.vector(prefix + "post_feedforward_layernorm_1.weight"),
         )
+
+    def _matrices(self, name: str) -> Matrices:
+        """Of all experts."""
+        codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
+        return self.weight(name).unbind() if codes is None else codes
 
     def _take_input(self, prefix: str) -> _Input:
         return _Input(

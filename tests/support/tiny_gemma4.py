@@ -26,7 +26,7 @@ LARGE: dict[str, Any] = {  # 31B, 26B-A4B: values of global layers are their key
     **{"attention_k_eq_v": True, "use_bidirectional_attention": "vision"},
     **{"layer_types": [LAYERS[kind] for kind in "sssfsssf"], "num_hidden_layers": 8},
 }
-MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
+MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
 UNIFIED = {name: value for name, value in LARGE.items() if name != "hidden_size_per_layer_input"}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 
