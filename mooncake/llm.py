@@ -196,9 +196,9 @@ class LLM:
 
         One of ``sampling_params``, ``adapter`` and ``priority`` for all prompts, or one each; the default is
         ``get_default_sampling_params()``. With ``n`` each prompt is computed once and answered that many times.
-        ``lora_request`` names adapters in vLLM's form; one with a folder is loaded when it is first named. Prompts with a lower ``priority`` are computed first.
-        ``use_tqdm`` shows a progress bar; by default on a terminal. Raises InvalidRequest, ContextTooLong, and
-        ModelError for an adapter that cannot be loaded.
+        ``lora_request`` names adapters in vLLM's form; one with a folder is loaded when it is first named. Prompts with
+        a lower ``priority`` are computed first. ``use_tqdm`` shows a progress bar; by default on a terminal. Raises
+        InvalidRequest, ContextTooLong, and ModelError for an adapter that cannot be loaded.
         """
         given = prompt_list(prompts)
         warn_of_spelled_control(given, self.tokenizer)
