@@ -156,10 +156,10 @@ async def test_a_load_ends_in_time_and_changes_nothing_then(tmp_path: Path) -> N
         return len(asked_until) < 3
 
     loader = AdapterLoader(catalogue, registry, lambda: (), nodes_change, 30.0, lambda: 100.0)
-    with pytest.raises(DeadlineExceeded, match="within 30 s: it is missing on decode-0$"):
+    with pytest.raises(DeadlineExceeded, match=r"within 30 s: it is missing on decode-0$"):
         await loader.load("a", str(tmp_path / "a"))
     assert asked_until == [130.0] * 3 and not catalogue.wanted() and not catalogue.served
-    with pytest.raises(NotFound, match="there is no adapter_config.json"):
+    with pytest.raises(NotFound, match=r"there is no adapter_config\.json"):
         await loader.load("a", str(tmp_path))
     with pytest.raises(InvalidRequest, match="256 printable"):
         await loader.load("a\n", str(tmp_path / "a"))
