@@ -175,11 +175,12 @@ class AdapterTable:
         self._taken: set[int] = set()
         self._loaded: dict[str, LoadedAdapter] = {}
         for adapter in adapters:
-            self.add(adapter, self.take_place())
+            if adapter.digest not in self:  # two names may have the same weights
+                self.add(adapter, self.take_place())
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """In the order in which they were added."""
+        """In the order in which they were added: at first, that of their places."""
         return tuple(loaded.adapter for loaded in self._loaded.values())
 
     def __contains__(self, digest: str) -> bool:

@@ -6,12 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_lora import write_adapter
+from tiny_model import tiny_model
 
+from conductor.control.adapter_loader import AdapterLoader
 from conductor.control.adapters import AdapterCatalogue, without
-from conductor.registry import Node, NodeInfo, NodeState
+from conductor.registry import Node, NodeInfo, NodeState, Registry
 from mooncake.adapter_loads import AdapterLoad, load_from_wire, load_to_wire
-from mooncake.adapters import Adapter
-from mooncake.errors import InvalidRequest, NotFound
+from mooncake.adapters import Adapter, open_adapter
+from mooncake.errors import DeadlineExceeded, InvalidRequest, NotFound
 from mooncake.types import Role
 
 
@@ -135,3 +138,31 @@ def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
 def test_loads_travel_whole() -> None:
     load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why")
     assert load_from_wire(load_to_wire(load)) == load
+
+
+async def test_a_load_ends_in_time_and_changes_nothing_then(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "a", tiny_model("llama"))
+    registry, catalogue = Registry("kv", 64, 1.0, 5.0), AdapterCatalogue([], 1)
+    for incarnation, role in enumerate((Role.PREFILL, Role.DECODE), 1):
+        info = NodeInfo(f"{role}-0", role, incarnation, f"here:{incarnation}", kv_fingerprint="kv", block_tokens=64)
+        registry.register(info, 0.0)
+    asked_until: list[float] = []
+
+    async def nodes_change(until: float) -> bool:
+        """The prefill node has it at once, the decode node never."""
+        [load] = catalogue.wanted()
+        registry.set_adapters("prefill-0", 1, [load])
+        asked_until.append(until)
+        return len(asked_until) < 3
+
+    loader = AdapterLoader(catalogue, registry, lambda: (), nodes_change, 30.0, lambda: 100.0)
+    with pytest.raises(DeadlineExceeded, match=r"within 30 s: it is missing on decode-0$"):
+        await loader.load("a", str(tmp_path / "a"))
+    assert asked_until == [130.0] * 3 and not catalogue.wanted() and not catalogue.served
+    with pytest.raises(NotFound, match=r"there is no adapter_config\.json"):
+        await loader.load("a", str(tmp_path))
+    with pytest.raises(InvalidRequest, match="256 printable"):
+        await loader.load("a\n", str(tmp_path / "a"))
+    assert registry.lacking("other") == {1, 2}
+    digest = open_adapter("a", str(tmp_path / "a")).digest
+    assert registry.lacking(digest) == {2}

@@ -12,7 +12,8 @@ from tiny_model import tiny_model
 
 from mooncake.adapter_keeper import AdapterKeeper
 from mooncake.adapter_loads import AdapterLoad
-from mooncake.adapters import Adapter, open_adapter
+from mooncake.adapters import Adapter, AdapterTable, open_adapter, read_weights
+from mooncake.errors import ModelError, NotFound
 
 
 class Host:
@@ -116,3 +117,40 @@ async def test_those_of_the_configuration_stay() -> None:
     keeper.want([])
     assert host.has == {"configured"}
     await keeper.stop()
+
+
+def test_a_place_is_free_once_nobody_refers_to_the_adapter_there() -> None:
+    freed: list[int] = []
+    a, same, b = (
+        Adapter(name, Path(name), digest, 8.0, False) for name, digest in (("a", "1"), ("b", "1"), ("c", "2"))
+    )
+    table = AdapterTable([a, same, b], freed.append)
+    assert table.adapters == (a, b), "equal weights are in the model once"
+    first, second = table.get("1"), table.get("2")
+    assert first is not None and second is not None and (first.place, second.place) == (0, 1)
+    assert table.get("") is None
+    table.remove("1")
+    with pytest.raises(NotFound, match="not loaded here"):
+        table.get("1")
+    assert not freed and table.take_place() == 2, "somebody computes with it"
+    del first
+    assert freed == [0] and table.take_place() == 3, "the model has it still"
+    table.freed(0)
+    assert table.take_place() == 0
+    table.remove("2")
+    assert freed == [0]
+    del second
+    assert freed == [0, 1]
+
+
+def test_weights_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    adapter = open_adapter("a", str(tmp_path))
+    weights = tmp_path / "adapter_model.safetensors"
+    assert read_weights(adapter) == weights.read_bytes()
+    write_adapter(tmp_path, tiny_model("llama"), seed=1)
+    with pytest.raises(ModelError, match="is changing while it is loaded"):
+        read_weights(adapter)
+    weights.unlink()
+    with pytest.raises(ModelError, match="cannot read"):
+        read_weights(adapter)
