@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mooncake.errors import ConfigError, ModelError
 
@@ -115,8 +115,9 @@ class ModelConfig:
     query_offset: int = 0  # Llama 4: p + this; and if some layers do not rotate, only in those
     qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
-    layer_heads: tuple[tuple[int, int], ...] = ()  # Gemma 4: each layer's KV heads and head size, where they differ
-    gemma4: Gemma4Parts | None = None
+    # Not in ``repr``, which names KV: that of models without these is called what it was (``Checkpoint.digest``).
+    layer_heads: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # each layer's KV heads and head size
+    gemma4: Gemma4Parts | None = field(default=None, repr=False)
 
     def query_grows(self, layer: int) -> bool:
         """Whether ``query_growth`` applies to this layer."""
