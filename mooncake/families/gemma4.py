@@ -44,7 +44,10 @@ def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         keys_are_values=settings.flag("attention_k_eq_v", False),
         expert_size=_positive(settings, "moe_intermediate_size") if has_mixture else 0,
     )
-    return {**_read(settings), **mixture, "gemma4": parts}
+    values = _read(settings)
+    if has_mixture and values["activation"] not in ("gelu_tanh", "silu"):
+        raise ModelError(f"{settings.source} asks for experts with the activation {values['activation']!r}")
+    return {**values, **mixture, "gemma4": parts}
 
 
 def _read_unified(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -79,8 +82,8 @@ def _read(settings: Settings) -> dict[str, object]:
         "hidden_size": settings.integer("hidden_size"),
         "intermediate_size": settings.integer("intermediate_size"),
         "num_heads": settings.integer("num_attention_heads"),
-        "num_kv_heads": settings.integer("num_key_value_heads"),
-        "head_dim": settings.integer("head_dim"),
+        "num_kv_heads": heads[0][0],
+        "head_dim": heads[0][1],
         "layer_heads": tuple(heads) if len(set(heads)) > 1 else (),
         "vocab_size": settings.integer("vocab_size"),
         "max_model_len": num_positions,

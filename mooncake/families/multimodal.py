@@ -73,7 +73,8 @@ def language_model(settings: Settings) -> Settings:
         **(_GEMMA3_DEFAULTS if family == "gemma3_text" else {}),
         **{key: settings.tree[key] for key in _SHARED if settings.get(key) is not None},
         **{key: value for key, value in text.items() if value is not None},
-        # What is said of the language model's embeddings does not count, in transformers either.
+        # What is said beside the language model counts, in transformers too: of Gemma 4, that turns end as texts do.
+        **{key: settings.tree[key] for key in ("bos_token_id", "eos_token_id") if settings.get(key) is not None},
         "tie_word_embeddings": settings.get("tie_word_embeddings"),
         "model_type": _LANGUAGE_MODELS.get(family, family) if isinstance(family, str) else family,
     }

@@ -124,7 +124,7 @@ class Gemma4(Decoder):
             self.linear(prefix + "router.proj"),
             self.weight(prefix + "router.per_expert_scale").float(),
             self.vector(prefix + "pre_feedforward_layernorm_2.weight"),
-            self.kernels.experts(gate_up, down, gate="gelu_tanh"),
+            self.kernels.experts(gate_up, down, gate="silu" if self.config.activation == "silu" else "gelu_tanh"),
             self.vector(prefix + "post_feedforward_layernorm_2.weight"),
             self.vector(prefix + "post_feedforward_layernorm_1.weight"),
         )

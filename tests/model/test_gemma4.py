@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
-from tiny_gemma4 import GEMMA4, WHOLE
+from tiny_gemma4 import GEMMA4, LARGE, MIXTURE, WHOLE, text
 from tiny_mixtures import answers
 from tiny_model import write_tokenizer
+from transformers import PreTrainedModel
 
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
@@ -106,6 +108,18 @@ def test_steps_whose_logits_nobody_wants_end_with_the_last_layer_that_has_keys(t
     assert found[2].shape == (0, VOCAB)
 
 
+def test_what_published_models_do_not_vary_is_read_too(tmp_path: Path) -> None:
+    """Experts with another activation, and layers that are all global."""
+    others: dict[str, Callable[[], PreTrainedModel]] = {
+        "mixture": text("gemma4_text", **LARGE, **MIXTURE, hidden_activation="silu"),
+        "global": text("gemma4_text", **{**LARGE, "layer_types": ["full_attention"] * 8}),
+    }
+    for family in others:
+        folder = Published(family, tmp_path / family, others)
+        assert greedy(folder) == [folder.greedy(prompt) for prompt in PROMPTS]
+    assert not folder.checkpoint.config.layer_heads, "layers that are alike take a row each"
+
+
 # As published
 
 
@@ -143,6 +157,7 @@ def test_it_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None:
         ({"hidden_size_per_layer_input": -8}, "embeddings of -8"),
         ({"moe_intermediate_size": 0}, "moe_intermediate_size must be positive"),
         ({"num_experts": None}, "lacks num_experts"),
+        ({"hidden_activation": "relu"}, "asks for experts with the activation 'relu'"),
         ({"top_k_experts": 9}, "cannot use 9 of 6 experts"),
         ({"num_kv_shared_layers": 8}, "num_kv_shared_layers must leave layers"),
         ({"num_kv_shared_layers": 7}, "no layer with a window of all tokens has KV"),

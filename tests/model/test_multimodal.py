@@ -81,6 +81,18 @@ def test_gemma3_is_the_same_in_the_keys_of_its_publisher(tmp_path: Path) -> None
     assert config == expected
 
 
+def test_tokens_that_end_answers_are_those_beside_the_language_model(tmp_path: Path) -> None:
+    """Gemma 4 says [1, 106] there, and 1 within, which is the end of a text and not of a turn."""
+    folder = published("gemma3", tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    text = folder.tree["text_config"]
+    assert isinstance(text, dict)
+    folder.rewrite(eos_token_id=[1, 50], text_config=text | {"eos_token_id": 1})
+    assert folder.checkpoint.config.eos_ids == (1, 50)
+    folder.rewrite(eos_token_id=None)
+    assert folder.checkpoint.config.eos_ids == (1,)
+
+
 def test_qwen_vl_is_the_same_in_the_older_form_of_its_settings(tmp_path: Path) -> None:
     """All in one, and positions called M-RoPE."""
     folder = published("qwen2.5-vl", tmp_path)
