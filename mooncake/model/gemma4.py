@@ -90,11 +90,16 @@ class Gemma4(Decoder):
 
     def _take_inputs(self) -> _Inputs:
         return _Inputs(
-            self.weight("model.embed_tokens_per_layer.weight"),
+            self._stored("model.embed_tokens_per_layer.weight"),
             self._rounded(self._parts.input_size),
             self.linear("model.per_layer_model_projection"),
             self.vector("model.per_layer_projection_norm.weight"),
         )
+
+    def _stored(self, name: str) -> torch.Tensor:
+        """A weight in the type of its file, if that has values."""
+        stored = self._weights.as_stored(name) if isinstance(self._weights, WeightsOnDemand) else None
+        return self.weight(name) if stored is None else stored
 
     def _take(self, index: int, prefix: str) -> _Layer:
         config, attention, mlp = self.config, prefix + "self_attn.", prefix + "mlp."
@@ -151,7 +156,7 @@ class Gemma4(Decoder):
         if inputs is None:
             return None
         shape = len(hidden), self.config.num_layers, self._parts.input_size
-        own = torch.nn.functional.embedding(batch.tokens, inputs.table) * inputs.scale
+        own = torch.nn.functional.embedding(batch.tokens, inputs.table).to(inputs.scale.dtype) * inputs.scale
         seen = (inputs.projection(hidden) * self.config.hidden_size**-0.5).view(shape)
         return (self._norm(seen, inputs.norm) + own.view(shape)) * 2**-0.5
 

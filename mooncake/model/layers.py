@@ -28,7 +28,8 @@ class WeightsOnDemand(Weights):
     """Creates each weight anew on every access, so that packing them one after another never holds all of them twice.
 
     ``codes`` gives a matrix, and ``experts`` a tensor of all experts, as codes that products take directly, if it is
-    stored so and codes are wanted; otherwise None.
+    stored so and codes are wanted; otherwise None. ``as_stored`` gives a weight in the type of its file, for those who
+    read a few of its rows at a time; None if it is not stored as values.
     """
 
     def __init__(
@@ -37,11 +38,13 @@ class WeightsOnDemand(Weights):
         make: Callable[[str], torch.Tensor],
         codes: Callable[[str], Codes | GroupedCodes | None] = lambda _: None,
         experts: Callable[[str], list[GroupedCodes] | None] = lambda _: None,
+        as_stored: Callable[[str], torch.Tensor | None] = lambda _: None,
     ) -> None:
         self._names = dict.fromkeys(names)
         self._make = make
         self.codes = codes
         self.experts = experts
+        self.as_stored = as_stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self._names:

@@ -94,7 +94,7 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
         weight = coded.get(name)
         return experts_as_groups(weight, stored, dtype) if keeps_groups and weight is not None else None
 
-    return WeightsOnDemand(needed, make, own_codes, experts)
+    return WeightsOnDemand(needed, make, own_codes, experts, lambda name: None if name in coded else stored[name])
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:

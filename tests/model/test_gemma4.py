@@ -22,6 +22,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError, MooncakeError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
+from mooncake.model.gemma4 import Gemma4
 from mooncake.model.load import load_model
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
@@ -93,6 +94,18 @@ def test_narrow_weights_and_pages_give_nearly_the_same(published: Published) -> 
     for narrow in logits[1:]:
         assert torch.nn.functional.cosine_similarity(logits[0], narrow).mean() > 0.95
         assert not torch.equal(logits[0], narrow)
+
+
+def test_embeddings_of_layers_stay_in_the_file(tmp_path: Path) -> None:
+    """They are half of a small model: computing in float32 does not copy them."""
+    folder = Published("small", tmp_path, GEMMA4)
+    folder.theirs.bfloat16().save_pretrained(tmp_path)
+    folder.theirs.float()
+    model = load_model(folder.checkpoint, "float32")
+    assert isinstance(model, Gemma4) and model._inputs is not None
+    assert model._inputs.table.dtype is torch.bfloat16
+    found = answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    assert found == [folder.greedy(prompt) for prompt in PROMPTS]
 
 
 def test_steps_whose_logits_nobody_wants_end_with_the_last_layer_that_has_keys(tmp_path: Path) -> None:
