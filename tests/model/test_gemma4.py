@@ -1,4 +1,4 @@
-"""Gemma 4: folders as publishers write them, against transformers' own models."""
+"""Gemma 3n and 4: folders as publishers write them, against transformers' own models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
-from tiny_gemma4 import GEMMA4, WHOLE
+from tiny_gemma4 import GEMMA3N, GEMMA4, WHOLE
 from tiny_mixtures import answers
 from tiny_model import write_tokenizer
 
@@ -25,9 +25,12 @@ from mooncake.model.load import load_model
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
 
 
-@pytest.fixture(params=GEMMA4, scope="module")
+FAMILIES = GEMMA4 | GEMMA3N
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
 def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Published:
-    return Published(request.param, tmp_path_factory.mktemp(request.param), GEMMA4)
+    return Published(request.param, tmp_path_factory.mktemp(request.param), FAMILIES)
 
 
 def greedy(folder: Published, use_reference: bool = False, kv_dtype: str = "float32") -> list[list[int]]:
@@ -181,10 +184,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Published:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tensor_parallel_size": 2}, "tensor parallelism is not for Gemma 4"),
+        ({"tensor_parallel_size": 2}, "tensor parallelism is not for Gemma 3n and 4"),
         ({"pipeline_parallel_size": 2}, "stages are for the Llama family"),
-        ({"context_parallel_size": 2}, "differ in their heads, which context parallel ranks do not take"),
-        ({"device": "cuda"}, "differ in their heads, which is for CPUs"),
+        ({"context_parallel_size": 2}, "context parallel ranks are not for Gemma 3n and 4"),
+        ({"device": "cuda"}, "is for CPUs, like all of Gemma 3n and 4"),
         ({"weights": "int8"}, "int8 weights are for the Llama family"),
     ],
     ids=["tensor", "pipeline", "context", "gpu", "int8"],
