@@ -11,6 +11,7 @@ from mooncake.errors import ConfigError, ModelError
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 28
 MAX_EXPERTS = 1024  # per layer; each has its own names
+STATE_WINDOW = 2  # tokens: the state before the next token is in the page of the token before it
 MAX_INTEGER = 1 << 53  # no number in a config.json is larger, and floats are exact up to it
 
 
@@ -50,6 +51,33 @@ class Routing:
     @property
     def has_choice_bias(self) -> bool:
         return self.scoring in ("sigmoid", "biased_softmax")
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Layers that keep a state of fixed size in place of KV: the gated delta rule (Yang et al. 2024, arXiv 2412.06464)
+    behind a short convolution, as in Qwen3-Next."""
+
+    layers: tuple[int, ...]
+    num_key_heads: int
+    key_dim: int  # of each head
+    num_value_heads: int  # a multiple of the key heads
+    value_dim: int
+    taps: int  # tokens that the convolution sees, the current one included
+
+    @property
+    def channels(self) -> int:
+        """What the convolution sees of a token: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers of a state: the last inputs of the convolution, and a matrix per value head."""
+        return (self.taps - 1) * self.channels + self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.state_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +132,8 @@ class ModelConfig:
     qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
     layer_heads: tuple[tuple[int, int], ...] = ()  # Gemma 4: each layer's KV heads and head size, where they differ
+    recurrence: Recurrence | None = None  # Qwen3-Next: some layers keep states; their window is STATE_WINDOW
+    stacked_experts: bool = False  # all experts' matrices of a layer are published as one tensor
 
     def query_grows(self, layer: int) -> bool:
         """Whether ``query_growth`` applies to this layer."""
@@ -147,6 +177,14 @@ class ModelConfig:
         elements = math.prod(self.row_heads)
         rows = tuple(-(-math.prod(self.heads_of(layer)) // elements) for layer in self.kv_owners)
         return rows if max(rows) > 1 else ()
+
+    def rows_for(self, row_bytes: int) -> tuple[int, ...]:
+        """The same, for rows of so many bytes, which decides how many of them a state takes."""
+        if self.recurrence is None:
+            return self.kv_rows
+        of_state = -(-self.recurrence.state_bytes // row_bytes)
+        rows = tuple(of_state if layer in self.recurrence.layers else 1 for layer in range(self.num_layers))
+        return rows if of_state > 1 else ()
 
     def kv_layer_of(self, layer: int) -> int:
         """The cache layer whose keys and values this layer attends to."""
@@ -209,8 +247,22 @@ class ModelConfig:
         if wrong:
             raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         self._check_kv_sources()
+        self._check_recurrence()
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ModelError(f"a token cannot use {self.experts_per_token} of {self.num_experts} experts")
+
+    def _check_recurrence(self) -> None:
+        it = self.recurrence
+        if it is None:
+            return
+        assert not (self.kv_sources or self.layer_heads or self.latent), "no family has these beside states"
+        if not set(it.layers) < set(range(self.num_layers)):
+            raise ModelError(f"some of {self.num_layers} layers must attend, and the others keep states")
+        sizes = (it.num_key_heads, it.key_dim, it.num_value_heads, it.value_dim)
+        if not 1 <= min(sizes) <= max(sizes) <= 1 << 16 or not 2 <= it.taps <= 1 << 10:
+            raise ModelError(f"a state cannot have {sizes} heads and sizes of keys and values, and {it.taps} taps")
+        if it.num_value_heads % it.num_key_heads:
+            raise ModelError(f"{it.num_value_heads} value heads cannot share {it.num_key_heads} key heads evenly")
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:

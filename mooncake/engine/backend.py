@@ -24,7 +24,7 @@ from mooncake.model import load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
-from mooncake.page_groups import PageGroups, groups_of, one_group
+from mooncake.page_groups import PageGroups, as_one_group, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -79,7 +79,7 @@ def plan_pages(
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
     where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
     config = checkpoint.config
-    groups = groups_of(config, context) if device == "cpu" and num_ranks == 1 else one_group(config.kv_rows)
+    groups = groups_of(config, context, layout) if device == "cpu" and num_ranks == 1 else as_one_group(config, layout)
     return groups, groups.page_layout(layout)
 
 

@@ -37,7 +37,6 @@ _MISSING = {
         ("granite_swa", "granitemoe_swa"), "rotations of each layer's own, and sinks beside Granite's factors"
     ),
     "granitemoeshared": "an expert for all tokens beside Granite's mixture",
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _RECURRENT),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text", "glm5_next", "bailing_hybrid", "lfm3", "xlstm", "falcon_mamba"), _RECURRENT
     ),
@@ -72,7 +71,7 @@ _ACTIVATIONS = {
 @dataclass(frozen=True, slots=True)
 class Family:
     """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
-    without experts of a model with a ``Routing``."""
+    without experts of a model with a ``Routing``; ``recurrent_shapes``: of its layers that keep states."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
@@ -80,6 +79,7 @@ class Family:
     top_shapes: Callable[[ModelConfig], Shapes]
     prefix: str = ""
     dense_shapes: Callable[[ModelConfig], Shapes] | None = None
+    recurrent_shapes: Callable[[ModelConfig], Shapes] | None = None
 
 
 def num_layers_of(settings: Settings) -> int:

@@ -13,6 +13,7 @@ from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
+from mooncake.families.hybrid import HYBRID_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
 from mooncake.families.llama4 import LLAMA4_FAMILIES
@@ -33,6 +34,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **INTERLEAVED_FAMILIES,
     **LLAMA4_FAMILIES,
     **COHERE_MOE_FAMILIES,
+    **HYBRID_FAMILIES,
 }
 
 
@@ -65,9 +67,11 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
     shapes = dict(family.top_shapes(config))
     layer = family.layer_shapes(config)
     dense = family.dense_shapes(config) if family.dense_shapes else layer
+    recurrent = family.recurrent_shapes(config) if family.recurrent_shapes else layer
     for number in range(config.num_layers):
         is_dense = config.routing is not None and number in config.routing.dense_layers
-        own = dense if is_dense else layer
+        is_recurrent = config.recurrence is not None and number in config.recurrence.layers
+        own = recurrent if is_recurrent else dense if is_dense else layer
         shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in own.items()}
     return shapes
 

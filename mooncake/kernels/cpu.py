@@ -30,6 +30,7 @@ from mooncake.kernels.cpu_library import (
 )
 from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear, WeightMemory
 from mooncake.kernels.cpu_threads import num_threads
+from mooncake.kernels.recurrent import Runs
 from mooncake.kernels.reference import Bounds, Coding, Matrices, Matrix
 
 
@@ -191,6 +192,19 @@ class CpuKernels:
         )
         check(status)
         return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
+
+    def gated_delta(
+        self,
+        inputs: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        taps: torch.Tensor,
+        states: torch.Tensor,
+        runs: Runs,
+        num_key_heads: int,
+        key_dim: int,
+    ) -> torch.Tensor:
+        return reference.gated_delta(inputs, decay, beta, taps, states, runs, num_key_heads, key_dim)
 
     def paged_attention(
         self,

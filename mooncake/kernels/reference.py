@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mooncake.kernels.grouped import GroupedCodes
+from mooncake.kernels.recurrent import gated_delta as gated_delta
 from mooncake.kernels.windows import first_seen
 from mooncake.precision import Coding as Coding
 

@@ -20,6 +20,7 @@ from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
+from mooncake.model.hybrid import Qwen3Next
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
@@ -90,6 +91,9 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "stablelm": StableLm,
     "nemotron": Nemotron,
     "jais2": Jais2,
+    "qwen3_next": Qwen3Next,
+    "qwen3_5_text": Qwen3Next,
+    "qwen3_5_moe_text": Qwen3Next,
 }
 
 
@@ -129,7 +133,7 @@ def load_model(
         raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
-    has_stages = family is None or issubclass(family, GatedDecoder)
+    has_stages = family is None or (issubclass(family, GatedDecoder) and not config.recurrence)
     if layers is not None and (not has_stages or config.kv_sources):
         raise ModelError(
             "stages are for the Llama family and those built like it, with KV of each layer's own, "
