@@ -22,6 +22,7 @@ from mooncake.kernels.cpu_library import (
     POINTER,
     ROW_UNIT,
     WEIGHT_KINDS,
+    DeltaCall,
     Rope,
     activation_unit,
     check,
@@ -48,6 +49,7 @@ class CpuKernels:
         self._rope_write_kv = library.mc_rope_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
+        self._gated_delta = library.mc_gated_delta
         self._sample, self._score = library.mc_sample, library.mc_score
 
     def linear(
@@ -204,7 +206,21 @@ class CpuKernels:
         num_key_heads: int,
         key_dim: int,
     ) -> torch.Tensor:
-        return reference.gated_delta(inputs, decay, beta, taps, states, runs, num_key_heads, key_dim)
+        (tokens, channels), heads = inputs.shape, decay.shape[1]
+        value_dim = (channels - 2 * num_key_heads * key_dim) // heads
+        rows = (inputs, decay, beta, taps)
+        if key_dim % 16 or value_dim % 16 or not all(each.is_contiguous() for each in rows) or states.stride(1) != 1:
+            return reference.gated_delta(inputs, decay, beta, taps, states, runs, num_key_heads, key_dim)
+        mixed, output = torch.empty_like(inputs), inputs.new_empty((tokens, heads * value_dim))
+        call = DeltaCall(
+            *(each.data_ptr() for each in rows),
+            *(states.data_ptr(), len(states), states.stride(0)),
+            *(each.data_ptr() for each in (runs.starts, runs.sources, runs.targets)),
+            *(len(runs.targets), mixed.data_ptr(), output.data_ptr()),
+            *(channels, len(taps), num_key_heads, heads, key_dim, value_dim),
+        )
+        check(self._gated_delta(ctypes.byref(call), num_threads()))
+        return output
 
     def paged_attention(
         self,
