@@ -109,7 +109,7 @@ class Checkpoint(ABC):
         if not keep_hidden:
             return plain
         if config.layer_heads or config.recurrence:
-            raise ConfigError(f"model.keep_hidden is for models whose layers have the same heads, not for {self.name}")
+            raise ConfigError(f"model.keep_hidden is for models whose layers keep the same, not for {self.name}")
         if config.kv_sources:
             raise ConfigError(f"model.keep_hidden is for models with KV of each layer's own, not for {self.name}")
         if list(keep_hidden) != sorted(set(keep_hidden) & set(range(1, config.num_layers))):

@@ -274,7 +274,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         block = block_layout(model, self.block.tokens, self.precision().kv_dtype)
         prefill, as_one = self.prefill, as_one_group(model, block)
         if (model.layer_heads or model.recurrence) and self.pool_layout.tensor_parallel:
-            raise ConfigError("pool_layout is for models whose layers have the same heads")
+            raise ConfigError("pool_layout is for models whose layers keep the same: heads of one size, and no states")
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
         num_processes = max(engine.num_processes for engine in self._engines)
         if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:

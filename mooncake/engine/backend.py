@@ -96,6 +96,7 @@ def open_backend(
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
     (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
     others do."""
+    _check_recurrence(checkpoint, device, processes)
     path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1 and device != "cpu":
@@ -123,6 +124,7 @@ def open_for_node(
 ) -> Backend:
     """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
     ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
+    _check_recurrence(checkpoint, device, processes)
     if processes.tensor > 1 and device != "cpu":
         with contextlib.ExitStack() as opened:
             num_bytes = size.num_blocks * size.layout.block_bytes
@@ -145,6 +147,12 @@ def open_for_node(
     return Backend(SettledModel(backend.model, mirror), backend.cache, mirror, mirror.close)
 
 
+def _check_recurrence(checkpoint: Checkpoint, device: str, processes: Processes) -> None:
+    """Raises ModelError where layers that keep states cannot run."""
+    if checkpoint.config.recurrence and (device != "cpu" or processes.count > 1):
+        raise ModelError(f"{checkpoint.name} has recurrent layers, which run on CPUs, and in one process")
+
+
 def draft_on(
     device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int, chunk_tokens: int
 ) -> DraftModel:
@@ -156,6 +164,8 @@ def draft_on(
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:
         raise ConfigError("a draft model needs speculative_tokens")
+    if checkpoint.config.recurrence:
+        raise ConfigError(f"the draft model {path} has recurrent layers, which take no token back")
     precision = resolve_precision(dtype, devices=(device,), stored=checkpoint.coding)
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)

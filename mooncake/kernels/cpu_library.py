@@ -124,7 +124,10 @@ class DeltaCall(ctypes.Structure):
         *((name, POINTER) for name in ("starts", "sources", "targets")),
         ("num_runs", LONG),
         *((name, POINTER) for name in ("mixed", "output")),
-        *((name, ctypes.c_int32) for name in ("channels", "num_taps", "num_key_heads", "heads", "key_dim", "value_dim")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("channels", "num_taps", "num_key_heads", "heads", "key_dim", "value_dim")
+        ),
     ]
 
 

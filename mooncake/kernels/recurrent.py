@@ -69,14 +69,14 @@ def gated_delta(
     values = channels - 2 * keys
     tail = (len(taps) - 1) * channels
     outputs = inputs.new_empty((len(inputs), num_heads, values // num_heads))
-    starts = runs.starts.tolist()
-    for first, end, source, target in zip(starts, starts[1:], runs.sources.tolist(), runs.targets.tolist(), strict=False):
+    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
+    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
         state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
         seen = torch.cat([state[:tail].view(-1, channels), inputs[first:end]])
         mixed = torch.zeros_like(inputs[first:end])
         for tap, weights in enumerate(taps):
             mixed += seen[tap : tap + end - first] * weights
-        query, key, value = torch.nn.functional.silu(mixed).split([keys, keys, values], dim=1)
+        query, key, value = torch.split(torch.nn.functional.silu(mixed), [keys, keys, values], dim=1)
         query, key = (
             _normalised(heads.view(-1, num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, dim=1)
             for heads in (query, key)

@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 over a paged cache (Qwen team 2025, 2026): three of four layers keep a state of fixed size, the
-others attend.
+"""Qwen3-Next and Qwen3.5 over a paged cache (Qwen team 2025, 2026): three of four layers keep a state of fixed size,
+the others attend.
 
 Attention's output is gated by a sigmoid, and a quarter of each head rotates. Stored weights of norms have 1 subtracted,
 but for the norm of what a state returns. MLPs are Qwen's mixtures, or dense.
@@ -69,8 +69,8 @@ class Qwen3Next(GatedDecoder[_Layer]):
     Qwen3.5 one for each."""
 
     def _build(self) -> None:
-        if not isinstance(self.kernels, RecurrentKernels):
-            raise ModelError("models with recurrent layers run on CPUs, not on GPUs yet")
+        if not isinstance(self.kernels, RecurrentKernels) or self.is_part:
+            raise ModelError("models with recurrent layers run on CPUs, and in one process")
         self._delta = self.kernels.gated_delta
         super()._build()
 
@@ -94,11 +94,12 @@ class Qwen3Next(GatedDecoder[_Layer]):
         order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
         query, key, value = (self.weight(f"{attention}{name}_proj.weight") for name in "qkv")
         query, gate = (half.flatten(0, 1) for half in query.view(config.num_heads, 2, config.head_dim, -1).unbind(1))
-        norms = (self._norm_of(self.weight(f"{attention}{name}_norm.weight")[order]) for name in "qk")
+        query_norm, key_norm = (self._norm_of(self.weight(f"{attention}{name}_norm.weight")[order]) for name in "qk")
         return _Attention(
             self.kernels.linear(torch.cat([heads_in_order(query, order), heads_in_order(key, order), value])),
             self.kernels.linear(gate.contiguous()),
-            *norms,
+            query_norm,
+            key_norm,
             self.linear(attention + "o_proj"),
         )
 
@@ -120,17 +121,19 @@ class Qwen3Next(GatedDecoder[_Layer]):
             return [self.weight(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")]
         of_key = shape.num_value_heads // shape.num_key_heads
         sizes = [shape.key_dim, shape.key_dim, of_key * shape.value_dim, of_key * shape.value_dim]
-        wide = self.weight(f"{prefix}in_proj_qkvz.weight").unflatten(0, (shape.num_key_heads, -1)).split(sizes, 1)
-        narrow = self.weight(f"{prefix}in_proj_ba.weight").unflatten(0, (shape.num_key_heads, -1)).split(of_key, 1)
-        return [part.flatten(0, 1) for part in (*wide, *narrow)]
+        wide, narrow = (
+            self.weight(f"{prefix}in_proj_{name}.weight").view(shape.num_key_heads, -1, self.config.hidden_size)
+            for name in ("qkvz", "ba")
+        )
+        return [part.flatten(0, 1) for part in (*torch.split(wide, sizes, 1), *torch.split(narrow, of_key, 1))]
 
     def _take_dense(self, prefix: str) -> _Dense:
         return _Dense(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
 
     def _take_mixture(self, prefix: str) -> _Mixture:
         if self.config.stacked_experts:
-            stacks = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
-            experts = self.kernels.experts(*stacks)
+            gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
+            experts = self.kernels.experts(gate_up, down)
         else:
             experts = self.take_experts(prefix)
         return _Mixture(
@@ -178,7 +181,8 @@ class Qwen3Next(GatedDecoder[_Layer]):
         shape = self.config.recurrence
         assert shape is not None
         heads, values = shape.num_value_heads, shape.num_value_heads * shape.value_dim
-        inputs, gate, beta, decay = layer.inputs(normed).float().split([shape.channels, values, heads, heads], dim=1)
+        sizes = [shape.channels, values, heads, heads]
+        inputs, gate, beta, decay = torch.split(layer.inputs(normed).float(), sizes, dim=1)
         decay = layer.rates * torch.nn.functional.softplus(decay + layer.rate_bias)
         step.hook.before_layer(index)
         states, runs = self._states.of(index)

@@ -133,7 +133,7 @@ def load_model(
         raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")
     if key_scales and adapters:
         raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
-    has_stages = family is None or (issubclass(family, GatedDecoder) and not config.recurrence)
+    has_stages = family is None or issubclass(family, GatedDecoder)
     if layers is not None and (not has_stages or config.kv_sources):
         raise ModelError(
             "stages are for the Llama family and those built like it, with KV of each layer's own, "
