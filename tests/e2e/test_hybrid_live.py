@@ -23,7 +23,9 @@ SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [(), ("cluster.coupled=1",), ("prefill.chunk_tokens=5",)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [(), ("cluster.coupled=1",), ("prefill.chunk_tokens=5",), ("block.windows=false",)], ids=str
+)
 async def test_a_cluster_answers_as_transformers_do(settings: tuple[str, ...], tmp_path: Path) -> None:
     model = write_hybrid("qwen3-next", tmp_path)
     prompts = [prompt_of(length) for length in (7, 31, 32, 33, 90)]
