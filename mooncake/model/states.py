@@ -12,8 +12,8 @@ import torch
 
 from mooncake.kernels.recurrent import NO_PAGE, Runs
 from mooncake.model.batch import ForwardBatch
+from mooncake.model.pages import first_rows
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import one_group
 
 
 class States:
@@ -26,10 +26,8 @@ class States:
         self._batch = batch
         self._block_tokens = cache.shape[4]
         self._numbers = cache.view(len(cache), -1).view(torch.float32)  # [N, of a page]
-        row_bytes = cache.stride(1) * cache.element_size()
-        self._row_size = row_bytes // 4
-        rows = config.rows_for(row_bytes)
-        self._rows = [row for _, row in one_group(rows).places] or list(range(config.num_layers))
+        self._row_size = cache.stride(1) * cache.element_size() // 4
+        self._rows = first_rows(config, cache) if batch.pages is None else []
         self._runs: dict[int, Runs] = {}  # by group
         self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = [] if can_be_abandoned else None
 

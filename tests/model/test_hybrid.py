@@ -72,6 +72,16 @@ def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chun
     assert engine.block_pool.num_in_use == 0
 
 
+def test_all_layers_may_be_one_group(model: Model) -> None:
+    """As with block.windows = false: states of all blocks are kept."""
+    engine = hybrid_engine(model.folder, has_groups=False)
+    assert engine.config.groups.num_groups == 1 and engine.config.groups.num_rows == 11
+    for name, length in (("a", 48), ("b", 48), ("c", 7)):
+        engine.add(asked := sequence(name, prompt_of(length)))
+        assert run(engine)[name] == model.greedy(prompt_of(length))
+        assert asked.num_cached_tokens == (40 if name == "b" else 0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_states_are_exact_beside_kv_of_any_type(model: Model, dtype: str) -> None:
     """A row of other bytes, so other numbers of rows; the first token depends on nothing that is rounded but KV."""

@@ -10,13 +10,13 @@ import torch
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import plan_pages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import Kernels
 from mooncake.model import load_model
+from mooncake.page_groups import as_one_group, groups_of
 from mooncake.types import SamplingParams
 
 BLOCK, CONTEXT = 8, 256
@@ -57,13 +57,14 @@ def hybrid_engine(
     num_places: int = 0,
     kernels: Kernels | None = None,
     dtype: str = "float32",
+    has_groups: bool = True,
     **settings: Any,
 ) -> Engine:
     checkpoint = open_checkpoint(str(folder))
     numbers = {"block_tokens": BLOCK, "chunk_tokens": 24, "max_sequences": 8, "max_model_len": CONTEXT} | settings
     block = checkpoint.kv_layout(numbers["block_tokens"], dtype)
-    groups, page = plan_pages(checkpoint, block, CONTEXT)
-    cache = KVCache(page, num_pages, num_places=num_places)
+    groups = groups_of(checkpoint.config, CONTEXT, block) if has_groups else as_one_group(checkpoint.config, block)
+    cache = KVCache(groups.page_layout(block), num_pages, num_places=num_places)
     cache.memory[:] = 0xFF  # what was never written must never be read: NaN
     model = load_model(checkpoint, "float32", CONTEXT, kernels=kernels)
     return Engine(model, cache, EngineConfig(**numbers, groups=groups))
