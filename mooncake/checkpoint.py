@@ -24,6 +24,7 @@ import xxhash
 
 from mooncake.errors import ConfigError, ModelError
 from mooncake.families.family import unsupported
+from mooncake.families.gemma4 import GEMMA4_FAMILIES
 from mooncake.families.layer_settings import refuse_sharing
 from mooncake.families.llama import FAMILIES, REARRANGED, llama_shapes, read_llama
 from mooncake.families.multimodal import is_multimodal, is_of_another_part, language_model
@@ -33,6 +34,7 @@ from mooncake.families.registry import (
     read_config,
     weight_shapes_of,
     without_guessing_layers,
+    without_unused_keys,
 )
 from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf.parts import name_of, open_gguf
@@ -320,9 +322,10 @@ def _hf_config(
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     named = {published_name(family, name): shape for name, shape in shapes.items()}
     if family in OTHER_FAMILIES:
-        refuse_sharing(settings)
+        if family not in GEMMA4_FAMILIES:
+            refuse_sharing(settings)
         config = read_config(family, settings, bos_id, eos_ids, named)
-        named = without_guessing_layers(config, settings, named)
+        named = without_unused_keys(config, without_guessing_layers(config, settings, named))
     else:
         config = read_llama(family, settings, bos_id, eos_ids, named)
     spare = {published_name(family, name) for name in spare}

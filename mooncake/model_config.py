@@ -54,6 +54,17 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
+class Gemma4Parts:
+    """What layers of Gemma 4 (Gemma team 2026) have besides those of Gemma 3."""
+
+    input_size: int = 0  # of the embedding that each layer has of every token; 0: none
+    input_vocab: int = 0  # tokens with such embeddings
+    has_wide_mlps: bool = False  # MLPs of layers without KV of their own are twice as wide
+    keys_are_values: bool = False  # in global layers: values are keys before their norm and rotation
+    expert_size: int = 0  # width of each expert of a mixture beside the MLP; 0: no mixture
+
+
+@dataclass(frozen=True, slots=True)
 class Recurrence:
     """Layers that keep a state of fixed size in place of KV: the gated delta rule (Yang et al. 2024, arXiv 2412.06464)
     behind a short convolution, as in Qwen3-Next."""
@@ -85,8 +96,9 @@ class ModelConfig:
     """The shape of a decoder. Differences within the Llama family are fields, not code; other families' fields come
     last.
 
-    ``rope_scaling`` is None or holds "rope_type" ("linear", "llama3", "yarn" or "longrope") and its parameters, named
-    as in config.json; of LongRoPE's two sets of divisors, ``for_context`` leaves the one in use, as "factors".
+    ``rope_scaling`` is None or holds "rope_type" ("linear", "llama3", "yarn", "longrope" or "proportional") and its
+    parameters, named as in config.json; of LongRoPE's two sets of divisors, ``for_context`` leaves the one in use, as
+    "factors".
     """
 
     architecture: str  # the family, as config.json's model_type names it
@@ -132,6 +144,7 @@ class ModelConfig:
     qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
     layer_heads: tuple[tuple[int, int], ...] = ()  # Gemma 4: each layer's KV heads and head size, where they differ
+    gemma4: Gemma4Parts | None = None
     recurrence: Recurrence | None = None  # Qwen3-Next: some layers keep states; their window is STATE_WINDOW
     stacked_experts: bool = False  # all experts' matrices of a layer are published as one tensor
 

@@ -17,10 +17,6 @@ _CONVOLVED = "short convolutions, whose state is beside KV"
 _LINEAR_POSITIONS = "scores that fall with the distance of tokens (ALiBi)"
 _MISSING = {
     **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer, and several residual streams (AltUp)"),
-    **dict.fromkeys(
-        ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
-        "embeddings of each layer, and heads of two sizes",
-    ),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text"), _INDEXED),
     **dict.fromkeys(("mistral_large4", "mistral_large4_text", "minimax_m3_vl", "minimax_m3_vl_text"), _INDEXED),
     "deepseek_v4": "compressed KV, an indexer, and several residual streams (mHC)",
@@ -71,7 +67,7 @@ _ACTIVATIONS = {
 @dataclass(frozen=True, slots=True)
 class Family:
     """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
-    without experts of a model with a ``Routing``; ``recurrent_shapes``: of its layers that keep states."""
+    without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
@@ -79,7 +75,7 @@ class Family:
     top_shapes: Callable[[ModelConfig], Shapes]
     prefix: str = ""
     dense_shapes: Callable[[ModelConfig], Shapes] | None = None
-    recurrent_shapes: Callable[[ModelConfig], Shapes] | None = None
+    own_shapes: Callable[[ModelConfig, int], Shapes] | None = None
 
 
 def num_layers_of(settings: Settings) -> int:

@@ -104,9 +104,14 @@ def _rest_of_layer(config: ModelConfig) -> Shapes:
     }
 
 
+def _layer(config: ModelConfig, layer: int) -> Shapes:
+    assert config.recurrence is not None
+    return (_recurrent_layer if layer in config.recurrence.layers else _attending_layer)(config)
+
+
 _PARTS = (_attending_layer, "model.layers", llama_top)
 HYBRID_FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family(_read_mixture, *_PARTS, recurrent_shapes=_recurrent_layer),
-    "qwen3_5_text": Family(_read_dense, *_PARTS, recurrent_shapes=_recurrent_layer),
-    "qwen3_5_moe_text": Family(_read_mixture, *_PARTS, recurrent_shapes=_recurrent_layer),
+    "qwen3_next": Family(_read_mixture, *_PARTS, own_shapes=_layer),
+    "qwen3_5_text": Family(_read_dense, *_PARTS, own_shapes=_layer),
+    "qwen3_5_moe_text": Family(_read_mixture, *_PARTS, own_shapes=_layer),
 }

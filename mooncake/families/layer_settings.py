@@ -127,7 +127,13 @@ def _kv_sources(settings: Settings, windows: list[int]) -> list[int]:
         if factor < 1:
             raise ModelError(f"{settings.source}: cla_share_factor must be at least 1, got {factor}")
         return [layer - layer % factor for layer in own]
-    first = len(windows) - settings.integer("num_kv_shared_layers")
+    return sources_of_last(settings, windows, settings.integer("num_kv_shared_layers"))
+
+
+def sources_of_last(settings: Settings, windows: list[int], count: int) -> list[int]:
+    """The layer whose KV each layer attends to: its own, but for the last ``count`` that of the last layer before them
+    with the same window. Raises ModelError where there is none."""
+    first, own = len(windows) - count, list(range(len(windows)))
     if not 0 < first < len(windows):
         raise ModelError(f"{settings.source}: num_kv_shared_layers must leave layers that have KV, of {len(windows)}")
     last_of = {window: layer for layer, window in enumerate(windows[:first])}

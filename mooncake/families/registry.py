@@ -12,6 +12,7 @@ from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
+from mooncake.families.gemma4 import GEMMA4_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.hybrid import HYBRID_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
@@ -34,6 +35,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **INTERLEAVED_FAMILIES,
     **LLAMA4_FAMILIES,
     **COHERE_MOE_FAMILIES,
+    **GEMMA4_FAMILIES,
     **HYBRID_FAMILIES,
 }
 
@@ -67,11 +69,9 @@ def weight_shapes_of(config: ModelConfig) -> Shapes:
     shapes = dict(family.top_shapes(config))
     layer = family.layer_shapes(config)
     dense = family.dense_shapes(config) if family.dense_shapes else layer
-    recurrent = family.recurrent_shapes(config) if family.recurrent_shapes else layer
     for number in range(config.num_layers):
         is_dense = config.routing is not None and number in config.routing.dense_layers
-        is_recurrent = config.recurrence is not None and number in config.recurrence.layers
-        own = recurrent if is_recurrent else dense if is_dense else layer
+        own = family.own_shapes(config, number) if family.own_shapes else dense if is_dense else layer
         shapes |= {f"{family.layers_at}.{number}.{name}": shape for name, shape in own.items()}
     return shapes
 
@@ -83,6 +83,14 @@ def without_guessing_layers(config: ModelConfig, settings: Settings, shapes: Sha
     count = settings.integer("num_nextn_predict_layers", settings.integer("num_mtp_layers", 0))
     behind = ("model.mtp_", "mtp.", *(f"{at}.{last + i}." for i in range(min(count, MAX_LAYERS))))
     return {name: shape for name, shape in shapes.items() if not name.startswith(behind)}
+
+
+def without_unused_keys(config: ModelConfig, shapes: Shapes) -> Shapes:
+    """Drops what layers without KV of their own would compute it with: Gemma 4 is published with it."""
+    at = OTHER_FAMILIES[config.architecture].layers_at
+    layers = [layer for layer in range(config.num_layers) if not config.owns_kv(layer)]
+    unused = {f"{at}.{layer}.self_attn.{name}.weight" for layer in layers for name in ("k_proj", "v_proj", "k_norm")}
+    return {name: shape for name, shape in shapes.items() if name not in unused}
 
 
 def published_name(architecture: str, name: str) -> str:

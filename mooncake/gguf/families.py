@@ -11,6 +11,7 @@ from collections.abc import Callable
 from mooncake.errors import ModelError
 from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
+from mooncake.gguf.gemma4 import gemma4
 from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.mixtures import (
@@ -305,6 +306,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "gemma": _gemma1,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4,
     "qwen2moe": qwen_moe,
     "qwen3moe": qwen_moe,
     "qwen3vlmoe": qwen_moe,

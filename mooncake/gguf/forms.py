@@ -20,6 +20,7 @@ Form = Literal[
     "absorbed",
     "values",
     "listed",
+    "matrices",
 ]
 """How the file's tensors differ from the published weight.
 
@@ -34,6 +35,7 @@ Form = Literal[
 "absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
               [heads, outputs, inputs] (latent attention's keys and values)
 "listed"      the weight is one number, of which the metadata have a list with one for each layer (Apertus's activation)
+"matrices"    they do not differ, and are those of all experts, which models take one by one (Gemma 4)
 "values"      they do not differ, and models need its values: they put its rows together anew (latent attention)
 """
 
@@ -69,5 +71,5 @@ class Source:
     def keeps_codes(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this ``shape`` can stay codes: its rows are stored whole, in any order."""
         if len(shape) == 3:
-            return self.form in ("in turn", "transposed")
+            return self.form in ("in turn", "transposed", "matrices")
         return len(shape) == 2 and self.form in ("as is", "turned", "expert", "ungrouped", "rows")

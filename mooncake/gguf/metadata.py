@@ -33,6 +33,14 @@ class Metadata:
             raise self.wrong(key, "must be the same integer for all layers")
         return given[0]
 
+    def of_layers(self, key: str, num_layers: int) -> list[int]:
+        """An integer of each layer, given once or for each."""
+        given = self.get(key)
+        values = given if isinstance(given, list) else [self.integer(key)] * num_layers
+        if len(values) != num_layers or not all(type(value) is int and value > 0 for value in values):
+            raise self.wrong(key, f"must be a positive integer for each of {num_layers} layers")
+        return values
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):

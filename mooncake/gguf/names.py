@@ -65,6 +65,16 @@ LAYERS: dict[str, Mapping[str, str]] = {
     "phi3": {**LLAMA, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gemma4_text": {
+        **_GEMMA,
+        "post_feedforward_layernorm_1": "post_ffw_norm_1",
+        "post_feedforward_layernorm_2": "post_ffw_norm_2",
+        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+        "router.proj": "ffn_gate_inp",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+    },
     "olmo2": _POST_NORMED,
     "olmo3": _POST_NORMED,
     "exaone4": _POST_NORMED,
@@ -141,6 +151,9 @@ TOP = {
     "transformer.word_embeddings": "token_embd",
     "gpt_neox.embed_in": "token_embd",
     "transformer.wpe": "position_embd",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.norm": "output_norm",
     "model.final_layernorm": "output_norm",
     "transformer.ln_f": "output_norm",
@@ -153,6 +166,13 @@ TOP = {
 PARTS: dict[str, Mapping[str, Source]] = {
     "apertus": {
         f"mlp.act_fn.{name}": Source((f"xielu.{name}",), "listed") for name in ("alpha_p", "alpha_n", "beta", "eps")
+    },
+    "gemma4_text": {
+        "layer_scalar": Source(("layer_output_scale.weight",)),
+        "router.scale": Source(("ffn_gate_inp.scale",)),
+        "router.per_expert_scale": Source(("ffn_down_exps.scale",)),
+        "experts.gate_up_proj": Source(("ffn_gate_up_exps.weight",), "matrices"),
+        "experts.down_proj": Source(("ffn_down_exps.weight",), "matrices"),
     },
     "gpt_oss": {
         "self_attn.sinks": Source(("attn_sinks.weight",)),

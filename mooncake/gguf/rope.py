@@ -19,8 +19,8 @@ Scaling = Mapping[str, object]
 THETA = "rope.freq_base"
 TRAINED_LEN = "rope.scaling.original_context_length"
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+FREQUENCIES = "rope_freqs.weight"  # a tensor of what frequencies are divided by
 
-_FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 # Llama 3.1 and 3.2 GGUF files contain scaled frequencies, not parameters: these are the ones they were made with.
@@ -38,7 +38,7 @@ def read_scaling(
     ``attention_factor``: YaRN's, as the architecture reads it out of ``LOG_MULTIPLIER``. Raises ModelError for what is
     unsupported or invalid."""
     kind = meta.text("rope.scaling.type", "none")
-    if meta.has_tensor(_FREQUENCIES):
+    if meta.has_tensor(FREQUENCIES):
         return _llama3(meta, rotary_dim)
     if meta.has_tensor(_LONG) or meta.has_tensor(_SHORT):
         return _longrope(meta, rotary_dim)
@@ -91,7 +91,7 @@ def _yarn(meta: Metadata, truncate: bool, attention_factor: float | None) -> Sca
 
 def _llama3(meta: Metadata, rotary_dim: int) -> Scaling:
     """The parameters behind a table of frequency divisors, verified by recomputing the table from them."""
-    table, theta = _floats(meta, _FREQUENCIES), rope_theta(meta)
+    table, theta = floats(meta, FREQUENCIES), rope_theta(meta)
     factor = max(table, default=0.0)
     low, high = _LLAMA3_SCALING["low_freq_factor"], _LLAMA3_SCALING["high_freq_factor"]
     trained_len = _LLAMA3_SCALING["original_max_position_embeddings"]
@@ -115,7 +115,7 @@ def _longrope(meta: Metadata, rotary_dim: int) -> Scaling:
         raise meta.wrong(TRAINED_LEN, f"must be above 1, got {trained_len}")
     divisors = {}
     for name, tensor in (("short_factor", _SHORT), ("long_factor", _LONG)):
-        divisors[name] = tuple(_floats(meta, tensor))
+        divisors[name] = tuple(floats(meta, tensor))
         if len(divisors[name]) != rotary_dim // 2 or not all(0 < value < MAX_POSITIONS for value in divisors[name]):
             raise ModelError(f"{meta.source}: {tensor} must hold {rotary_dim // 2} positive numbers (F32)")
     stretch = meta.integer("context_length") / trained_len
@@ -129,7 +129,7 @@ def _longrope(meta: Metadata, rotary_dim: int) -> Scaling:
     }
 
 
-def _floats(meta: Metadata, name: str) -> Sequence[float]:
+def floats(meta: Metadata, name: str) -> Sequence[float]:
     """The numbers of a small tensor; none if it is missing or of another kind than F32."""
     tensor = meta.file.tensors.get(name)
     if tensor is None or tensor.kind.name != "F32":

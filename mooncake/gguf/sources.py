@@ -104,11 +104,17 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
                 what = f"{name} has the shape {found.shape}, the configuration says {expected}"
                 raise ModelError(f"{file.path}: the weight {what}")
             used.add(tensor)
+    unused = {f"blk.{layer}.attn_{kind}.weight" for layer in _without_kv(config) for kind in ("k", "v", "k_norm")}
     guessing = tuple(f"blk.{config.num_layers + number}." for number in range(_guessing_layers(file)))
-    for tensor in sorted(file.tensors.keys() - used):
+    for tensor in sorted(file.tensors.keys() - used - unused):
         if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
             name = published_name(config.architecture, tensor)
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
+
+
+def _without_kv(config: ModelConfig) -> list[int]:
+    """Layers that use others' keys and values; of Gemma 4, files have what would compute their own."""
+    return [layer for layer in range(config.num_layers) if not config.owns_kv(layer)]
 
 
 def listed_number(file: GGUF, source: Source) -> float:

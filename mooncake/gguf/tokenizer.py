@@ -1,13 +1,13 @@
-"""Tokenizers from the metadata of GGUF files: byte-level BPE ("gpt2") and SentencePiece with scores ("llama").
-Torch-free.
+"""Tokenizers from the metadata of GGUF files: byte-level BPE ("gpt2"), and SentencePiece with scores ("llama") or
+merges ("gemma4"). Torch-free.
 
 Files name a tokenizer's way to cut words and leave out its normalizer; both are known by that name
-(``words``). SentencePiece vocabularies come without merges; those follow from the scores.
+(``words``). SentencePiece vocabularies with scores come without merges; those follow from the scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers
@@ -22,6 +22,7 @@ from mooncake.text.tokenizer import Tokenizer
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _ADD_BOS, _ADD_SPACE = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"
+_MERGES = "tokenizer.ggml.merges"
 _SPACE = "▁"
 _RSTRIP_AFTER = ("phi3",)  # architectures whose control tokens take the white space behind them
 _KEEPS_SPACE = ("<s>", "<unk>", "<|endoftext|>")  # but these
@@ -32,18 +33,20 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int]) -> Tokenizer:
     kind = file.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelError(f"there is no tokenizer in {file.path}")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise ModelError(
             f"the tokenizer of {file.path} is of the kind {kind!r} (tokenizer.ggml.model); supported: gpt2 (byte-level "
-            "BPE), llama (SentencePiece)"
+            "BPE), llama (SentencePiece), gemma4 (SentencePiece with merges)"
         )
     vocabulary, pre = read_vocabulary(file), str(file.get("tokenizer.ggml.pre") or "default")
     is_sentencepiece = kind == "llama"
     prefix = " " if is_sentencepiece and file.get(_ADD_SPACE) is not False else ""
     if is_sentencepiece:
-        backend = _sentencepiece(file, vocabulary, bool(prefix))
+        backend = _sentencepiece(file, vocabulary, _merges_by_score(file, vocabulary), bool(prefix))
+    elif kind == "gemma4":
+        backend = _sentencepiece(file, vocabulary, _pairs(strings(file, _MERGES), str(file.path)), has_prefix=False)
     else:
-        backend = _byte_level_bpe(vocabulary, strings(file, "tokenizer.ggml.merges"), pre, str(file.path))
+        backend = _byte_level_bpe(vocabulary, strings(file, _MERGES), pre, str(file.path))
     control_ids = vocabulary.of_type(TokenType.CONTROL)
     backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
     backend.add_special_tokens([_added(token, True) for token in control_ids])
@@ -82,9 +85,8 @@ def _byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: str, sou
     ranks = vocabulary.of_type(TokenType.NORMAL) if pre in KIMI else {}
     if max(map(len, ranks), default=0) > MAX_TOKEN_BYTES:
         raise ModelError(f"the tokenizer in {source} has a token longer than {MAX_TOKEN_BYTES} bytes")
+    pairs = list(every_merge(ranks)) if pre in KIMI else _pairs(merges, source)
     try:
-        stored = ((left, right) for left, right in (merge.split(" ") for merge in merges))
-        pairs = list(every_merge(ranks) if pre in KIMI else stored)
         backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre in (*LLAMA3, *TEKKEN, *KIMI)))
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the merges of the tokenizer in {source} are broken: {error}") from None
@@ -95,19 +97,24 @@ def _byte_level_bpe(vocabulary: Vocabulary, merges: Sequence[str], pre: str, sou
     return backend
 
 
+def _pairs(merges: Sequence[str], source: str) -> list[tuple[str, str]]:
+    found = [tuple(merge.split(" ")) for merge in merges]
+    if wrong := next((pair for pair in found if len(pair) != 2), None):
+        raise ModelError(f"the merges of the tokenizer in {source} are broken: {wrong!r:.80}")
+    return [(pair[0], pair[1]) for pair in found]
+
+
 # SentencePiece (Kudo and Richardson 2018), of the kind BPE
 
 
-def _sentencepiece(file: GGUF, vocabulary: Vocabulary, has_prefix: bool) -> tokenizers.Tokenizer:
+def _sentencepiece(
+    file: GGUF, vocabulary: Vocabulary, merges: Sequence[tuple[str, str]], has_prefix: bool
+) -> tokenizers.Tokenizer:
     """``has_prefix``: texts are encoded with a space before them, which decoding removes."""
-    scores = file.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"{file.path}: tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
-    pieces = {token: float(scores[i]) for token, i in vocabulary.of_type(TokenType.NORMAL).items()}
     unknown = next(iter(vocabulary.of_type(TokenType.UNKNOWN)), None)
     vocab = {token: i for i, token in enumerate(vocabulary.tokens)}
     try:
-        model = models.BPE(vocab, _merges(pieces), unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        model = models.BPE(vocab, list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
         backend = tokenizers.Tokenizer(model)
     except Exception as error:  # the library raises bare Exception
         raise ModelError(f"the tokens of the tokenizer in {file.path} are broken: {error}") from None
@@ -117,11 +124,16 @@ def _sentencepiece(file: GGUF, vocabulary: Vocabulary, has_prefix: bool) -> toke
     return backend
 
 
-def _merges(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
+def _merges_by_score(file: GGUF, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     """Every way to make a piece of two others, in SentencePiece's order: the piece with the highest score first.
 
-    Of one piece's ways the one with the longer left part comes first, as in published tokenizer.json.
+    Of one piece's ways the one with the longer left part comes first, as in published tokenizer.json. Raises ModelError
+    if there are not as many scores as tokens.
     """
+    scores = file.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(vocabulary.tokens):
+        raise ModelError(f"{file.path}: tokenizer.ggml.scores does not fit tokenizer.ggml.tokens")
+    pieces = {token: float(scores[i]) for token, i in vocabulary.of_type(TokenType.NORMAL).items()}
     found = [
         (-score, -at, piece[:at], piece[at:])
         for piece, score in pieces.items()

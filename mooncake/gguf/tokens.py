@@ -50,7 +50,7 @@ def strings(file: GGUF, key: str) -> list[str]:
 
 # Many files name only one of the tokens that end an answer; llama.cpp, too, knows the others by these names.
 _ENDS = (
-    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|END_OF_TURN_TOKEN|>"),
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>"),
     *("<|end_of_text|>", "<|user|>", "<|observation|>"),
 )
 _HARMONY_ENDS = ("<|return|>", "<|call|>", "<|endoftext|>")  # with these, <|end|> ends a message of several

@@ -15,7 +15,7 @@ import torch
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import BuildFailed, load_library
-from mooncake.kernels.reference import Bounds, Coding, Matrices, Matrix
+from mooncake.kernels.reference import Bounds, Coding, Gate, Matrices, Matrix
 from mooncake.precision import cpu_features
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class Kernels(Protocol):
         down_bias: torch.Tensor | None = None,
         bounds: Bounds | None = None,
         first: int = 0,
+        gate: Gate = "silu",
     ) -> Experts: ...
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...

@@ -32,7 +32,7 @@ from mooncake.kernels.cpu_library import (
 from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear, WeightMemory
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.recurrent import Runs
-from mooncake.kernels.reference import Bounds, Coding, Matrices, Matrix
+from mooncake.kernels.reference import Bounds, Coding, Gate, Matrices, Matrix
 
 
 class CpuKernels:
@@ -67,14 +67,15 @@ class CpuKernels:
         down_bias: torch.Tensor | None = None,
         bounds: Bounds | None = None,
         first: int = 0,
+        gate: Gate = "silu",
     ) -> reference.Experts | PanelExperts:
         if gate_up[0].dtype not in WEIGHT_KINDS:
-            return reference.experts(gate_up, down, gate_up_bias, down_bias, bounds, first)
+            return reference.experts(gate_up, down, gate_up_bias, down_bias, bounds, first, gate)
         gated, downs = (
             [self.panel_linear(*given) for given in zip(weights, reference.biases_of(biases, weights), strict=True)]
             for weights, biases in ((gate_up, gate_up_bias), (down, down_bias))
         )
-        return PanelExperts(self.library, gated, downs, bounds, first)
+        return PanelExperts(self.library, gated, downs, bounds, first, gate)
 
     def panel_linear(
         self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "", is_gated: bool = False

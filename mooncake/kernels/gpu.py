@@ -70,6 +70,7 @@ class GpuKernels:
         down_bias: torch.Tensor | None = None,
         bounds: reference.Bounds | None = None,
         first: int = 0,
+        gate: reference.Gate = "silu",
     ) -> GroupedExperts:
         return GroupedExperts(
             self._stacked(gate_up),
@@ -78,6 +79,7 @@ class GpuKernels:
             None if down_bias is None else down_bias.to(self.device).contiguous(),
             bounds,
             first,
+            gate,
         )
 
     def _stacked(self, matrices: reference.Matrices) -> torch.Tensor:

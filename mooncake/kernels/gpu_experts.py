@@ -8,7 +8,7 @@ import torch
 import triton
 
 from mooncake.kernels import triton_experts as kernels
-from mooncake.kernels.reference import Bounds
+from mooncake.kernels.reference import Bounds, Gate
 from mooncake.kernels.triton_launch import INTERPRETED
 
 FEW_ROWS = 16  # the smallest tensor core tile
@@ -59,10 +59,11 @@ class GroupedExperts:
         down_bias: torch.Tensor | None = None,
         bounds: Bounds | None = None,
         first: int = 0,
+        gate: Gate = "silu",
     ) -> None:
         self._gate_up, self._down = gate_up, down
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
-        self._bounds, self._first = bounds, first
+        self._bounds, self._first, self._gate = bounds, first, gate
         self._wide = down.dtype is torch.float32
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
@@ -109,6 +110,7 @@ class GroupedExperts:
             PER_TOKEN=chosen.shape[1],
             HAS_BIAS=self._gate_up_bias is not None,
             BOUNDED=self._bounds is not None,
+            IS_GELU=self._gate == "gelu_tanh",
             **self._settings(tiles),
         )
         return gated

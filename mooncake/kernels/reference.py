@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -171,9 +172,14 @@ class Bounds:
     limit: float
 
 
+Gate = Literal["silu", "gelu_tanh"]
+"""What gates of experts go through."""
+
+
 class Experts:
     """A layer's gated MLPs, ``gate_up`` ``[E, 2 * I, hidden]`` with gates above ups and ``down`` ``[E, hidden, I]``, as
-    tensors or as lists of matrices. Experts are numbered from ``first`` on; other ranks hold the others."""
+    tensors or as lists of matrices. Experts are numbered from ``first`` on; other ranks hold the others. ``gate`` is
+    silu where there are ``bounds``."""
 
     def __init__(
         self,
@@ -183,10 +189,11 @@ class Experts:
         down_bias: torch.Tensor | None = None,
         bounds: Bounds | None = None,
         first: int = 0,
+        gate: Gate = "silu",
     ) -> None:
         self._gate_up = [linear(*given) for given in zip(gate_up, biases_of(gate_up_bias, gate_up), strict=True)]
         self._down = [linear(*given) for given in zip(down, biases_of(down_bias, down), strict=True)]
-        self._bounds, self._first = bounds, first
+        self._bounds, self._first, self._gate = bounds, first, gate
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """For each token of ``hidden`` ``[T, hidden]``, the sum of the outputs of its ``chosen`` experts (int64
@@ -201,6 +208,9 @@ class Experts:
         return mixed.to(hidden.dtype)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._gate == "gelu_tanh":
+            gate, up = gate_up.float().chunk(2, dim=-1)
+            return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)
         if self._bounds is None:
             return silu_mul(gate_up)
         alpha, limit = self._bounds.alpha, self._bounds.limit

@@ -78,6 +78,7 @@ def gate_and_up(
     PER_TOKEN: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
+    IS_GELU: tl.constexpr,
     WIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
@@ -114,6 +115,8 @@ def gate_and_up(
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit) + 1.0
         result = gate / (1.0 + tl.exp(-alpha * gate)) * up
+    elif IS_GELU:  # with tanh, as in vectors.h
+        result = gate / (1.0 + tl.exp(gate * (-1.5957691216057308 - 0.0713548162726 * gate * gate))) * up
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     at = place.to(tl.int64)[:, None] * inner + column[None, :]

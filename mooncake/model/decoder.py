@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,10 +51,12 @@ class Step:
     kernels: Kernels
     batch: ForwardBatch
     cache_layers: Sequence[torch.Tensor]  # ``CacheLayers.of``
+    kv_layers: Sequence[int]  # the cache's layer that each layer attends to
     hook: LayerHook
     tables: Sequence[Tables]  # of each layer
     attention: Attention | None = None
     query_scales: torch.Tensor | None = None  # as ``rope.query_scales``
+    layer_inputs: torch.Tensor | None = None  # as ``Decoder._layer_inputs``
 
     def attend(
         self,
@@ -67,17 +69,27 @@ class Step:
     ) -> torch.Tensor:
         """Write the step's keys and values of ``layer`` and attend over the whole context: ``[T, Hq * D]``.
 
-        ``qkv`` is ``[T, (Hq + 2 Hkv) * D]`` and may be overwritten. ``sinks`` as in ``reference.paged_attention``.
-        ``query_scale`` ``[D]`` is applied to queries after their rotation.
+        ``qkv`` is ``[T, (Hq + 2 Hkv) * D]``, of a layer without KV of its own ``[T, Hq * D]``, and may be overwritten.
+        ``sinks`` as in ``reference.paged_attention``. ``query_scale`` ``[D]`` is applied to queries after their
+        rotation.
         """
-        batch = self.batch
-        row, block_tables, slots = batch.pages_of(layer)
-        cache = self.cache_layers[layer if self.config.layer_heads else row]
-        self.hook.before_layer(layer)
+        batch, kv_layer, owns_kv = self.batch, self.kv_layers[layer], self.config.owns_kv(layer)
+        row, block_tables, slots = batch.pages_of(kv_layer)
+        cache = self.cache_layers[kv_layer if self.config.layer_heads else row]
+        if owns_kv:
+            self.hook.before_layer(kv_layer)
         query = self.kernels.rope_write_kv(
-            qkv, *self.tables[layer], batch.positions, cache, slots, query_norm, key_norm, self.config.rms_eps
+            qkv,
+            *self.tables[layer],
+            batch.positions,
+            cache if owns_kv else cache[:, :, :0],
+            slots,
+            query_norm,
+            key_norm,
+            self.config.rms_eps,
         )
-        self.hook.after_layer(layer)
+        if owns_kv:
+            self.hook.after_layer(kv_layer)
         if query_scale is not None:
             query = query * query_scale
         if self.query_scales is not None and self.config.query_grows(layer):
@@ -96,6 +108,11 @@ class Step:
             sinks,
         )
         return mixed.flatten(1)
+
+    def narrowed(self, rows: torch.Tensor) -> Step:
+        """Only these tokens, after the last layer with KV of its own."""
+        inputs = None if self.layer_inputs is None else self.layer_inputs[rows]
+        return replace(self, batch=self.batch.narrowed(rows), layer_inputs=inputs)
 
 
 class Decoder(ABC):
@@ -129,6 +146,8 @@ class Decoder(ABC):
         self._tables = tables_by_layer(config, self.max_model_len, device)
         self._query_scales = query_scales(config, self.max_model_len, device)
         self._cache_layers = CacheLayers(config)
+        self._kv_layers = [config.kv_layer_of(layer) for layer in range(config.num_layers)]
+        self._first_without_kv = config.kv_owners[-1] + 1  # all of those from here on
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -140,6 +159,11 @@ class Decoder(ABC):
     @abstractmethod
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         """``[T, hidden]``."""
+
+    def _layer_inputs(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor | None:
+        """``[T, layers, …]``: what layers are given of each token, beside the residual stream that begins with
+        ``hidden``."""
+        return None
 
     @abstractmethod
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
@@ -160,15 +184,30 @@ class Decoder(ABC):
         attention: Attention | None = None,
     ) -> torch.Tensor:
         """As ``llama.CausalLM.forward``."""
-        layers = self._cache_layers.of(cache, batch)
-        step = Step(self.config, self.kernels, batch, layers, hook, self._tables, attention, self._query_scales)
         hidden = self._embed(batch) if entering is None else entering.to(self.stream)
+        step = Step(
+            self.config,
+            self.kernels,
+            batch,
+            self._cache_layers.of(cache, batch),
+            self._kv_layers,
+            hook,
+            self._tables,
+            attention,
+            self._query_scales,
+            self._layer_inputs(batch, hidden),
+        )
         for index in self.places:
+            if index == self._first_without_kv and attention is None and leaving is None:
+                if not len(batch.logit_rows):
+                    return torch.empty((0, self.config.vocab_size), device=hidden.device)
+                if len(batch.logit_rows) < len(hidden):  # the others are not needed any more
+                    step, hidden = step.narrowed(batch.logit_rows), hidden[batch.logit_rows]
             hidden = self._layer(index, hidden, step)
         if leaving is not None:
             leaving.copy_(hidden)
             return torch.empty((0, self.config.vocab_size))
-        return self._logits(hidden[batch.logit_rows]).float()
+        return self._logits(hidden[step.batch.logit_rows]).float()
 
     # For _build
 

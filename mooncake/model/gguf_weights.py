@@ -58,7 +58,8 @@ class _Reader:
         return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
 
     def experts(self, name: str) -> list[GroupedCodes] | None:
-        """The matrices ``[outputs, inputs]`` of all experts of a tensor whose weight has them transposed (gpt-oss)."""
+        """The matrices ``[outputs, inputs]`` of all experts of a tensor whose weight has them transposed (gpt-oss), or
+        as they are."""
         source, shape = self._sources[name], self._shapes[name]
         if len(shape) != 3 or not source.keeps_codes(shape):
             return None

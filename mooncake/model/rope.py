@@ -36,20 +36,24 @@ def rope_tables(
 
 def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> list[Tables]:
     """Each layer's tables; layers that rotate alike share them. Raises ModelError for an unknown scaling."""
-    dim, turning = config.head_dim, config.rotary_dim
+    made: dict[tuple[str, int], Tables] = {}
 
-    def there(tables: Tables) -> Tables:
-        cos, sin = (table.to(device) for table in tables)
-        return cos, sin
+    def tables_of(layer: int) -> Tables:
+        dim = config.heads_of(layer)[1]
+        is_local = bool(config.local_rope_theta and config.window_of(layer))
+        how = "still" if layer in config.still_layers else "locally" if is_local else "widely"
+        if (how, dim) not in made:
+            if how == "still":
+                tables = no_rotation(num_positions, dim)
+            elif is_local:
+                tables = rope_tables(dim, num_positions, config.local_rope_theta, None, config.rotary_dim)
+            else:
+                tables = rope_tables(dim, num_positions, config.rope_theta, config.rope_scaling, config.rotary_dim)
+            cos, sin = (table.to(device) for table in tables)
+            made[how, dim] = cos, sin
+        return made[how, dim]
 
-    widely = locally = there(rope_tables(dim, num_positions, config.rope_theta, config.rope_scaling, turning))
-    if config.local_rope_theta:
-        locally = there(rope_tables(dim, num_positions, config.local_rope_theta, None, turning))
-    still = there(no_rotation(num_positions, dim)) if config.still_layers else widely
-    return [
-        still if layer in config.still_layers else locally if config.window_of(layer) else widely
-        for layer in range(config.num_layers)
-    ]
+    return [tables_of(layer) for layer in range(config.num_layers)]
 
 
 def query_scales(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> torch.Tensor | None:
@@ -97,9 +101,19 @@ def _frequencies(periods: torch.Tensor, theta: float, scaling: Mapping[str, obje
         return _yarn(periods, theta, scaling)
     if kind == "longrope":
         return 1.0 / (_factors(scaling) * periods)
+    if kind == "proportional":
+        return _proportional(1.0 / periods, scaling)
     raise ModelError(
-        f"this model scales its positions by {kind!r}; supported are default, linear, llama3, yarn and longrope"
+        f"this model scales its positions by {kind!r}; supported are default, linear, llama3, yarn, longrope "
+        "and proportional"
     )
+
+
+def _proportional(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.Tensor:
+    """Only the fastest pairs turn, as fast as if all did (Gemma 4's global layers)."""
+    num_turning = int(_number(scaling, "partial_rotary_factor") * len(frequencies))
+    frequencies[num_turning:] = 0.0
+    return frequencies / _number(scaling, "factor")
 
 
 def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, object]) -> torch.Tensor:

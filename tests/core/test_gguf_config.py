@@ -36,6 +36,10 @@ METADATA: dict[str, dict[str, Any]] = {
     "phi3": {RMS: 1e-5, "attention.sliding_window": 2047, "rope.scaling.original_context_length": 4096},
     "gemma2": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
     "gemma3": {RMS: 1e-6, "attention.key_length": 32, "attention.sliding_window": 512},
+    "gemma4": {
+        **{RMS: 1e-6, "attention.key_length": 64, "attention.key_length_swa": 32, "attention.sliding_window": 512},
+        **{"attention.shared_kv_layers": 2, "feed_forward_length": [160] * 6 + [320] * 2},
+    },
     "qwen2moe": {RMS: 1e-6, **EXPERTS, "expert_shared_feed_forward_length": 112},
     "qwen3moe": {RMS: 1e-6, **EXPERTS},
     "qwen3vlmoe": {RMS: 1e-6, **EXPERTS},
@@ -79,6 +83,7 @@ def config(path: Path, architecture: str, **changes: Any) -> ModelConfig:
 FAMILIES = {
     **{"mistral3": "ministral3", "apertus": "apertus", "qwen3vlmoe": "qwen3_moe", "qwen2vl": "qwen2"},
     **{"llama": "llama", "phi3": "phi3", "gemma2": "gemma2", "gemma3": "gemma3_text", "qwen2moe": "qwen2_moe"},
+    "gemma4": "gemma4_text",
     **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4"},
     **{"command-r": "cohere", "cohere2": "cohere2", "starcoder2": "starcoder2", "falcon": "falcon", "gpt2": "gpt2"},
 }
@@ -99,6 +104,7 @@ def test_architectures_with_experts_are_other_families(tmp_path: Path) -> None:
 LATE = {
     ("gemma2", 2): [512, 0, 512, 0, 512, 0, 512, 0],
     ("gemma3", 6): [512, 512, 512, 512, 512, 0, 512, 512],
+    ("gemma4", 6): [512, 512, 512, 512, 512, 0, 512, 512],
     ("gpt-oss", 2): [128, 0, 128, 0, 128, 0, 128, 0],
     ("cohere2", 4): [512, 512, 512, 0, 512, 512, 512, 0],
 }
@@ -115,6 +121,17 @@ def test_windows_come_in_the_turn_of_the_architecture_or_of_the_file(
     window = max(usual)
     flags = [True, True, False, True, False, False, True, True]
     assert config(tmp_path, architecture, **{key: flags}).layer_windows == tuple(window * flag for flag in flags)
+
+
+@pytest.mark.parametrize("table", [[1.0, 2.0], [1e30, 1.0], [1.0, 1.0, 5.0]], ids=["scaled", "slow", "unlike"])
+def test_gemma4_turns_the_first_pairs_or_none_of_its_global_layers(tmp_path: Path, table: list[float]) -> None:
+    divisors = {"rope_freqs.weight": np.array([1.0] * 8 + [1e30] * 24, np.float32)}
+    found = read_gguf_config(write(tmp_path / "a.gguf", "gemma4", tensors=divisors))
+    assert found.rope_scaling == {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 1.0}
+    assert config(tmp_path, "gemma4").rope_scaling is None
+    divisors = {"rope_freqs.weight": np.array(table, np.float32)}
+    with pytest.raises(ModelError, match="a table that is not Gemma 4's"):
+        read_gguf_config(write(tmp_path / "a.gguf", "gemma4", tensors=divisors))
 
 
 def test_command_r7b_rotates_where_it_has_windows(tmp_path: Path) -> None:
@@ -260,6 +277,17 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers without end": ("gemma2", {"block_count": 1 << 30}, "num_layers of the model must be between 1 and 1024"),
     "caps": ("gemma2", {"attn_logit_softcapping": -1.0}, "the soft caps of gemma2 must be positive or 0"),
     "theta": ("gemma3", {"rope.freq_base_swa": 0.0}, "gemma3.rope.freq_base_swa must be a positive number"),
+    "no own kv": ("gemma4", {"attention.shared_kv_layers": 8}, "num_kv_shared_layers must leave layers that have KV"),
+    "widths": ("gemma4", {"feed_forward_length": [160] * 7 + [320]}, "gemma4.feed_forward_length must be alike in all"),
+    "few widths": ("gemma4", {"feed_forward_length": [160]}, "must be a positive integer for each of 8 layers"),
+    "no heads": ("gemma4", {"attention.head_count_kv": 0}, "must be a positive integer for each of 8 layers"),
+    "no table": ("gemma4", {"embedding_length_per_layer_input": 8}, "(per_layer_token_embd.weight) for 0 of 97 tokens"),
+    "one head size": (
+        "gemma4",
+        {"attention.key_length_swa": None},
+        "lacks the metadata gemma4.attention.key_length_swa",
+    ),
+    "cap": ("gemma4", {"final_logit_softcapping": -1.0}, "gemma4.final_logit_softcapping must be positive or 0"),
     "softmax": ("granite", {"attention.scale": float("nan")}, "granite.attention.scale must be a positive number"),
     "divisor": ("command-r", {"logit_scale": 0.0}, "command-r.logit_scale must be a positive number"),
     "scaled": ("gemma2", {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, "which is not supported"),

@@ -169,6 +169,46 @@ def test_transformers_reads_the_same_file_alike(tmp_path: Path, architecture: st
             assert ids_of(ours, text) == theirs.encode(text, add_special_tokens=False), text
 
 
+def test_merges_of_gemma4_are_those_of_its_file(tmp_path: Path) -> None:
+    """As transformers' own tokenizer has them, with spaces as letters and unknown ones as bytes."""
+    from transformers import GemmaTokenizer
+
+    merges = [
+        "h e",
+        "l l",
+        "he ll",
+        "o r",
+        "▁ w",
+        "▁ ▁",
+        "hell o",
+        "l d",
+        "\n \n",
+        "▁w or",
+        "▁wor ld",
+        "▁ hello",
+        "a a",
+    ]
+    pieces = [*LETTERS, "\n", *("".join(merge.split(" ")) for merge in merges)]
+    given = sentencepiece(dict.fromkeys(pieces, -1000.0), ["<bos>", "<eos>"], ["<|channel>"])
+    metadata = given | {
+        "model": "gemma4",
+        "pre": None,
+        "merges": merges,
+        "add_space_prefix": False,
+        "add_bos_token": True,
+    }
+    ours = tokenizer_from_gguf(write(tmp_path / "a.gguf", "gemma4", **metadata), ())
+    vocab = {token: i for i, token in enumerate(metadata["tokens"])}
+    theirs = GemmaTokenizer(vocab, [tuple(merge.split(" ")) for merge in merges])
+    for text in TEXTS:
+        ids = ids_of(ours, text)
+        assert ids == theirs.encode(text, add_special_tokens=False), text
+        assert ours.decode(ids) == text.replace("▁", " ")
+        assert ids_of(ours, text, add_special=True) == [1, *ids]
+    assert ids_of(ours, "hello<|channel>") == [vocab["hello"], vocab["<|channel>"]]
+    assert len(ids_of(ours, "hello world\n\n")) == 3
+
+
 TURNS = ["<s>", "</s>", "<|end|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>\n' }}"
@@ -350,6 +390,9 @@ def test_text_that_looks_like_an_end_is_none(tmp_path: Path) -> None:
             "has a token longer than 1024 bytes",
         ),
         ({"model": "gpt2", "pre": "gpt-2", "merges": ["a q"]}, "the merges of the tokenizer in"),
+        ({"model": "gemma4"}, "lacks tokenizer.ggml.merges, a list of strings"),
+        ({"model": "gemma4", "merges": ["a  b"]}, "the merges of the tokenizer in"),
+        ({"model": "gemma4", "merges": ["a q"]}, "the tokens of the tokenizer in"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_sentence(tmp_path: Path, changes: dict[str, Any], sentence: str) -> None:

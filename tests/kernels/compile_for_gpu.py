@@ -392,7 +392,7 @@ def _experts(shape: str, count: int, per_token: int, is_bounded: bool, kind: str
     pointer, wide = POINTERS[kind], kind == "float32"
     tiles = tiles_of(pairs, count, wide, is_gated)
     integers = ("hidden_stride", "width", "inner") if is_gated else ("width", "inner")
-    own = {"PER_TOKEN": per_token, "BOUNDED": is_bounded} if is_gated else {}
+    own = {"PER_TOKEN": per_token, "BOUNDED": is_bounded, "IS_GELU": False} if is_gated else {}
     return Case(
         f"experts-{'gate' if is_gated else 'down'}-{shape}-{tiles.rows}x{tiles.columns}-{kind}",
         triton_experts.gate_and_up if is_gated else triton_experts.down,

@@ -161,7 +161,8 @@ MIXED = [(200, 1), (64, 64), (0, 40), (31, 1), (5, 2), (2500, 3), (2500, 40)]
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @PAGES
 @pytest.mark.parametrize(
-    ("block_tokens", "group", "head_dim"), [(1, 1, 32), (7, 3, 64), (16, 8, 128), (64, 3, 64), (64, 1, 80), (32, 4, 48)]
+    ("block_tokens", "group", "head_dim"),
+    [(1, 1, 32), (7, 3, 64), (16, 8, 128), (64, 3, 64), (64, 1, 80), (32, 4, 48), (16, 8, 512)],
 )
 def test_attention_is_the_reference(
     cpu: CpuKernels,
@@ -409,7 +410,9 @@ def test_a_block_outside_the_cache_is_refused(cpu: CpuKernels) -> None:
 
 
 @PAGES
-@pytest.mark.parametrize(("num_tokens", "head_dim", "norm"), [(1, 64, False), (200, 64, True), (33, 80, True)])
+@pytest.mark.parametrize(
+    ("num_tokens", "head_dim", "norm"), [(1, 64, False), (200, 64, True), (33, 80, True), (9, 512, True)]
+)
 def test_rope_and_cache_write_are_the_reference(
     cpu: CpuKernels, dtype: torch.dtype, num_tokens: int, head_dim: int, norm: bool
 ) -> None:
@@ -611,10 +614,11 @@ class Mixture:
         bounds: reference.Bounds | None = None,
         rows: slice = slice(None),
         here: slice = slice(None),
+        gate: reference.Gate = "silu",
     ) -> torch.Tensor:
         """Compute only the experts ``here``."""
         biases = [None if each is None else each[here] for each in self.biases]
-        experts = kernels.experts(self.gate_up[here], self.down[here], *biases, bounds, here.start or 0)
+        experts = kernels.experts(self.gate_up[here], self.down[here], *biases, bounds, here.start or 0, gate)
         return experts(self.hidden[rows], self.chosen[rows], self.shares[rows])
 
 
@@ -631,6 +635,16 @@ def test_a_mixture_of_experts_is_the_reference(
     expected, actual = mixture.by(reference, bounds), mixture.by(cpu, bounds)
     tolerance = LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else 1e-5
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("inner", "scale"), [(50, 1.0), (96, 30.0)])
+def test_gates_of_experts_go_through_gelu_where_that_is_asked_for(cpu: CpuKernels, inner: int, scale: float) -> None:
+    """Also where it is nearly the identity, or zero."""
+    mixture = Mixture.random(torch.float32, 40, 130, inner, biased=False)
+    mixture.hidden.mul_(scale)
+    expected, actual = (mixture.by(kernels, gate="gelu_tanh") for kernels in (reference, cpu))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * scale**2)
+    assert not torch.allclose(expected, mixture.by(reference), rtol=0.01, atol=0.01 * scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

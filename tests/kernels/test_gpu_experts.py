@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 NUM_EXPERTS, PER_TOKEN = 6, 2
 BOUNDS = reference.Bounds(alpha=1.7, limit=0.8)
+GATES: tuple[reference.Gate, reference.Gate] = ("gelu_tanh", "silu")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -34,6 +35,7 @@ def made_by(
     inner: int,
     bounds: reference.Bounds | None,
     here: slice = slice(None),
+    gate: reference.Gate = "silu",
 ) -> Callable[..., torch.Tensor]:
     """Random experts, those of them that are ``here``; those with bounds have biases, too."""
     generator = torch.Generator().manual_seed(3)
@@ -44,7 +46,7 @@ def made_by(
     gate_up, down = random(2 * inner, hidden) * hidden**-0.5, random(hidden, inner) * inner**-0.5
     biases = [random(2 * inner), random(hidden)]
     weights = [part.to(dtype).to(DEVICE) for part in (gate_up, down, *(biases if bounds else []))]
-    return kernels.experts(*(part[here] for part in weights), bounds=bounds, first=here.start or 0)
+    return kernels.experts(*(part[here] for part in weights), bounds=bounds, first=here.start or 0, gate=gate)
 
 
 def tokens(dtype: torch.dtype, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -68,6 +70,14 @@ def test_a_mixture_is_the_reference(
     expected = made_by(reference, dtype, hidden, inner, bounds)(*given)
     actual = made_by(GpuKernels(DEVICE), dtype, hidden, inner, bounds)(*given)
     torch.testing.assert_close(actual, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_gates_go_through_gelu_where_that_is_asked_for() -> None:
+    given = tokens(torch.float32, 20, 64)
+    expected, silu = (made_by(reference, torch.float32, 64, 96, None, gate=gate)(*given) for gate in GATES)
+    actual = made_by(GpuKernels(DEVICE), torch.float32, 64, 96, None, gate="gelu_tanh")(*given)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    assert not torch.allclose(expected, silu, atol=0.01)
 
 
 @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS, pytest.param(MOST_ROWS, marks=pytest.mark.slow)])

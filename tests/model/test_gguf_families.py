@@ -63,7 +63,11 @@ def narrowed(value: object) -> object:
     return tuple(map(narrowed, value)) if isinstance(value, (list, tuple)) else value
 
 
-WRITTEN_AS = {"glm4_moe_lite": "deepseek_v3", "granitemoehybrid": "granite"}
+WRITTEN_AS = {
+    "glm4_moe_lite": "deepseek_v3",
+    "granitemoehybrid": "granite",
+    "gemma4_unified_text": "gemma4_text",
+}
 """Families whose files are called, and read, by the name of one that computes alike."""
 
 
@@ -115,6 +119,7 @@ def test_mixtures_of_qwen3_vl_are_those_of_qwen3(tmp_path: Path) -> None:
 QUANTISED = (
     *("gemma3", "phi3", "phi4-mini", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss"),
     *("apertus", "granite-moe", "glm4", "falcon-40b", "gpt2", "deepseek-v2-in-groups"),
+    *("gemma4-small", "gemma4-mixture"),
 )
 
 

@@ -21,6 +21,7 @@ from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from safetensors.torch import load_file, save_file
 from tiny_families import FAMILIES, Published
+from tiny_gemma4 import GEMMA4
 from tiny_gguf import add_metadata, finish
 from tiny_members import LLAMA3, MEMBERS
 from tiny_multimodal import MULTIMODAL, QWEN3_VL_MOE
@@ -32,11 +33,14 @@ Kind = gguf.GGMLQuantizationType
 Tensors = dict[str, torch.Tensor]
 
 _VISION = {name: MULTIMODAL[name] for name in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")}
-MODELS = FAMILIES | MEMBERS | _VISION | {"qwen3-vl-moe": QWEN3_VL_MOE}
+_GEMMA4 = {f"gemma4-{name}": make for name, make in GEMMA4.items()}
+MODELS = FAMILIES | MEMBERS | _VISION | _GEMMA4 | {"qwen3-vl-moe": QWEN3_VL_MOE}
 ARCHITECTURES = {
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3_text": MODEL_ARCH.GEMMA3,
+    "gemma4_text": MODEL_ARCH.GEMMA4,
+    "gemma4_unified_text": MODEL_ARCH.GEMMA4,
     "phi3": MODEL_ARCH.PHI3,
     "mixtral": MODEL_ARCH.LLAMA,
     "ministral3": MODEL_ARCH.MISTRAL3,
@@ -98,6 +102,7 @@ CHANGES: dict[str, dict[str, Any]] = {
             *("deepseek-v2", "deepseek-v2-in-groups", "deepseek-v3", "deepseek-v3-wide", "moonlight"),
             *("olmo3", "cohere", "cohere-plus", "cohere2", "glm4", "falcon-7b", "falcon-40b", "falcon2-11b", "gpt2"),
             *_VISION,
+            *_GEMMA4,
             *("gemma", "afm", "ministral3", "glm-4.7-flash", "glm-4.7-flash-in-groups"),
         )
     },
@@ -115,6 +120,7 @@ _SMALL = (
     "gate.wg",
     "router",
     "router.layer",
+    "router.proj",
     "block_sparse_moe.gate",
     "shared_expert_gate",
     "wpe",
@@ -219,7 +225,7 @@ class Converted:
         for key, value in self._tokenizer.items():
             add_metadata(writer, key, value)
         for name, tensor in self._converted(weights):
-            mapped = name if name.startswith("rope_") else names.get_name(name, (".weight", ".bias"))
+            mapped = name if name.startswith(("rope_", "blk.")) else names.get_name(name, (".weight", ".bias"))
             if ".qkv_proj." in name:
                 mapped = f"blk.{name.split('.')[2]}.attn_qkv.{name.split('.')[-1]}"
             assert mapped is not None, name
@@ -255,12 +261,21 @@ class Converted:
         scaling = getattr(self.config, "rope_parameters", None) or {}
         for kind in ("long", "short") if scaling.get("long_factor") else ():
             yield f"rope_factors_{kind}.weight", torch.tensor(scaling[f"{kind}_factor"])
+        if self.family.startswith("gemma4"):
+            pairs = self.config.per_layer_config["full_attention"].head_dim // 2
+            turning = int(pairs * scaling["full_attention"]["partial_rotary_factor"])
+            yield "rope_freqs.weight", torch.tensor([1.0] * turning + [1e30] * (pairs - turning))
         if scaling.get("rope_type") == "llama3":
             yield "rope_freqs.weight", llama3_divisors(scaling, self.config.head_dim)
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config
-        if self.family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        if self.family.startswith("gemma4"):
+            small = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+            mapped = small.get(".".join(name.split(".")[3:]))
+            whole = name if name.endswith(".weight") else f"{name}.weight"
+            yield f"blk.{name.split('.')[2]}.{mapped}" if mapped else whole, tensor
+        elif self.family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             yield name, tensor + 1
         elif self.family in _TURNED and ".self_attn.q_proj" in name:
             yield name, turned(tensor, config.num_attention_heads)

@@ -43,6 +43,9 @@ class ConvertedMetadata:
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
             return
         writer.add_context_length(config.max_position_embeddings)
+        if family.startswith("gemma4"):
+            self._write_gemma4(writer)
+            return
         if family == "gpt2":
             writer.add_feed_forward_length(4 * hidden)
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
@@ -78,6 +81,33 @@ class ConvertedMetadata:
         self._write_rope(writer)
         self._write_experts(writer)
         self._write_particulars(writer)
+
+    def _write_gemma4(self, writer: gguf.GGUFWriter) -> None:
+        config, num_layers, shared = self.config, self.config.num_hidden_layers, self.config.num_kv_shared_layers
+        is_local = [kind == "sliding_attention" for kind in config.layer_types]
+        local, wide = (config.per_layer_config[kind] for kind in ("sliding_attention", "full_attention"))
+        rope = config.rope_parameters
+        inner = config.intermediate_size
+        is_wide = config.use_double_wide_mlp
+        writer.add_feed_forward_length([inner] * (num_layers - shared) + [2 * inner] * shared if is_wide else inner)
+        counts = [(local if each else wide).num_key_value_heads for each in is_local]
+        writer.add_head_count_kv(counts if config.attention_k_eq_v else counts[0])
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_sliding_window_pattern(is_local)
+        writer.add_shared_kv_layers(shared)
+        writer.add_embedding_length_per_layer_input(getattr(config, "hidden_size_per_layer_input", 0))
+        for add in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+            add(wide.head_dim)
+        for add in (writer.add_key_length_swa, writer.add_value_length_swa, writer.add_rope_dimension_count_swa):
+            add(local.head_dim)
+        writer.add_rope_freq_base(rope["full_attention"]["rope_theta"])
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        if getattr(config, "enable_moe_block", False):
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.top_k_experts)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
     def _write_latent(self, writer: gguf.GGUFWriter) -> None:
         config = self.config

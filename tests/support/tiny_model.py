@@ -76,9 +76,13 @@ def write_tiny_model(folder: Path, family: str = "llama", shards_of: str = "1GB"
     """Write the folder as a publisher would, and return transformers' own model."""
     model = tiny_model(family, seed, **changes)
     model.save_pretrained(folder, max_shard_size=shards_of)
+    write_tokenizer(folder)
+    return model
+
+
+def write_tokenizer(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tiny_tokenizer(), bos_token="<|endoftext|>", eos_token="<|im_end|>"
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
-    return model

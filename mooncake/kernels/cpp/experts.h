@@ -16,6 +16,7 @@ struct Experts {
     const PackedLinear *const *gate_up, *const *down;  // by expert; all have one shape
     int64_t first, count;  // numbers of the experts held here; other ranks hold the others
     float alpha, limit;  // of a SwiGLU with bounds (gpt-oss); limit 0: none
+    int32_t is_gelu;     // gates go through gelu (tanh), not silu (Gemma 4)
 };
 
 constexpr int64_t MOST_HELD = 4 << 20;   // numbers held between the products, at least one expert's: a prompt is processed in parts
@@ -135,7 +136,7 @@ private:
         fill_strip(layer, x, strip, rows, layer.inputs, nullptr, 0);
     }
 
-    // SwiGLU of gates followed by their ups.
+    // SwiGLU, or GeGLU, of gates followed by their ups.
     void gate(const float* gate_up, float* to) const {
         int64_t i = 0;
         for (; i + W <= inner_; i += W) store(to + i, gated(load(gate_up + i), load(gate_up + inner_ + i)));
@@ -143,6 +144,7 @@ private:
     }
 
     vf gated(vf gate, vf up) const {
+        if (experts_.is_gelu) return gelu_tanh(gate) * up;
         if (!experts_.limit) return silu(gate) * up;
         const vf most = splat(experts_.limit), alpha = splat(experts_.alpha);
         gate = gate > most ? most : gate;

@@ -240,6 +240,9 @@ inline vf tanhv(vf x) {
 
 inline vf silu(vf x) { return x / (expv(-x) + 1.0f); }
 
+// x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)) for u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline vf gelu_tanh(vf x) { return x / (expv(x * (-1.5957691216057308f - 0.0713548162726f * x * x)) + 1.0f); }
+
 // Lane indices that pair up the halves of two vectors inside segments of SEG lanes; UPPER selects which halves.
 template <int SEG, bool UPPER, size_t... LANE> constexpr vi halves(std::index_sequence<LANE...>) {
     constexpr int half = SEG / 2;
