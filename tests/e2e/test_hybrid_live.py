@@ -69,7 +69,7 @@ async def test_of_states_one_is_handed_over_and_one_is_stored(
     assert report.pool_bytes == (length // BLOCK + 3) * page_bytes
 
     async with asyncio.timeout(20):  # until the blocks that the answer filled are in the pool, each with its states
-        while cluster.decode.host.engine.block_pool.num_in_use:
+        while cluster.decode.host.engine.block_pool.num_in_use:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     turn = [*prompt, *answer, 5, 6, 7]
     later, report = await cluster.ask(cluster.second, turn, NEW)

@@ -26,7 +26,7 @@ from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
 
-HOW_TO_CUT = ("tensor", "stages", "context")
+CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))
 
 
 class Model:
@@ -139,19 +139,14 @@ def test_preempted_sequences_go_on_as_they_were(model: Model, num_places: int) -
 @pytest.mark.parametrize("length", [15, 16, 17, 20])
 def test_several_answers_each_go_on_with_a_state_of_their_own(model: Model, length: int) -> None:
     together, alone = hybrid_engine(model.folder), hybrid_engine(model.folder)
-    prompt, sampling = prompt_of(length), {"temperature": 1.0, "seed": 5}
-    together.add(sequence("r", prompt, 14, n=4, **sampling))
+    whole = sequence("r", prompt_of(length), 14, n=4, temperature=1.0, seed=5)
+    together.add(whole)
     found = run(together)
     assert len({tuple(tokens) for tokens in found.values()}) > 1
     assert together.load().copied_blocks == (0 if length % BLOCK == 0 else 3 * together.config.groups.num_groups)
     for choice in range(4):
-        whole = sequence(f"alone{choice}", prompt, 14, n=4, **sampling)
-        one = sequence("one", prompt, 14)
-        one.sampling, one.is_plain = whole.sampling.for_answer(choice), False
-        one.request_id = one.root_id = f"alone{choice}"
-        one.has_forked = True
-        alone.add(one)
-        assert run(alone)[f"alone{choice}"] == found[f"r#{choice}" if choice else "r"]
+        alone.add(sequence("one", prompt_of(length), given=whole.sampling.for_answer(choice)))
+        assert run(alone)["one"] == found[f"r#{choice}" if choice else "r"]
         alone.drop_cached()
 
 
@@ -202,7 +197,7 @@ def test_a_step_that_is_abandoned_leaves_states_as_they_were(model: Model, chunk
         if waiting:
             engine.add(sequence(*waiting.pop()))
         try:
-            for output in engine.step(hook):  # type: ignore[arg-type]
+            for output in engine.step(hook):
                 found[output.request_id].append(output.token.token_id)
         except KVLoadFailed:
             continue  # nothing was loading: the same step is planned again
@@ -230,7 +225,12 @@ def test_a_mixture_is_read_as_published_with_all_experts_in_one(models: dict[str
 
 
 def test_the_language_model_of_a_multimodal_checkpoint_opens(tmp_path: Path) -> None:
-    text = {"model_type": "qwen3_5_text", "vocab_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text: dict[str, Any] = {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 320,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     text |= {"intermediate_size": 48, "max_position_embeddings": 256, "eos_token_id": 2} | STATES
     text["rope_parameters"] = {**STATES["rope_parameters"], "mrope_section": [1, 1, 0], "mrope_interleaved": True}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 48}
@@ -271,7 +271,7 @@ def test_what_does_not_go_with_states_is_refused(model: Model) -> None:
     with pytest.raises(ConfigError, match="take no token back"):
         draft_on("cpu", str(model.folder), "float32", size, 320, 2, 16)
     precision = resolve_precision("float32")
-    for device, processes in (("cuda", ALONE), *(("cpu", Processes(**{how: 2})) for how in HOW_TO_CUT)):
+    for device, processes in (("cuda", ALONE), *(("cpu", cut) for cut in CUT)):
         for opening in (open_backend, open_for_node):
             with pytest.raises(ModelError, match="run on CPUs, and in one process"):
                 opening(model.checkpoint, precision, size, device, processes)

@@ -20,7 +20,7 @@ from mooncake.page_groups import as_one_group, groups_of
 from mooncake.types import SamplingParams
 
 BLOCK, CONTEXT = 8, 256
-STATES = {
+STATES: dict[str, Any] = {
     **{"num_hidden_layers": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
     **{"linear_value_head_dim": 16, "initializer_range": 0.2, "hidden_size": 48, "head_dim": 16},
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
@@ -70,8 +70,10 @@ def hybrid_engine(
     return Engine(model, cache, EngineConfig(**numbers, groups=groups))
 
 
-def sequence(name: str, prompt: list[int], count: int = 12, **sampling: Any) -> Sequence:
-    wanted = SamplingParams(**({"max_tokens": count, "temperature": 0.0, "ignore_eos": True} | sampling))
+def sequence(
+    name: str, prompt: list[int], count: int = 12, given: SamplingParams | None = None, **sampling: Any
+) -> Sequence:
+    wanted = given or SamplingParams(**({"max_tokens": count, "temperature": 0.0, "ignore_eos": True} | sampling))
     tokens = np.array(prompt, np.uint32)
     return Sequence(name, tokens, len(tokens), wanted, Chain(bytes(32)), eos_ids=(), max_model_len=CONTEXT)
 
