@@ -66,20 +66,16 @@ class Gemma4Parts:
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Layers that keep a state of fixed size in place of KV: the gated delta rule (Yang et al. 2024, arXiv 2412.06464)
-    behind a short convolution, as in Qwen3-Next."""
+    """Layers that keep a state of fixed size in place of KV: the last inputs of a short convolution (LFM2), and behind
+    it a matrix per value head, for the gated delta rule (Qwen3-Next; Yang et al. 2024, arXiv 2412.06464)."""
 
     layers: tuple[int, ...]
-    num_key_heads: int
-    key_dim: int  # of each head
-    num_value_heads: int  # a multiple of the key heads
-    value_dim: int
     taps: int  # tokens that the convolution sees, the current one included
-
-    @property
-    def channels(self) -> int:
-        """What the convolution sees of a token: queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+    channels: int  # what it sees of a token; with heads: queries, keys and values
+    num_value_heads: int = 0  # a multiple of the key heads; 0: only the convolution
+    value_dim: int = 0  # of each head
+    num_key_heads: int = 0
+    key_dim: int = 0
 
     @property
     def state_size(self) -> int:
@@ -271,9 +267,13 @@ class ModelConfig:
         assert not (self.kv_sources or self.layer_heads or self.latent), "no family has these beside states"
         if not set(it.layers) < set(range(self.num_layers)):
             raise ModelError(f"some of {self.num_layers} layers must attend, and the others keep states")
+        if not 2 <= it.taps <= 1 << 10 or not 1 <= it.channels <= 1 << 24:
+            raise ModelError(f"a convolution cannot have {it.taps} taps and {it.channels} channels")
         sizes = (it.num_key_heads, it.key_dim, it.num_value_heads, it.value_dim)
-        if not 1 <= min(sizes) <= max(sizes) <= 1 << 16 or not 2 <= it.taps <= 1 << 10:
-            raise ModelError(f"a state cannot have {sizes} heads and sizes of keys and values, and {it.taps} taps")
+        if not any(sizes):
+            return
+        if not 1 <= min(sizes) <= max(sizes) <= 1 << 16:
+            raise ModelError(f"a state cannot have {sizes} heads and sizes of keys and values")
         if it.num_value_heads % it.num_key_heads:
             raise ModelError(f"{it.num_value_heads} value heads cannot share {it.num_key_heads} key heads evenly")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
@@ -18,33 +19,46 @@ def _read_hybrid(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
     settings = Settings({"partial_rotary_factor": 0.25, "head_dim": 256, **settings.tree}, settings.source)
     layers = _recurrent_layers(settings)
+    heads = settings.integer("linear_num_key_heads", 16), settings.integer("linear_key_head_dim", 128)
+    value_heads = settings.integer("linear_num_value_heads", 32), settings.integer("linear_value_head_dim", 128)
     return {
         **read_silu(settings, shapes, partial=True),
         "qk_norm": True,
-        "layer_windows": tuple(STATE_WINDOW if layer in layers else 0 for layer in range(num_layers_of(settings))),
+        "layer_windows": state_windows(num_layers_of(settings), layers),
         "recurrence": Recurrence(
             layers=layers,
-            num_key_heads=settings.integer("linear_num_key_heads", 16),
-            key_dim=settings.integer("linear_key_head_dim", 128),
-            num_value_heads=settings.integer("linear_num_value_heads", 32),
-            value_dim=settings.integer("linear_value_head_dim", 128),
             taps=settings.integer("linear_conv_kernel_dim", 4),
+            channels=2 * math.prod(heads) + math.prod(value_heads),
+            num_value_heads=value_heads[0],
+            value_dim=value_heads[1],
+            num_key_heads=heads[0],
+            key_dim=heads[1],
         ),
     }
 
 
 def _recurrent_layers(settings: Settings) -> tuple[int, ...]:
+    if settings.get("layer_types") is not None:
+        return layers_of_kind(settings, "linear_attention")
+    every = settings.integer("full_attention_interval", 4)
+    if every < 1:
+        raise ModelError(f"{settings.source}: full_attention_interval must be positive, got {every}")
+    return tuple(layer for layer in range(num_layers_of(settings)) if (layer + 1) % every)
+
+
+def layers_of_kind(settings: Settings, recurrent: str) -> tuple[int, ...]:
+    """Those that ``layer_types`` calls ``recurrent``; the others attend. Raises ModelError for a third kind."""
     num_layers, kinds = num_layers_of(settings), settings.get("layer_types")
-    if kinds is None:
-        every = settings.integer("full_attention_interval", 4)
-        if every < 1:
-            raise ModelError(f"{settings.source}: full_attention_interval must be positive, got {every}")
-        return tuple(layer for layer in range(num_layers) if (layer + 1) % every)
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "linear_attention")]:
+    if unknown := [kind for kind in kinds if kind not in ("full_attention", recurrent)]:
         raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
-    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == recurrent)
+
+
+def state_windows(num_layers: int, recurrent: tuple[int, ...]) -> tuple[int, ...]:
+    """``ModelConfig.layer_windows``."""
+    return tuple(STATE_WINDOW if layer in recurrent else 0 for layer in range(num_layers))
 
 
 def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

@@ -17,6 +17,7 @@ from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.hybrid import HYBRID_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
+from mooncake.families.lfm2 import LFM2_FAMILIES
 from mooncake.families.llama4 import LLAMA4_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
@@ -36,6 +37,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **LLAMA4_FAMILIES,
     **COHERE_MOE_FAMILIES,
     **GEMMA4_FAMILIES,
+    **LFM2_FAMILIES,
     **HYBRID_FAMILIES,
 }
 

@@ -223,6 +223,30 @@ class CpuKernels:
         check(self._gated_delta(ctypes.byref(call), num_threads()))
         return output
 
+    def short_convolution(
+        self, inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs
+    ) -> torch.Tensor:
+        channels = inputs.shape[1]
+        if channels % 16 or not (inputs.is_contiguous() and taps.is_contiguous()) or states.stride(1) != 1:
+            return reference.short_convolution(inputs, taps, states, runs)
+        output = torch.empty_like(inputs)
+        call = DeltaCall(
+            inputs=inputs.data_ptr(),
+            taps=taps.data_ptr(),
+            states=states.data_ptr(),
+            num_pages=len(states),
+            page_stride=states.stride(0),
+            starts=runs.starts.data_ptr(),
+            sources=runs.sources.data_ptr(),
+            targets=runs.targets.data_ptr(),
+            num_runs=len(runs.targets),
+            mixed=output.data_ptr(),
+            channels=channels,
+            num_taps=len(taps),
+        )
+        check(self._gated_delta(ctypes.byref(call), num_threads()))
+        return output
+
     def paged_attention(
         self,
         query: torch.Tensor,

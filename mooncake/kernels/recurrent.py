@@ -1,4 +1,4 @@
-"""The gated delta rule behind a short convolution, over states in pages: the definition, in plain torch.
+"""A short convolution, and the gated delta rule behind one, over states in pages: the definition, in plain torch.
 
 A state is what a layer keeps of all tokens so far, flat in float32: the last ``taps - 1`` inputs of the convolution,
 ``[taps - 1, C]``, and a matrix per value head, ``[Hv, Dk, Dv]``. A page has the state after
@@ -32,7 +32,7 @@ class Runs:
 
 @runtime_checkable
 class RecurrentKernels(Protocol):
-    """Kernels that have ``gated_delta``. A module is an implementation."""
+    """Kernels that have these functions. A module is an implementation."""
 
     def gated_delta(
         self,
@@ -44,6 +44,10 @@ class RecurrentKernels(Protocol):
         runs: Runs,
         num_key_heads: int,
         key_dim: int,
+    ) -> torch.Tensor: ...
+
+    def short_convolution(
+        self, inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs
     ) -> torch.Tensor: ...
 
 
@@ -73,9 +77,7 @@ def gated_delta(
     for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
         state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
         seen = torch.cat([state[:tail].view(-1, channels), inputs[first:end]])
-        mixed = torch.zeros_like(inputs[first:end])
-        for tap, weights in enumerate(taps):
-            mixed += seen[tap : tap + end - first] * weights
+        mixed = _convolved(seen, taps)
         query, key, value = torch.split(torch.nn.functional.silu(mixed), [keys, keys, values], dim=1)
         query, key = (
             _normalised(heads.view(-1, num_key_heads, key_dim)).repeat_interleave(num_heads // num_key_heads, dim=1)
@@ -91,6 +93,27 @@ def gated_delta(
         states[target, :tail] = seen[end - first :].flatten()
         states[target, tail:] = matrices.flatten()
     return outputs.flatten(1)
+
+
+def short_convolution(inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs) -> torch.Tensor:
+    """``[T, C]``: the convolution of ``gated_delta`` alone, whose states have no matrices."""
+    channels, outputs = inputs.shape[1], torch.empty_like(inputs)
+    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
+    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
+        state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
+        seen = torch.cat([state.view(-1, channels), inputs[first:end]])
+        outputs[first:end] = _convolved(seen, taps)
+        states[target] = seen[end - first :].flatten()
+    return outputs
+
+
+def _convolved(seen: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """Of ``seen``, the inputs of the tokens and of those before them."""
+    count = len(seen) - len(taps) + 1
+    mixed = torch.zeros_like(seen[:count])
+    for tap, weights in enumerate(taps):
+        mixed += seen[tap : tap + count] * weights
+    return mixed
 
 
 def _normalised(heads: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from mooncake.kernels import Experts, Linear
 from mooncake.kernels.recurrent import RecurrentKernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder
+from mooncake.model.gated import GatedDecoder, Layer
 from mooncake.model.layers import vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model.states import States
@@ -64,15 +64,39 @@ class _Layer:
     mlp: _Dense | _Mixture
 
 
-class Qwen3Next(GatedDecoder[_Layer]):
-    """The layers of Qwen3-Next have one projection for queries, keys, values and gates, ordered by key heads, those of
-    Qwen3.5 one for each."""
+class HybridDecoder(GatedDecoder[Layer]):
+    """Some of its layers keep states (``States.of``)."""
 
     def _build(self) -> None:
         if not isinstance(self.kernels, RecurrentKernels) or self.is_part:
             raise ModelError("models with recurrent layers run on CPUs, and in one process")
-        self._delta = self.kernels.gated_delta
+        self._recurrent = self.kernels
         super()._build()
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+        attention: Attention | None = None,
+    ) -> torch.Tensor:
+        """As in ``Decoder``. If the hook abandons the step, states are what they were before it."""
+        with torch.inference_mode():
+            self._states = States(self.config, batch, cache, hook.wants_layers)
+            try:
+                return super().forward(batch, cache, hook, entering, leaving, attention)
+            except BaseException:
+                self._states.undo()
+                raise
+            finally:
+                del self._states
+
+
+class Qwen3Next(HybridDecoder[_Layer]):
+    """The layers of Qwen3-Next have one projection for queries, keys, values and gates, ordered by key heads, those of
+    Qwen3.5 one for each."""
 
     def _take_norm(self, name: str) -> torch.Tensor:
         return self._norm_of(self.weight(f"{name}.weight"))
@@ -143,26 +167,6 @@ class Qwen3Next(GatedDecoder[_Layer]):
             self._take_dense(prefix + "mlp.shared_expert."),
         )
 
-    def forward(
-        self,
-        batch: ForwardBatch,
-        cache: torch.Tensor,
-        hook: LayerHook,
-        entering: torch.Tensor | None = None,
-        leaving: torch.Tensor | None = None,
-        attention: Attention | None = None,
-    ) -> torch.Tensor:
-        """As in ``Decoder``. If the hook abandons the step, states are what they were before it."""
-        with torch.inference_mode():
-            self._states = States(self.config, batch, cache, hook.wants_layers)
-            try:
-                return super().forward(batch, cache, hook, entering, leaving, attention)
-            except BaseException:
-                self._states.undo()
-                raise
-            finally:
-                del self._states
-
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         normed = self._norm(hidden, layer.norm)
@@ -186,7 +190,7 @@ class Qwen3Next(GatedDecoder[_Layer]):
         decay = layer.rates * torch.nn.functional.softplus(decay + layer.rate_bias)
         step.hook.before_layer(index)
         states, runs = self._states.of(index)
-        mixed = self._delta(
+        mixed = self._recurrent.gated_delta(
             inputs.contiguous(), decay, beta.sigmoid(), layer.taps, states, runs, shape.num_key_heads, shape.key_dim
         )
         step.hook.after_layer(index)

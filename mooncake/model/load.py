@@ -24,6 +24,7 @@ from mooncake.model.gpt_oss import GptOss
 from mooncake.model.hybrid import Qwen3Next
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
+from mooncake.model.lfm2 import Lfm2
 from mooncake.model.llama import CausalLM
 from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
@@ -97,6 +98,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "qwen3_next": Qwen3Next,
     "qwen3_5_text": Qwen3Next,
     "qwen3_5_moe_text": Qwen3Next,
+    "lfm2": Lfm2,
 }
 
 

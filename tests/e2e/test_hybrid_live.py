@@ -24,10 +24,18 @@ SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dra
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [(), ("cluster.coupled=1",), ("prefill.chunk_tokens=5",), ("block.windows=false",)], ids=str
+    ("name", "settings"),
+    [
+        ("qwen3-next", ()),
+        ("qwen3-next", ("cluster.coupled=1",)),
+        ("qwen3-next", ("prefill.chunk_tokens=5",)),
+        ("qwen3-next", ("block.windows=false",)),
+        ("lfm2", ()),
+    ],
+    ids=str,
 )
-async def test_a_cluster_answers_as_transformers_do(settings: tuple[str, ...], tmp_path: Path) -> None:
-    model = write_hybrid("qwen3-next", tmp_path)
+async def test_a_cluster_answers_as_transformers_do(name: str, settings: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_hybrid(name, tmp_path)
     prompts = [prompt_of(length) for length in (7, 31, 32, 33, 90)]
     config = small_config(f"model.path={tmp_path}", "model.dtype=float32", *SMALL, *settings)
     with running_cluster(config) as cluster:

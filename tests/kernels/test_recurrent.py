@@ -140,6 +140,27 @@ def test_the_kernel_is_its_definition() -> None:
     assert torch.equal(ours[[1, 6, 8]], before[[1, 6, 8]])
 
 
+@pytest.mark.parametrize("steps", CUTS, ids=str)
+@pytest.mark.parametrize("channels", [32, 20])
+def test_a_convolution_alone_is_the_same_in_any_cut(
+    kernels: RecurrentKernels, channels: int, steps: list[list[int]]
+) -> None:
+    inputs, taps = torch.randn(30, channels), torch.randn(3, channels)
+    padded = torch.nn.functional.pad(inputs.T[None], (2, 0))
+    expected = torch.nn.functional.conv1d(padded, taps.T[:, None], groups=channels)[0].T
+    states, found, first = torch.full((PAGES, 2 * channels), float("nan")), [], 0
+    for step in steps:
+        runs, begin = [], first
+        for count in step:
+            runs.append((count, (first - 1) // 8 if first else NO_PAGE, first // 8))
+            first += count
+        found.append(kernels.short_convolution(inputs[begin:first], taps, states, runs_over(*runs)))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-6, rtol=1e-5)
+    for page, end in enumerate([8, 16, 24, 30]):
+        assert torch.equal(states[page].view(2, channels), inputs[end - 2 : end])
+    assert states[4:].isnan().all()
+
+
 @pytest.mark.parametrize("run", [(1, 9, 0), (1, -2, 0), (1, 0, 9), (1, 0, -1)])
 def test_a_wrong_page_raises_before_anything_is_written(run: tuple[int, int, int]) -> None:
     layer, kernels = Layer(2), CpuKernels(load_library())

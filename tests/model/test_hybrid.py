@@ -32,6 +32,7 @@ CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))
 class Model:
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
+        self.is_convolution = name == "lfm2"
         self.theirs = write_hybrid(name, folder)
         self._known: dict[tuple[int, ...], list[int]] = {}
 
@@ -56,6 +57,12 @@ def model(models: dict[str, Model]) -> Model:
     return models["qwen3-next"]
 
 
+@pytest.fixture(params=["qwen3-next", "lfm2"])
+def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
+    """With matrices, and with convolutions alone."""
+    return models[request.param]
+
+
 @pytest.mark.parametrize("kernels", [reference, None], ids=["reference", "chosen"])
 @pytest.mark.parametrize("chunk_tokens", [0, 5, 24], ids=["whole", "inside blocks", "three blocks"])
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -63,7 +70,8 @@ def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chun
     model = models[name]
     prompts = {f"r{length}": prompt_of(length) for length in (1, 7, 8, 9, 40, 70)}
     engine = hybrid_engine(model.folder, chunk_tokens=chunk_tokens, kernels=kernels or choose_kernels())
-    assert engine.config.groups.num_groups == 4 and max(engine.config.groups.rows) == 3
+    groups = engine.config.groups
+    assert (groups.num_groups, max(groups.rows, default=1)) == ((5, 1) if name == "lfm2" else (4, 3))
     for request, prompt in prompts.items():
         engine.add(sequence(request, prompt))
     found = run(engine)
@@ -95,29 +103,29 @@ def test_states_are_exact_beside_kv_of_any_type(model: Model, dtype: str) -> Non
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 47, 48, 49])
-def test_a_prompt_goes_on_behind_the_last_border_before_its_last_token(model: Model, length: int) -> None:
+def test_a_prompt_goes_on_behind_the_last_border_before_its_last_token(either: Model, length: int) -> None:
     """A state has taken the last token in already, so a prompt that is cached to its end begins a block before."""
-    engine, prompt = hybrid_engine(model.folder), prompt_of(length)
+    engine, prompt = hybrid_engine(either.folder), prompt_of(length)
     for name, cached in (("first", 0), ("again", (length - 1) // BLOCK * BLOCK)):
         asked = sequence(name, prompt)
         engine.add(asked)
-        assert run(engine)[name] == model.greedy(prompt)
+        assert run(engine)[name] == either.greedy(prompt)
         assert asked.num_cached_tokens == cached
-    turn = [*prompt, *model.greedy(prompt), *prompt_of(5, 1)]
+    turn = [*prompt, *either.greedy(prompt), *prompt_of(5, 1)]
     asked = sequence("turn", turn)
     engine.add(asked)
-    assert run(engine)["turn"] == model.greedy(turn)
+    assert run(engine)["turn"] == either.greedy(turn)
     assert asked.num_cached_tokens == (length + 11) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("shared", [8, 13, 24, 40])
-def test_prompts_share_what_they_have_in_common(model: Model, shared: int) -> None:
-    engine, head = hybrid_engine(model.folder), prompt_of(48)
+def test_prompts_share_what_they_have_in_common(either: Model, shared: int) -> None:
+    engine, head = hybrid_engine(either.folder), prompt_of(48)
     for seed, name in enumerate("abc"):
         prompt = head[:shared] + prompt_of(30, seed + 5)
         asked = sequence(name, prompt)
         engine.add(asked)
-        assert run(engine)[name] == model.greedy(prompt)
+        assert run(engine)[name] == either.greedy(prompt)
         assert asked.num_cached_tokens == (shared // BLOCK * BLOCK if seed else 0)
 
 
@@ -125,20 +133,22 @@ def test_prompts_share_what_they_have_in_common(model: Model, shared: int) -> No
 
 
 @pytest.mark.parametrize("num_places", [0, 300], ids=["recomputed", "swapped"])
-def test_preempted_sequences_go_on_as_they_were(model: Model, num_places: int) -> None:
-    engine = hybrid_engine(model.folder, num_pages=58, num_places=num_places, max_model_len=120)
+def test_preempted_sequences_go_on_as_they_were(either: Model, num_places: int) -> None:
+    engine = hybrid_engine(
+        either.folder, num_pages=62 if either.is_convolution else 58, num_places=num_places, max_model_len=120
+    )
     prompts = {f"r{i}": prompt_of(10 + 3 * i, i) for i in range(7)}
     for name, prompt in prompts.items():
         engine.add(sequence(name, prompt, 40))
-    assert run(engine) == {name: model.greedy(prompt, 40) for name, prompt in prompts.items()}
+    assert run(engine) == {name: either.greedy(prompt, 40) for name, prompt in prompts.items()}
     load = engine.load()
     assert load.preemptions >= 2 and (load.swapped_blocks > 0) == (num_places > 0)
     assert engine.block_pool.num_in_use == 0
 
 
 @pytest.mark.parametrize("length", [15, 16, 17, 20])
-def test_several_answers_each_go_on_with_a_state_of_their_own(model: Model, length: int) -> None:
-    together, alone = hybrid_engine(model.folder), hybrid_engine(model.folder)
+def test_several_answers_each_go_on_with_a_state_of_their_own(either: Model, length: int) -> None:
+    together, alone = hybrid_engine(either.folder), hybrid_engine(either.folder)
     whole = sequence("r", prompt_of(length), 14, n=4, temperature=1.0, seed=5)
     together.add(whole)
     found = run(together)
@@ -187,9 +197,9 @@ class Failing:
 
 
 @pytest.mark.parametrize("chunk_tokens", [5, 24])
-def test_a_step_that_is_abandoned_leaves_states_as_they_were(model: Model, chunk_tokens: int) -> None:
+def test_a_step_that_is_abandoned_leaves_states_as_they_were(either: Model, chunk_tokens: int) -> None:
     """Steps are mixed: decodes within blocks, chunks that end within blocks, and such that cross borders."""
-    engine, hook = hybrid_engine(model.folder, chunk_tokens=chunk_tokens), Failing(1)
+    engine, hook = hybrid_engine(either.folder, chunk_tokens=chunk_tokens), Failing(1)
     prompts = {f"r{i}": prompt_of(9 * i + 4, i) for i in range(5)}
     found: dict[str, list[int]] = {name: [] for name in prompts}
     waiting = list(prompts.items())
@@ -202,7 +212,7 @@ def test_a_step_that_is_abandoned_leaves_states_as_they_were(model: Model, chunk
         except KVLoadFailed:
             continue  # nothing was loading: the same step is planned again
     assert hook.num_failed > 10
-    assert found == {name: model.greedy(prompt) for name, prompt in prompts.items()}
+    assert found == {name: either.greedy(prompt) for name, prompt in prompts.items()}
 
 
 # Checkpoints and layouts

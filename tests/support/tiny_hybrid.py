@@ -29,9 +29,14 @@ STATES: dict[str, Any] = {
 MIXED = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 }
+CONVOLUTIONS: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "hidden_size": 48, "initializer_range": 0.3, "block_multiple_of": 32},
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", STATES | MIXED),
     "qwen3.5": ("qwen3_5_text", STATES),
+    "lfm2": ("lfm2", CONVOLUTIONS),
     "qwen3.5-moe": ("qwen3_5_moe_text", STATES | MIXED),
 }
 

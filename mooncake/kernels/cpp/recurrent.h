@@ -22,7 +22,7 @@ struct DeltaCall {
     int64_t num_runs;
     float* mixed;  // [T][channels], what comes out of the convolution
     float* output;  // [T][heads][value_dim]
-    int32_t channels, num_taps, num_key_heads, heads, key_dim, value_dim;
+    int32_t channels, num_taps, num_key_heads, heads, key_dim, value_dim;  // no heads: the convolution alone
 
     int64_t tail() const { return int64_t(num_taps - 1) * channels; }
     float* page(int64_t number) const { return states + number * page_stride; }
@@ -57,7 +57,7 @@ inline void mix_token(const DeltaCall& call, int64_t t, int64_t origin, const fl
             const float* row = at >= origin ? call.inputs + at * call.channels : before + (last + at - origin) * call.channels;
             total += load(row + c) * load(call.taps + tap * call.channels + c);
         }
-        store(to + c, silu(total));
+        store(to + c, call.heads ? silu(total) : total);
     }
     for (int h = 0; h < 2 * call.num_key_heads; h++)
         normalise_head(to + h * call.key_dim, call.key_dim, h < call.num_key_heads ? 1.0f / std::sqrt(float(call.key_dim)) : 1.0f);
@@ -127,6 +127,7 @@ inline void gated_delta(const DeltaCall& call, int threads) {
         const int64_t run = firsts[owners[t]], source = call.sources[run];
         mix_token(call, t, call.starts[run], source < 0 ? nullptr : call.page(source));
     });
+    if (call.heads) {
     const int width = call.value_dim % 32 ? 16 : 32, strips = call.heads * (call.value_dim / width);
     parallel(sequences * strips, tokens * strips < 16 ? 1 : threads, [&](int64_t item) {
         static thread_local Scratch memory;
@@ -136,6 +137,7 @@ inline void gated_delta(const DeltaCall& call, int threads) {
         if (width == 32) take_strip<32>(call, firsts[s], firsts[s + 1], head, column, strip);
         else take_strip<16>(call, firsts[s], firsts[s + 1], head, column, strip);
     });
+    }
     for (int64_t run = 0; run < call.num_runs; run++) keep_inputs(call, run);
 }
 
