@@ -1,4 +1,4 @@
-// The gated delta rule behind a short convolution, over states in pages (recurrent.py defines it).
+// A short convolution, and the gated delta rule behind one, over states in pages (recurrent.py defines them).
 //
 // Columns of a matrix do not depend on each other, so a thread takes a strip of them through all tokens of a sequence,
 // in its own cache, one token at a time: a token gets the same bits in any batch and chunk.
@@ -128,15 +128,15 @@ inline void gated_delta(const DeltaCall& call, int threads) {
         mix_token(call, t, call.starts[run], source < 0 ? nullptr : call.page(source));
     });
     if (call.heads) {
-    const int width = call.value_dim % 32 ? 16 : 32, strips = call.heads * (call.value_dim / width);
-    parallel(sequences * strips, tokens * strips < 16 ? 1 : threads, [&](int64_t item) {
-        static thread_local Scratch memory;
-        float* strip = memory.start(int64_t(call.key_dim) * width);
-        const int64_t s = item / strips, at = item % strips * width;
-        const int head = int(at / call.value_dim), column = int(at % call.value_dim);
-        if (width == 32) take_strip<32>(call, firsts[s], firsts[s + 1], head, column, strip);
-        else take_strip<16>(call, firsts[s], firsts[s + 1], head, column, strip);
-    });
+        const int width = call.value_dim % 32 ? 16 : 32, strips = call.heads * (call.value_dim / width);
+        parallel(sequences * strips, tokens * strips < 16 ? 1 : threads, [&](int64_t item) {
+            static thread_local Scratch memory;
+            float* strip = memory.start(int64_t(call.key_dim) * width);
+            const int64_t s = item / strips, at = item % strips * width;
+            const int head = int(at / call.value_dim), column = int(at % call.value_dim);
+            if (width == 32) take_strip<32>(call, firsts[s], firsts[s + 1], head, column, strip);
+            else take_strip<16>(call, firsts[s], firsts[s + 1], head, column, strip);
+        });
     }
     for (int64_t run = 0; run < call.num_runs; run++) keep_inputs(call, run);
 }
