@@ -24,12 +24,12 @@ import xxhash
 
 from mooncake.errors import ConfigError, ModelError
 from mooncake.families.family import unsupported
-from mooncake.families.gemma4 import GEMMA4_FAMILIES
 from mooncake.families.layer_settings import refuse_sharing
 from mooncake.families.llama import FAMILIES, REARRANGED, llama_shapes, read_llama
 from mooncake.families.multimodal import is_multimodal, is_of_another_part, language_model
 from mooncake.families.registry import (
     OTHER_FAMILIES,
+    SHARING_FAMILIES,
     published_name,
     read_config,
     weight_shapes_of,
@@ -98,7 +98,9 @@ class Checkpoint(ABC):
         Weights up to 1 GiB a file are hashed whole; of larger files the header, the size and the beginning of every
         tensor.
         """
-        digest = hashlib.sha256(repr(self.config).encode())
+        config = self.config
+        own = (config.layer_heads, config.gemma) if config.gemma else config.recurrence or ""
+        digest = hashlib.sha256(f"{config!r}{own}".encode())
         for piece in self._identity():
             digest.update(piece)
         return digest.hexdigest()
@@ -322,7 +324,7 @@ def _hf_config(
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     named = {published_name(family, name): shape for name, shape in shapes.items()}
     if family in OTHER_FAMILIES:
-        if family not in GEMMA4_FAMILIES:
+        if family not in SHARING_FAMILIES:
             refuse_sharing(settings)
         config = read_config(family, settings, bos_id, eos_ids, named)
         named = without_unused_keys(config, without_guessing_layers(config, settings, named))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mooncake.errors import ConfigError, ModelError
 
@@ -54,14 +54,26 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4Parts:
-    """What layers of Gemma 4 (Gemma team 2026) have besides those of Gemma 3."""
+class Streams:
+    """Several residual streams (AltUp, Baykal et al. 2023), of which layers compute with the first, and LAuReL
+    (Menghani et al. 2024)."""
+
+    count: int
+    low_rank: int  # of each layer's learned residual
+    are_scaled: bool  # the first one, before what layers are given is added to the others
+    sparsity: tuple[float, ...]  # of each layer's gates: the share of them that is zero, were they normally distributed
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaParts:
+    """What layers of Gemma 3n (Gemma team 2025) and 4 (2026) have besides those of Gemma 3."""
 
     input_size: int = 0  # of the embedding that each layer has of every token; 0: none
-    input_vocab: int = 0  # tokens with such embeddings
+    input_vocab: int = 0  # tokens with such embeddings; others have the first one's
     has_wide_mlps: bool = False  # MLPs of layers without KV of their own are twice as wide
     keys_are_values: bool = False  # in global layers: values are keys before their norm and rotation
     expert_size: int = 0  # width of each expert of a mixture beside the MLP; 0: no mixture
+    streams: Streams | None = None  # Gemma 3n
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +151,11 @@ class ModelConfig:
     query_offset: int = 0  # Llama 4: p + this; and if some layers do not rotate, only in those
     qkv_limit: float = 0.0  # OLMo: queries, keys and values are clamped to within ± this; 0: not
     still_layers: tuple[int, ...] = ()  # SmolLM3, Command R7B: layers whose heads do not rotate (NoPE)
-    layer_heads: tuple[tuple[int, int], ...] = ()  # Gemma 4: each layer's KV heads and head size, where they differ
-    gemma4: Gemma4Parts | None = None
-    recurrence: Recurrence | None = None  # Qwen3-Next: some layers keep states; their window is STATE_WINDOW
-    stacked_experts: bool = False  # all experts' matrices of a layer are published as one tensor
+    # Not in ``repr``, which names KV: that of models without these is called what it was (``Checkpoint.digest``).
+    layer_heads: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # each layer's KV heads and head size
+    gemma: GemmaParts | None = field(default=None, repr=False)
+    recurrence: Recurrence | None = field(default=None, repr=False)  # layers with states: their window is STATE_WINDOW
+    stacked_experts: bool = field(default=False, repr=False)  # all experts of a layer are published as one tensor
 
     def query_grows(self, layer: int) -> bool:
         """Whether ``query_growth`` applies to this layer."""

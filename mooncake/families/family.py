@@ -16,7 +16,6 @@ _INDEXED = "an indexer that chooses which tokens attention sees"
 _CONVOLVED = "short convolutions, whose state is beside KV"
 _LINEAR_POSITIONS = "scores that fall with the distance of tokens (ALiBi)"
 _MISSING = {
-    **dict.fromkeys(("gemma3n", "gemma3n_text"), "embeddings of each layer, and several residual streams (AltUp)"),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text"), _INDEXED),
     **dict.fromkeys(("mistral_large4", "mistral_large4_text", "minimax_m3_vl", "minimax_m3_vl_text"), _INDEXED),
     "deepseek_v4": "compressed KV, an indexer, and several residual streams (mHC)",

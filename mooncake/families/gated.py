@@ -43,7 +43,7 @@ def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         if settings.get(key):
             raise ModelError(f"{settings.source} asks for {key}, which is not supported")
     head_dim = settings.integer("head_dim", 256)
-    rope, local = _gemma3_rope(settings, head_dim)
+    rope, local = gemma3_rope(settings, head_dim)
     return {
         **_read_gemma(settings, every=settings.integer("sliding_window_pattern", 6)),
         "head_dim": head_dim,
@@ -75,7 +75,7 @@ def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
     }
 
 
-def _gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
+def gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
     """The rotation of the global layers and theta of the local ones, from the keys of either generation of
     config.json. Only the global layers may be scaled, within ``max_position_embeddings``."""
     given = settings.get("rope_parameters")

@@ -9,7 +9,7 @@ from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top, num_layers_of
 from mooncake.families.gated import cap_of, rope_of_kind, windows_in_turn
 from mooncake.families.layer_settings import sources_of_last
-from mooncake.model_config import MAX_POSITIONS, Gemma4Parts, ModelConfig, Settings
+from mooncake.model_config import MAX_POSITIONS, GemmaParts, ModelConfig, Settings
 
 _TOKENS = 262_144
 _DEFAULTS: dict[str, object] = {
@@ -37,23 +37,23 @@ def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         if has_mixture
         else {}
     )
-    parts = Gemma4Parts(
+    parts = GemmaParts(
         input_size=size,
         input_vocab=vocab if size else 0,
         has_wide_mlps=settings.flag("use_double_wide_mlp", False),
         keys_are_values=settings.flag("attention_k_eq_v", False),
-        expert_size=_positive(settings, "moe_intermediate_size") if has_mixture else 0,
+        expert_size=positive(settings, "moe_intermediate_size") if has_mixture else 0,
     )
-    return {**_read(settings), **mixture, "gemma4": parts}
+    return {**_read(settings), **mixture, "gemma": parts}
 
 
 def _read_unified(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     settings = Settings({**_DEFAULTS, **_UNIFIED_DEFAULTS, **settings.tree}, settings.source)
-    parts = Gemma4Parts(
+    parts = GemmaParts(
         has_wide_mlps=settings.flag("use_double_wide_mlp", False),
         keys_are_values=settings.flag("attention_k_eq_v", False),
     )
-    return {**_read(settings), "gemma4": parts}
+    return {**_read(settings), "gemma": parts}
 
 
 def _read(settings: Settings) -> dict[str, object]:
@@ -133,30 +133,34 @@ def _wide_rotation(settings: Settings) -> tuple[float, dict[str, object] | None]
     return theta, {"rope_type": kind, "partial_rotary_factor": share, "factor": factor}
 
 
-def _positive(settings: Settings, key: str) -> int:
+def positive(settings: Settings, key: str, most: int = 1 << 24) -> int:
     value = settings.integer(key)
-    if not 0 < value < 1 << 24:
-        raise ModelError(f"{settings.source}: {key} must be positive, got {value}")
+    if not 0 < value <= most:
+        raise ModelError(f"{settings.source}: {key} must be positive and at most {most}, got {value}")
     return value
 
 
-def _top(config: ModelConfig) -> Shapes:
-    size = _parts(config).input_size
+def input_shapes(config: ModelConfig) -> Shapes:
+    size = parts_of(config).input_size
     if not size:
         return llama_top(config)
     return {
         **llama_top(config),
-        "model.embed_tokens_per_layer.weight": (_parts(config).input_vocab, config.num_layers * size),
+        "model.embed_tokens_per_layer.weight": (parts_of(config).input_vocab, config.num_layers * size),
         "model.per_layer_model_projection.weight": (config.num_layers * size, config.hidden_size),
         "model.per_layer_projection_norm.weight": (size,),
     }
 
 
 def _layer(config: ModelConfig, layer: int) -> Shapes:
-    parts, hidden, owns_kv = _parts(config), config.hidden_size, config.owns_kv(layer)
+    return layer_shapes(config, layer) | {"layer_scalar": (1,)}
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> Shapes:
+    parts, hidden, owns_kv = parts_of(config), config.hidden_size, config.owns_kv(layer)
     norms = ["input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"]
     inner = config.intermediate_size * (2 if parts.has_wide_mlps and not owns_kv else 1)
-    shapes = _attention(config, layer) | gated_shapes("mlp", hidden, inner) | {"layer_scalar": (1,)}
+    shapes = _attention(config, layer) | gated_shapes("mlp", hidden, inner)
     if parts.input_size:
         norms.append("post_per_layer_input_norm")
         shapes["per_layer_input_gate.weight"] = (parts.input_size, hidden)
@@ -184,15 +188,15 @@ def _attention(config: ModelConfig, layer: int) -> Shapes:
 
 
 def keys_are_values(config: ModelConfig, layer: int) -> bool:
-    return _parts(config).keys_are_values and not config.window_of(layer)
+    return parts_of(config).keys_are_values and not config.window_of(layer)
 
 
-def _parts(config: ModelConfig) -> Gemma4Parts:
-    assert config.gemma4 is not None
-    return config.gemma4
+def parts_of(config: ModelConfig) -> GemmaParts:
+    assert config.gemma is not None
+    return config.gemma
 
 
 GEMMA4_FAMILIES: dict[str, Family] = {
-    name: Family(read, lambda config: {}, "model.layers", _top, own_shapes=_layer)
+    name: Family(read, lambda config: {}, "model.layers", input_shapes, own_shapes=_layer)
     for name, read in (("gemma4_text", _read_gemma4), ("gemma4_unified_text", _read_unified))
 }

@@ -12,6 +12,7 @@ from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
+from mooncake.families.gemma3n import GEMMA3N_FAMILIES
 from mooncake.families.gemma4 import GEMMA4_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
 from mooncake.families.hybrid import HYBRID_FAMILIES
@@ -36,10 +37,12 @@ OTHER_FAMILIES: dict[str, Family] = {
     **INTERLEAVED_FAMILIES,
     **LLAMA4_FAMILIES,
     **COHERE_MOE_FAMILIES,
+    **GEMMA3N_FAMILIES,
     **GEMMA4_FAMILIES,
     **LFM2_FAMILIES,
     **HYBRID_FAMILIES,
 }
+SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 
 
 def read_config(

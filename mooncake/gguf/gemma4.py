@@ -13,7 +13,7 @@ from mooncake.families.layer_settings import sources_of_last
 from mooncake.gguf.fields import RMS_EPS, Fields, layer_windows
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.rope import FREQUENCIES, THETA, Scaling, floats
-from mooncake.model_config import Gemma4Parts, Settings
+from mooncake.model_config import GemmaParts, Settings
 
 _TABLE, _TOKENS = "per_layer_token_embd.weight", "token_embd.weight"
 _STANDS_STILL = 1e29  # divided by so much and more
@@ -54,7 +54,7 @@ def gemma4(meta: Metadata) -> Fields:
         "qk_norm": True,
         "num_experts": meta.integer("expert_count") if has_mixture else 0,
         "experts_per_token": meta.integer("expert_used_count") if has_mixture else 0,
-        "gemma4": Gemma4Parts(
+        "gemma": GemmaParts(
             input_size=size,
             input_vocab=_input_vocab(meta) if size else 0,
             has_wide_mlps=inner[-1] != inner[0],

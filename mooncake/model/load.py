@@ -18,6 +18,7 @@ from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
+from mooncake.model.gemma3n import Gemma3n
 from mooncake.model.gemma4 import Gemma4
 from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
@@ -56,6 +57,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "kimi_k2": DeepSeek,
     "gemma": Gemma,
     "vaultgemma": Gemma,
+    "gemma3n_text": Gemma3n,
     "gemma4_text": Gemma4,
     "gemma4_unified_text": Gemma4,
     "arcee": Arcee,

@@ -157,7 +157,7 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("cwm", {"rope_parameters": None}, "does not say how positions are scaled"),
         ("hy3", {"model_type": "bloom"}, r"fall with the distance of tokens \(ALiBi\)"),
         ("hy3", {"model_type": "mistral_large4_text"}, "an indexer that chooses"),
-        ("hy3", {"model_type": "gemma3n"}, "embeddings of each layer, and several residual streams"),
+        ("hy3", {"model_type": "laguna"}, "layers with different numbers of heads"),
         ("llama-4", {"attention_bias": True}, "asks for attention_bias"),
         ("llama-4", {"attention_chunk_size": 0}, "attention_chunk_size must be positive"),
         ("llama-4", {"layer_types": ["full_attention"]}, "each of the 4 layers"),

@@ -1,4 +1,4 @@
-"""Small random models of transformers with the parts of each published Gemma 4."""
+"""Small random models of transformers with the parts of each published Gemma 3n and 4."""
 
 from __future__ import annotations
 
@@ -28,13 +28,20 @@ LARGE: dict[str, Any] = {  # 31B, 26B-A4B: values of global layers are their key
 }
 MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
 UNIFIED = {name: value for name, value in LARGE.items() if name != "hidden_size_per_layer_input"}
+THREE_N: dict[str, Any] = {
+    **{"num_key_value_heads": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB - 40},
+    **{"num_kv_shared_layers": 4, "layer_types": SMALL["layer_types"], "num_hidden_layers": 10, "laurel_rank": 8},
+    **{"activation_sparsity_pattern": [0.95, 0.8, *[0.0] * 8]},
+}
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16}
 
 
 def text(family: str, **settings: Any) -> Callable[[], PreTrainedModel]:
     def make() -> PreTrainedModel:
         given = {**COMMON, **settings}
-        if family != "gemma4_text":
+        if family == "gemma3n_text":
+            given.pop("global_head_dim")
+        if family == "gemma4_unified_text":
             given.pop("vocab_size_per_layer_input")
         config = AutoConfig.for_model(family, **given)
         return with_scales(AutoModelForCausalLM.from_config(config))
@@ -66,6 +73,12 @@ GEMMA4: dict[str, Callable[[], PreTrainedModel]] = {
     "mixture": text("gemma4_text", **LARGE, **MIXTURE),
     "all-at-once": text("gemma4_text", **{**SMALL, **LARGE, **MIXTURE, "hidden_size_per_layer_input": 8}),
     "unified": text("gemma4_unified_text", **UNIFIED),
+}
+GEMMA3N: dict[str, Callable[[], PreTrainedModel]] = {
+    "3n": text("gemma3n_text", **THREE_N),
+    "3n-of-two-streams": text(
+        "gemma3n_text", **THREE_N | {"altup_num_inputs": 2, "altup_correct_scale": False, "num_kv_shared_layers": 0}
+    ),
 }
 WHOLE: dict[str, Callable[[], PreTrainedModel]] = {
     "small-with-eyes": whole("gemma4", SMALL, vision_config=VISION, audio_config=None),

@@ -31,8 +31,8 @@ _ALL_EXPERTS = ("experts", "input_linear", "output_linear")  # in one tensor (gp
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
     """The shape of one rank's part. Raises ModelError if the model cannot be split into ``size`` equal parts."""
-    if config.gemma4:
-        raise ModelError("tensor parallelism is not for Gemma 4, whose layers differ in their heads")
+    if config.gemma:
+        raise ModelError("tensor parallelism is not for Gemma 3n and 4")
     if config.architecture not in FAMILIES and not config.num_experts and config.latent is None:
         raise ModelError(
             f"tensor parallelism is for the Llama family and for mixtures of experts, not for {config.architecture}"
