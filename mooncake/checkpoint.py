@@ -43,6 +43,7 @@ from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig as ModelConfig
 from mooncake.model_config import Settings
+from mooncake.page_groups import block_layout
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
@@ -97,8 +98,9 @@ class Checkpoint(ABC):
         Weights up to 1 GiB a file are hashed whole; of larger files the header, the size and the beginning of every
         tensor.
         """
-        own = (self.config.layer_heads, self.config.gemma) if self.config.gemma else ""
-        digest = hashlib.sha256(f"{self.config!r}{own}".encode())
+        config = self.config
+        own = (config.layer_heads, config.gemma) if config.gemma else config.recurrence or ""
+        digest = hashlib.sha256(f"{config!r}{own}".encode())
         for piece in self._identity():
             digest.update(piece)
         return digest.hexdigest()
@@ -107,13 +109,11 @@ class Checkpoint(ABC):
         """The layout of blocks that also keep the inputs of the layers ``keep_hidden``. Raises ConfigError if those
         layers have no inputs to keep."""
         config = self.config
-        heads, head_dim = config.row_heads
-        num_rows = sum(config.kv_rows) or len(config.kv_owners)
-        plain = KVLayout(num_rows, heads, block_tokens, head_dim, dtype, num_kinds=config.kv_kinds)
+        plain = block_layout(config, block_tokens, dtype)
         if not keep_hidden:
             return plain
-        if config.layer_heads:
-            raise ConfigError(f"model.keep_hidden is for models whose layers have the same heads, not for {self.name}")
+        if config.layer_heads or config.recurrence:
+            raise ConfigError(f"model.keep_hidden is for models whose layers keep the same, not for {self.name}")
         if config.kv_sources:
             raise ConfigError(f"model.keep_hidden is for models with KV of each layer's own, not for {self.name}")
         if list(keep_hidden) != sorted(set(keep_hidden) & set(range(1, config.num_layers))):

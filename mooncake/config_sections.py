@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from mooncake.api_keys import HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import PageGroups, groups_of, one_group
+from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of
 from mooncake.precision import Coding, Precision, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
@@ -272,14 +272,15 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Blocks in another deployment's layout, or with more in them than KV, are whole, and so are those of nodes that
         compute with several processes.
         """
-        prefill, as_one = self.prefill, one_group(model.kv_rows)
-        if model.layer_heads and self.pool_layout.tensor_parallel:
-            raise ConfigError("pool_layout is for models whose layers have the same heads")
+        block = block_layout(model, self.block.tokens, self.precision().kv_dtype)
+        prefill, as_one = self.prefill, as_one_group(model, block)
+        if (model.layer_heads or model.recurrence) and self.pool_layout.tensor_parallel:
+            raise ConfigError("pool_layout is for models whose layers keep the same: heads of one size, and no states")
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
         num_processes = max(engine.num_processes for engine in self._engines)
         if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
             return as_one
-        groups = groups_of(model, model.context(self.model.max_model_len))
+        groups = groups_of(model, model.context(self.model.max_model_len), block)
         return groups if self.cluster.coupled or not groups.windows[0] else as_one
 
     @property

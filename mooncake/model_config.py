@@ -11,6 +11,7 @@ from mooncake.errors import ConfigError, ModelError
 MAX_LAYERS = 1024
 MAX_POSITIONS = 1 << 28
 MAX_EXPERTS = 1024  # per layer; each has its own names
+STATE_WINDOW = 2  # tokens: the state before the next token is in the page of the token before it
 MAX_INTEGER = 1 << 53  # no number in a config.json is larger, and floats are exact up to it
 
 
@@ -76,6 +77,29 @@ class GemmaParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Layers that keep a state of fixed size in place of KV: the last inputs of a short convolution (LFM2), and behind
+    it a matrix per value head, for the gated delta rule (Qwen3-Next; Yang et al. 2024, arXiv 2412.06464)."""
+
+    layers: tuple[int, ...]
+    taps: int  # tokens that the convolution sees, the current one included
+    channels: int  # what it sees of a token; with heads: queries, keys and values
+    num_value_heads: int = 0  # a multiple of the key heads; 0: only the convolution
+    value_dim: int = 0  # of each head
+    num_key_heads: int = 0
+    key_dim: int = 0
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers of a state: the last inputs of the convolution, and a matrix per value head."""
+        return (self.taps - 1) * self.channels + self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def state_bytes(self) -> int:
+        return 4 * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """The shape of a decoder. Differences within the Llama family are fields, not code; other families' fields come
     last.
@@ -130,6 +154,8 @@ class ModelConfig:
     # Not in ``repr``, which names KV: that of models without these is called what it was (``Checkpoint.digest``).
     layer_heads: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # each layer's KV heads and head size
     gemma: GemmaParts | None = field(default=None, repr=False)
+    recurrence: Recurrence | None = field(default=None, repr=False)  # layers with states: their window is STATE_WINDOW
+    stacked_experts: bool = field(default=False, repr=False)  # all experts of a layer are published as one tensor
 
     def query_grows(self, layer: int) -> bool:
         """Whether ``query_growth`` applies to this layer."""
@@ -173,6 +199,14 @@ class ModelConfig:
         elements = math.prod(self.row_heads)
         rows = tuple(-(-math.prod(self.heads_of(layer)) // elements) for layer in self.kv_owners)
         return rows if max(rows) > 1 else ()
+
+    def rows_for(self, row_bytes: int) -> tuple[int, ...]:
+        """The same, for rows of so many bytes, which decides how many of them a state takes."""
+        if self.recurrence is None:
+            return self.kv_rows
+        of_state = -(-self.recurrence.state_bytes // row_bytes)
+        rows = tuple(of_state if layer in self.recurrence.layers else 1 for layer in range(self.num_layers))
+        return rows if of_state > 1 else ()
 
     def kv_layer_of(self, layer: int) -> int:
         """The cache layer whose keys and values this layer attends to."""
@@ -235,8 +269,26 @@ class ModelConfig:
         if wrong:
             raise ModelError(f"the token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
         self._check_kv_sources()
+        self._check_recurrence()
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ModelError(f"a token cannot use {self.experts_per_token} of {self.num_experts} experts")
+
+    def _check_recurrence(self) -> None:
+        it = self.recurrence
+        if it is None:
+            return
+        assert not (self.kv_sources or self.layer_heads or self.latent), "no family has these beside states"
+        if not set(it.layers) < set(range(self.num_layers)):
+            raise ModelError(f"some of {self.num_layers} layers must attend, and the others keep states")
+        if not 2 <= it.taps <= 1 << 10 or not 1 <= it.channels <= 1 << 24:
+            raise ModelError(f"a convolution cannot have {it.taps} taps and {it.channels} channels")
+        sizes = (it.num_key_heads, it.key_dim, it.num_value_heads, it.value_dim)
+        if not any(sizes):
+            return
+        if not 1 <= min(sizes) <= max(sizes) <= 1 << 16:
+            raise ModelError(f"a state cannot have {sizes} heads and sizes of keys and values")
+        if it.num_value_heads % it.num_key_heads:
+            raise ModelError(f"{it.num_value_heads} value heads cannot share {it.num_key_heads} key heads evenly")
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:

@@ -29,11 +29,13 @@ LEAST_SAVED = 0.1  # of that memory; for less, several groups are not worth thei
 class PageGroups:
     """``windows``: per group, the tokens that a query sees, itself included; 0: all. ``places``: (group, first row of
     its page) of each layer. ``rows``: how many each layer takes; empty: one. Both are empty when layer l is row l of
-    the only group."""
+    the only group. ``has_states``: in place of KV some layers keep a state in a page, after the last computed token of
+    its block, so no computed token can be computed again but from the last border on."""
 
     windows: tuple[int, ...]
     places: tuple[tuple[int, int], ...] = ()
     rows: tuple[int, ...] = ()
+    has_states: bool = False
 
     @property
     def num_groups(self) -> int:
@@ -160,15 +162,34 @@ def one_group(rows: Sequence[int] = (), window: int = 0) -> PageGroups:
     return PageGroups((window,), places, tuple(rows))
 
 
-def groups_of(config: ModelConfig, context: int) -> PageGroups:
+def block_layout(config: ModelConfig, block_tokens: int, dtype: str) -> KVLayout:
+    """The layout of a block with the rows of all layers, one after another."""
+    from mooncake.types import KVLayout
+
+    heads, head_dim = config.row_heads
+    row = KVLayout(1, heads, block_tokens, head_dim, dtype, num_kinds=config.kv_kinds)
+    return replace(row, num_layers=sum(config.rows_for(row.layer_bytes)) or len(config.kv_owners))
+
+
+def as_one_group(config: ModelConfig, block: KVLayout) -> PageGroups:
+    """One group for all layers of a model whose blocks have this layout."""
+    return replace(one_group(config.rows_for(block.layer_bytes)), has_states=config.recurrence is not None)
+
+
+def groups_of(config: ModelConfig, context: int, block: KVLayout | None = None) -> PageGroups:
     """Like ``plan_groups``, for the layers of a model that keep KV. A chunk is kept like a sliding window of its size,
-    which contains it."""
-    return plan_groups([abs(config.window_of(layer)) for layer in config.kv_owners], context, config.kv_rows)
+    which contains it. ``block``: the layout of blocks, where layers keep states."""
+    windows = [abs(config.window_of(layer)) for layer in config.kv_owners]
+    if config.recurrence is None:
+        return plan_groups(windows, context, config.kv_rows)
+    assert block is not None
+    planned = plan_groups(windows, context, config.rows_for(block.layer_bytes), 2 * block.block_tokens)
+    return replace(planned, has_states=True)
 
 
-def plan_groups(windows: Sequence[int], context: int, rows: Sequence[int] = ()) -> PageGroups:
+def plan_groups(windows: Sequence[int], context: int, rows: Sequence[int] = (), least_kept: int = 1) -> PageGroups:
     """Groups for layers that see this many tokens each (0: all), in sequences of up to ``context`` tokens. ``rows``:
-    how many each takes; empty: one.
+    how many each takes; empty: one. ``least_kept``: tokens of which a group keeps pages, however small its window.
 
     Among page sizes that give at most ``MAX_GROUPS``, the one that needs the least memory, including empty rows, for
     sequences of ``WINDOWS_IN_CONTEXT`` windows. Usually that is the rows of the rarer kind of layers. Groups that see
@@ -180,17 +201,18 @@ def plan_groups(windows: Sequence[int], context: int, rows: Sequence[int] = ()) 
     if len(kinds) == 1:
         return one_group(rows, kinds[0])
     layers = {kind: [layer for layer, window in enumerate(seen) if window == kind] for kind in kinds}
-    longest = WINDOWS_IN_CONTEXT * max(kinds)
+    longest = WINDOWS_IN_CONTEXT * max(*kinds, least_kept)
+    kept = {kind: max(kind, least_kept) if kind else longest for kind in kinds}
 
     def cost(size: int) -> float:
-        return sum(_pack(layers[kind], taken, size)[1] * size * (kind or longest) for kind in kinds)
+        return sum(_pack(layers[kind], taken, size)[1] * size * kept[kind] for kind in kinds)
 
     def num_groups(size: int) -> int:
         return sum(_pack(layers[kind], taken, size)[1] for kind in kinds)
 
     sizes = [size for size in range(max(taken), sum(taken) + 1) if num_groups(size) <= MAX_GROUPS]
     size = min(sizes, key=lambda size: (cost(size), -size), default=0)
-    as_one = sum(taken) * (kinds[0] or longest)
+    as_one = sum(taken) * kept[kinds[0]]
     if not size or cost(size) > (1 - LEAST_SAVED) * as_one:
         return one_group(rows, kinds[0])  # all layers keep what those that see most keep
     places = [(0, 0)] * len(seen)

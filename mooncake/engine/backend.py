@@ -26,7 +26,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.lora import AdapterPlaces, load_adapter
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import PageGroups, groups_of, one_group
+from mooncake.page_groups import PageGroups, as_one_group, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -97,7 +97,7 @@ def plan_pages(
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
     where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
     config = checkpoint.config
-    groups = groups_of(config, context) if device == "cpu" and num_ranks == 1 else one_group(config.kv_rows)
+    groups = groups_of(config, context, layout) if device == "cpu" and num_ranks == 1 else as_one_group(config, layout)
     return groups, groups.page_layout(layout)
 
 
@@ -114,6 +114,7 @@ def open_backend(
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
     (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
     others do."""
+    _check_recurrence(checkpoint, device, processes)
     path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1 and device != "cpu":
@@ -141,6 +142,7 @@ def open_for_node(
 ) -> Backend:
     """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
     ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
+    _check_recurrence(checkpoint, device, processes)
     if processes.tensor > 1 and device != "cpu":
         with contextlib.ExitStack() as opened:
             num_bytes = size.num_blocks * size.layout.block_bytes
@@ -164,6 +166,12 @@ def open_for_node(
     return replace(backend, model=settled, mirror=mirror, close=mirror.close)
 
 
+def _check_recurrence(checkpoint: Checkpoint, device: str, processes: Processes) -> None:
+    """Raises ModelError where layers that keep states cannot run."""
+    if checkpoint.config.recurrence and (device != "cpu" or processes.count > 1):
+        raise ModelError(f"{checkpoint.name} has recurrent layers, which run on CPUs, and in one process")
+
+
 def draft_on(
     device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int, chunk_tokens: int
 ) -> DraftModel:
@@ -175,6 +183,8 @@ def draft_on(
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:
         raise ConfigError("a draft model needs speculative_tokens")
+    if checkpoint.config.recurrence:
+        raise ConfigError(f"the draft model {path} has recurrent layers, which take no token back")
     precision = resolve_precision(dtype, devices=(device,), stored=checkpoint.coding)
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)

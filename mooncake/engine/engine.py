@@ -78,9 +78,11 @@ class Engine:
     ) -> None:
         """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
         ``draft_model`` replaces prompt lookup where ``config.speculative_tokens`` allows drafts. Raises ConfigError
-        if the model cannot compute ``config.own_layers`` alone."""
+        if the model cannot compute ``config.own_layers`` alone, or cannot take back rejected drafts."""
         if config.own_layers and not isinstance(model, RecomputingModel):
             raise ConfigError("prefill.variant is for the Llama family on CPUs")
+        if config.speculative_tokens and config.groups.has_states:
+            raise ConfigError("speculative_tokens is not for models with recurrent layers: no state takes a token back")
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)

@@ -32,13 +32,12 @@ _MISSING = {
         ("granite_swa", "granitemoe_swa"), "rotations of each layer's own, and sinks beside Granite's factors"
     ),
     "granitemoeshared": "an expert for all tokens beside Granite's mixture",
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"), _RECURRENT),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text", "glm5_next", "bailing_hybrid", "lfm3", "xlstm", "falcon_mamba"), _RECURRENT
     ),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "zaya"), _CONVOLVED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "rwkv"), _RECURRENT),
-    **dict.fromkeys(("lfm2", "lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
+    **dict.fromkeys(("lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
     "mllama": "attention to encoded images",
     "mimo_v2_flash": "keys and values of different sizes",
     "bitnet": "weights of three values",

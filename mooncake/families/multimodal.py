@@ -13,7 +13,7 @@ _MULTIMODAL = (
     *("mistral3", "gemma3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("llava", "llava_next", "internvl", "aya_vision", "kimi_k25", "llama4"),
     *("smolvlm", "idefics3", "llava_onevision", "cohere2_vision", "exaone4_5", "glm4v", "glm46v", "glm4v_moe"),
-    *("gemma3n", "gemma4", "gemma4_unified"),
+    *("gemma3n", "gemma4", "gemma4_unified", "qwen3_5", "qwen3_5_moe"),
 )
 _LANGUAGE_MODELS = {
     "qwen2_vl": "qwen2",

@@ -15,8 +15,10 @@ from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gemma3n import GEMMA3N_FAMILIES
 from mooncake.families.gemma4 import GEMMA4_FAMILIES
 from mooncake.families.gpt import GPT_FAMILIES
+from mooncake.families.hybrid import HYBRID_FAMILIES
 from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
+from mooncake.families.lfm2 import LFM2_FAMILIES
 from mooncake.families.llama4 import LLAMA4_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
@@ -37,6 +39,8 @@ OTHER_FAMILIES: dict[str, Family] = {
     **COHERE_MOE_FAMILIES,
     **GEMMA3N_FAMILIES,
     **GEMMA4_FAMILIES,
+    **LFM2_FAMILIES,
+    **HYBRID_FAMILIES,
 }
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 

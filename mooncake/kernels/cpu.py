@@ -22,6 +22,7 @@ from mooncake.kernels.cpu_library import (
     POINTER,
     ROW_UNIT,
     WEIGHT_KINDS,
+    DeltaCall,
     Rope,
     activation_unit,
     check,
@@ -30,6 +31,7 @@ from mooncake.kernels.cpu_library import (
 )
 from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear, WeightMemory
 from mooncake.kernels.cpu_threads import num_threads
+from mooncake.kernels.recurrent import Runs
 from mooncake.kernels.reference import Bounds, Coding, Gate, Matrices, Matrix
 
 
@@ -47,6 +49,7 @@ class CpuKernels:
         self._rope_write_kv = library.mc_rope_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
+        self._gated_delta = library.mc_gated_delta
         self._sample, self._score = library.mc_sample, library.mc_score
 
     def linear(
@@ -192,6 +195,57 @@ class CpuKernels:
         )
         check(status)
         return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
+
+    def gated_delta(
+        self,
+        inputs: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        taps: torch.Tensor,
+        states: torch.Tensor,
+        runs: Runs,
+        num_key_heads: int,
+        key_dim: int,
+    ) -> torch.Tensor:
+        (tokens, channels), heads = inputs.shape, decay.shape[1]
+        value_dim = (channels - 2 * num_key_heads * key_dim) // heads
+        rows = (inputs, decay, beta, taps)
+        if key_dim % 16 or value_dim % 16 or not all(each.is_contiguous() for each in rows) or states.stride(1) != 1:
+            return reference.gated_delta(inputs, decay, beta, taps, states, runs, num_key_heads, key_dim)
+        mixed, output = torch.empty_like(inputs), inputs.new_empty((tokens, heads * value_dim))
+        call = DeltaCall(
+            *(each.data_ptr() for each in rows),
+            *(states.data_ptr(), len(states), states.stride(0)),
+            *(each.data_ptr() for each in (runs.starts, runs.sources, runs.targets)),
+            *(len(runs.targets), mixed.data_ptr(), output.data_ptr()),
+            *(channels, len(taps), num_key_heads, heads, key_dim, value_dim),
+        )
+        check(self._gated_delta(ctypes.byref(call), num_threads()))
+        return output
+
+    def short_convolution(
+        self, inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs
+    ) -> torch.Tensor:
+        channels = inputs.shape[1]
+        if channels % 16 or not (inputs.is_contiguous() and taps.is_contiguous()) or states.stride(1) != 1:
+            return reference.short_convolution(inputs, taps, states, runs)
+        output = torch.empty_like(inputs)
+        call = DeltaCall(
+            inputs=inputs.data_ptr(),
+            taps=taps.data_ptr(),
+            states=states.data_ptr(),
+            num_pages=len(states),
+            page_stride=states.stride(0),
+            starts=runs.starts.data_ptr(),
+            sources=runs.sources.data_ptr(),
+            targets=runs.targets.data_ptr(),
+            num_runs=len(runs.targets),
+            mixed=output.data_ptr(),
+            channels=channels,
+            num_taps=len(taps),
+        )
+        check(self._gated_delta(ctypes.byref(call), num_threads()))
+        return output
 
     def paged_attention(
         self,

@@ -1,12 +1,13 @@
 // The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32 on both sides;
 // weights and pages keep their types. The plain C interface (pointers, strides, int status) compiles in seconds and
 // does not depend on the version of torch. The headers, each built on those before: cpp/vectors.h, pool.h, pages.h,
-// steps.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h. What
+// steps.h, recurrent.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h, attention.h, decoder.h, sampling.h. What
 // takes long to compile has a file of its own: linear.cpp, attention.cpp.
 
 #include "cpp/decoder.h"
 #include "cpp/experts.h"
 #include "cpp/grouped.h"
+#include "cpp/recurrent.h"
 #include "cpp/sampling.h"
 
 using namespace mooncake;
@@ -19,7 +20,7 @@ int mc_size_of(const char* name) {
         {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
         {"Draw", sizeof(Draw)},                 {"DecoderLayer", sizeof(DecoderLayer)}, {"Decoder", sizeof(Decoder)},
         {"LayerAdapter", sizeof(LayerAdapter)}, {"Step", sizeof(Step)},                 {"Cache", sizeof(Cache)},
-        {"Experts", sizeof(Experts)},
+        {"Experts", sizeof(Experts)},           {"DeltaCall", sizeof(DeltaCall)},
     };
     for (const auto& [known, size] : SIZES)
         if (!std::strcmp(name, known)) return int(size);
@@ -60,6 +61,12 @@ int mc_add_rms_norm(float* residual, const float* update, const float* weight, f
 
 int mc_silu_mul(const float* gate_up, float* out, int64_t tokens, int width, int threads) {
     silu_mul(gate_up, out, tokens, width, threads);
+    return OK;
+}
+
+int mc_gated_delta(const DeltaCall* call, int threads) {
+    if (int status = check_runs(*call)) return status;
+    gated_delta(*call, threads);
     return OK;
 }
 

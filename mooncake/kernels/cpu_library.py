@@ -29,6 +29,7 @@ SIGNATURES = {
     ],
     "mc_add_rms_norm": [POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT],
     "mc_silu_mul": [POINTER, POINTER, LONG, INT, INT],
+    "mc_gated_delta": [POINTER, INT],
     "mc_size_of": [ctypes.c_char_p],
     "mc_panel_width": [],
     "mc_activation_unit": [INT],
@@ -115,6 +116,22 @@ class Experts(ctypes.Structure):
     ]
 
 
+class DeltaCall(ctypes.Structure):
+    """Mirrors ``DeltaCall`` of recurrent.h."""
+
+    _fields_: ClassVar = [
+        *((name, POINTER) for name in ("inputs", "decay", "beta", "taps", "states")),
+        *((name, LONG) for name in ("num_pages", "page_stride")),
+        *((name, POINTER) for name in ("starts", "sources", "targets")),
+        ("num_runs", LONG),
+        *((name, POINTER) for name in ("mixed", "output")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("channels", "num_taps", "num_key_heads", "heads", "key_dim", "value_dim")
+        ),
+    ]
+
+
 def check_mirrors(library: ctypes.CDLL, mirrors: Mapping[str, type[ctypes.Structure]]) -> None:
     """Check that these have the same size as their namesakes in C++; otherwise the library would read past their
     end."""
@@ -133,7 +150,7 @@ def declare(library: ctypes.CDLL) -> None:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, INT
-    check_mirrors(library, {each.__name__: each for each in (PackedLinear, CacheLayer, Rope, Experts)})
+    check_mirrors(library, {each.__name__: each for each in (PackedLinear, CacheLayer, Rope, Experts, DeltaCall)})
     assert library.mc_size_of(b"Draw") == DRAW.size
 
 

@@ -17,7 +17,7 @@ from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
-from mooncake.model.pages import layer_pages
+from mooncake.model.pages import first_rows, layer_pages
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
 from mooncake.page_groups import one_group
@@ -28,6 +28,7 @@ class CacheLayers:
     own over as many rows as they take."""
 
     def __init__(self, config: ModelConfig) -> None:
+        self._config = config
         owners = config.kv_owners if config.layer_heads else ()
         self._heads = [config.heads_of(layer) for layer in owners]
         self._rows = [row for _, row in one_group(config.kv_rows).places] or list(range(len(owners)))
@@ -35,7 +36,9 @@ class CacheLayers:
     def of(self, cache: torch.Tensor, batch: ForwardBatch) -> Sequence[torch.Tensor]:
         """By layer, where they differ in their heads; otherwise by row."""
         if not self._heads:
-            return cache.unbind(1)
+            layers = cache.unbind(1)
+            has_states = self._config.recurrence is not None and batch.pages is None
+            return [layers[row] for row in first_rows(self._config, cache)] if has_states else layers
         rows = self._rows if batch.pages is None else batch.pages.places[:, 1].tolist()
         return [layer_pages(cache, row, *heads) for row, heads in zip(rows, self._heads, strict=True)]
 

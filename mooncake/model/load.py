@@ -22,8 +22,10 @@ from mooncake.model.gemma3n import Gemma3n
 from mooncake.model.gemma4 import Gemma4
 from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
+from mooncake.model.hybrid import Qwen3Next
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
+from mooncake.model.lfm2 import Lfm2
 from mooncake.model.llama import CausalLM
 from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
@@ -95,6 +97,10 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "stablelm": StableLm,
     "nemotron": Nemotron,
     "jais2": Jais2,
+    "qwen3_next": Qwen3Next,
+    "qwen3_5_text": Qwen3Next,
+    "qwen3_5_moe_text": Qwen3Next,
+    "lfm2": Lfm2,
 }
 
 

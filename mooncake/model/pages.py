@@ -16,6 +16,8 @@ import torch
 
 from mooncake.errors import ConfigError
 from mooncake.kernels.reference import SCALE_BYTES
+from mooncake.model_config import ModelConfig
+from mooncake.page_groups import one_group
 from mooncake.types import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
@@ -37,6 +39,12 @@ def layer_pages(cache: torch.Tensor, row: int, num_heads: int, head_dim: int) ->
     shape = cache.shape[0], cache.shape[2], num_heads, block_tokens, width
     strides = cache.stride(0), num_heads * head, head, width, 1
     return cache.as_strided(shape, strides, cache.storage_offset() + row * cache.stride(1))
+
+
+def first_rows(config: ModelConfig, cache: torch.Tensor) -> list[int]:
+    """Of each layer in ``cache``, if all layers are one group and some keep states."""
+    rows = config.rows_for(cache.stride(1) * cache.element_size())
+    return [row for _, row in one_group(rows).places] or list(range(config.num_layers))
 
 
 class Mappable(Protocol):

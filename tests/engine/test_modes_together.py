@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_hybrid import write_hybrid
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
@@ -36,12 +37,15 @@ def one_thread() -> Iterator[None]:
 
 
 class Deployment:
-    """A tiny model with two adapters, or with windows."""
+    """A tiny model with two adapters, with windows, or with states."""
 
     def __init__(self, folder: Path, family: str) -> None:
-        window = {"sliding_window": 20} if family == "mistral" else {}
-        model = write_tiny_model(folder, family, head_dim=16, initializer_range=0.2, **window)
-        names = () if window else ("a", "b")
+        if family == "qwen3_5_text":
+            model = write_hybrid("qwen3.5", folder)
+        else:
+            window = {"sliding_window": 20} if family == "mistral" else {}
+            model = write_tiny_model(folder, family, head_dim=16, initializer_range=0.2, **window)
+        names = ("a", "b") if family in ("llama", "qwen3") else ()
         for seed, name in enumerate(names):
             write_adapter(folder / name, model, seed=seed)
         self.checkpoint = open_checkpoint(str(folder), CONTEXT)
@@ -77,7 +81,7 @@ def random_sampling(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "qwen3_5_text"])
 def test_whatever_meets_in_an_engine_changes_no_answer(family: str, tmp_path: Path) -> None:
     deployment = Deployment(tmp_path, family)
     for seed in range(12):
@@ -97,11 +101,11 @@ def test_whatever_meets_in_an_engine_changes_no_answer(family: str, tmp_path: Pa
             alone.add(deployment.sequence(name, *request))
             expected |= answers(drained(alone))
         engine = deployment.engine(
-            rng.randint(18, 30),
+            rng.randint(18, 30) * (3 if deployment.groups.has_states else 1),  # pages of 4 groups
             rng.choice([0, 6, 60]),
             chunk_tokens=rng.choice([0, 7, 32]),
             max_sequences=rng.choice([2, 8]),
-            speculative_tokens=rng.choice([0, 4]),
+            speculative_tokens=0 if deployment.groups.has_states else rng.choice([0, 4]),
         )
         for name, request in requests.items():
             engine.add(deployment.sequence(name, *request))

@@ -168,7 +168,7 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("llama-4", {"floor_scale": 0}, "floor_scale must be positive"),
         ("llama-4", {"no_rope_layers": [1, 0]}, "no_rope_layers must be 0 or 1"),
         ("llama-4", {"num_hidden_layers": 10**9}, "num_layers of the model must be between"),
-        ("hy3", {"model_type": "qwen3_next"}, "a recurrent state in place of KV"),
+        ("hy3", {"model_type": "kimi_linear"}, "a recurrent state in place of KV"),
         ("hy3", {"mlp_bias": True}, "asks for mlp_bias"),
         ("hy3", {"attention_bias": True}, "asks for attention_bias"),
         ("hy3", {"num_shared_experts": 2}, "mlp.shared_mlp.gate_proj.weight has the shape"),

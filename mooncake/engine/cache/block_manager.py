@@ -83,6 +83,8 @@ class BlockManager:
         if sequence.is_scoring:
             return 0
         usable = len(sequence.block_keys)
+        if self.groups.has_states:  # the last token cannot be computed again
+            return min(usable, (sequence.num_tokens - 1) // self._block_tokens)
         if usable * self._block_tokens < sequence.num_tokens or self.match(sequence.block_keys) < usable:
             return usable
         has_room = self._has_room(sequence, usable, sequence.num_tokens - 1, spare + self.groups.num_groups)

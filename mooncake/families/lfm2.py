@@ -1,0 +1,94 @@
+"""LFM2 (Liquid AI 2025): most layers are short convolutions, the others attend. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mooncake.errors import ModelError
+from mooncake.families.family import Family, Shapes, head_shapes, num_layers_of
+from mooncake.families.gated import read_silu
+from mooncake.families.hybrid import layers_of_kind, state_windows
+from mooncake.model_config import ModelConfig, Recurrence, Settings
+
+
+def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    if settings.flag("conv_bias", False):
+        raise ModelError(f"{settings.source} asks for conv_bias, which is not supported")
+    num_layers, hidden = num_layers_of(settings), settings.integer("hidden_size")
+    if settings.get("layer_types") is not None:
+        recurrent = layers_of_kind(settings, "conv")
+    else:
+        attending = settings.get("full_attn_idxs")
+        if not isinstance(attending, list):
+            raise ModelError(f"{settings.source} says of no layer that it attends (layer_types, full_attn_idxs)")
+        recurrent = tuple(layer for layer in range(num_layers) if layer not in attending)
+    return {
+        **read_silu(settings, shapes, default_theta=1e6),
+        "intermediate_size": _mlp_size(settings),
+        "rms_eps": settings.number("norm_eps", 1e-5),
+        "tie_embeddings": settings.flag("tie_embedding", settings.flag("tie_word_embeddings", True)),
+        "qk_norm": True,
+        "layer_windows": state_windows(num_layers, recurrent),
+        "recurrence": Recurrence(layers=recurrent, taps=settings.integer("conv_L_cache", 3), channels=hidden),
+    }
+
+
+def _mlp_size(settings: Settings) -> int:
+    size = settings.integer("block_ff_dim", settings.integer("intermediate_size", 12_288))
+    if not settings.flag("block_auto_adjust_ff_dim", True):
+        return size
+    factor, unit = settings.number("block_ffn_dim_multiplier", 1.0), settings.integer("block_multiple_of", 256)
+    if not 0 < factor < 1e6 or unit < 1:
+        raise ModelError(f"{settings.source}: block_ffn_dim_multiplier and block_multiple_of must be positive")
+    return -(-int(factor * int(2 * size / 3)) // unit) * unit
+
+
+def _layer(config: ModelConfig, layer: int) -> Shapes:
+    assert config.recurrence is not None
+    return _convolving_layer(config) if layer in config.recurrence.layers else _attending_layer(config)
+
+
+def _attending_layer(config: ModelConfig) -> Shapes:
+    hidden, dim = config.hidden_size, config.head_dim
+    query, kv = config.num_heads * dim, config.num_kv_heads * dim
+    return {
+        "self_attn.q_proj.weight": (query, hidden),
+        "self_attn.k_proj.weight": (kv, hidden),
+        "self_attn.v_proj.weight": (kv, hidden),
+        "self_attn.out_proj.weight": (hidden, query),
+        "self_attn.q_layernorm.weight": (dim,),
+        "self_attn.k_layernorm.weight": (dim,),
+        **_rest_of_layer(config),
+    }
+
+
+def _convolving_layer(config: ModelConfig) -> Shapes:
+    hidden = config.hidden_size
+    assert config.recurrence is not None
+    return {
+        "conv.in_proj.weight": (3 * hidden, hidden),
+        "conv.conv.weight": (hidden, 1, config.recurrence.taps),
+        "conv.out_proj.weight": (hidden, hidden),
+        **_rest_of_layer(config),
+    }
+
+
+def _rest_of_layer(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    return {
+        "operator_norm.weight": (hidden,),
+        "ffn_norm.weight": (hidden,),
+        "feed_forward.w1.weight": (inner, hidden),
+        "feed_forward.w3.weight": (inner, hidden),
+        "feed_forward.w2.weight": (hidden, inner),
+    }
+
+
+def _top(config: ModelConfig) -> Shapes:
+    table = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    return {**table, "model.embedding_norm.weight": (config.hidden_size,), **head_shapes("lm_head", config)}
+
+
+LFM2_FAMILIES: dict[str, Family] = {
+    "lfm2": Family(_read_lfm2, _attending_layer, "model.layers", _top, own_shapes=_layer)
+}

@@ -1,0 +1,178 @@
+"""The gated delta rule over states in pages: against transformers' functions, the C++ kernel against its definition,
+and the same bits however a sequence is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+from mooncake.kernels import reference
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_build import load_library
+from mooncake.kernels.recurrent import NO_PAGE, RecurrentKernels, Runs
+from mooncake.precision import cpu_features
+
+PAGES = 9
+
+
+@pytest.fixture(scope="module", params=["reference", "C++", "C++ without AVX-512"])
+def kernels(request: pytest.FixtureRequest) -> RecurrentKernels:
+    if request.param == "reference":
+        return reference
+    if request.param == "C++":
+        return CpuKernels(load_library())
+    if "avx512f" not in cpu_features():
+        pytest.skip("the processor has no avx512f: this is the library that is tested already")
+    return CpuKernels(load_library(("-march=haswell",)))
+
+
+@dataclass
+class Layer:
+    """Random inputs of ``count`` tokens."""
+
+    count: int
+    key_heads: int = 2
+    heads: int = 4
+    key_dim: int = 32
+    value_dim: int = 48
+    num_taps: int = 4
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.count)
+        self.channels = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
+        self.inputs = torch.randn(self.count, self.channels, generator=random)
+        self.decay = -torch.rand(self.count, self.heads, generator=random)
+        self.beta = torch.rand(self.count, self.heads, generator=random)
+        self.taps = torch.randn(self.num_taps, self.channels, generator=random)
+        self.state_size = (self.num_taps - 1) * self.channels + self.heads * self.key_dim * self.value_dim
+
+    def pages(self) -> torch.Tensor:
+        """What was never written is NaN; rows do not follow each other without a gap."""
+        return torch.full((PAGES, self.state_size + 32), float("nan"))[:, : self.state_size]
+
+    def run(self, kernels: RecurrentKernels, states: torch.Tensor, runs: Runs, tokens: slice) -> torch.Tensor:
+        rows = (self.inputs[tokens], self.decay[tokens], self.beta[tokens])
+        return kernels.gated_delta(*rows, self.taps, states, runs, self.key_heads, self.key_dim)
+
+
+def runs_over(*runs: tuple[int, int, int]) -> Runs:
+    """Of (number of tokens, source, target)."""
+    lengths, sources, targets = (torch.tensor(column) for column in zip(*runs, strict=True))
+    return Runs(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), sources, targets)
+
+
+@pytest.mark.parametrize("shape", [{}, {"heads": 2, "value_dim": 16, "key_dim": 16}, {"num_taps": 2, "value_dim": 64}])
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_it_is_the_published_rule(kernels: RecurrentKernels, shape: dict[str, int], count: int) -> None:
+    layer = Layer(count, **shape)
+    states = layer.pages()
+    output = layer.run(kernels, states, runs_over((count, NO_PAGE, 3)), slice(count))
+    padded = torch.nn.functional.pad(layer.inputs.T[None], (layer.num_taps - 1, 0))
+    mixed = torch.nn.functional.conv1d(padded, layer.taps.T[:, None], groups=layer.channels)
+    keys = layer.key_heads * layer.key_dim
+    query, key, value = torch.nn.functional.silu(mixed)[0].T.tensor_split([keys, 2 * keys], dim=1)
+    query, key = (heads.reshape(1, count, layer.key_heads, -1) for heads in (query, key))
+    value = value.reshape(1, count, layer.heads, -1)
+    expected, last = torch_chunk_gated_delta_rule(
+        query,
+        key,
+        value,
+        g=layer.decay[None],
+        beta=layer.beta[None],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    torch.testing.assert_close(output.view(1, count, layer.heads, -1), expected, atol=2e-5, rtol=1e-4)
+    tail = (layer.num_taps - 1) * layer.channels
+    torch.testing.assert_close(states[3, tail:].view_as(last[0]), last[0], atol=2e-5, rtol=1e-4)
+    assert torch.equal(states[3, :tail], padded[0, :, count:].T.flatten())
+    assert states[torch.arange(PAGES) != 3].isnan().all(), "it wrote a page that is not its own"
+
+
+CUTS = [
+    [[8, 8, 8, 6]],  # one step over four blocks
+    [[8, 8], [8], [6]],
+    [[8], [1], [1], [1], [5], [8, 1], [1], [1], [3]],  # in place within a block, for fewer tokens than the taps see
+    [[2], [6, 2], [6], [8], [1], [5]],
+]
+
+
+@pytest.mark.parametrize("steps", CUTS, ids=str)
+def test_a_token_gets_the_same_bits_in_any_cut(kernels: RecurrentKernels, steps: list[list[int]]) -> None:
+    """``steps``: numbers of tokens of each run. Blocks of 8 tokens; another sequence is in every step."""
+    layer, block = Layer(60), 8
+    whole, beside = layer.pages(), layer.pages()
+    expected = layer.run(kernels, whole, runs_over((8, NO_PAGE, 0), (8, 0, 1), (8, 1, 2), (6, 2, 3)), slice(30))
+    alone = layer.run(kernels, beside, runs_over((30, NO_PAGE, 8)), slice(30, 60))
+    states, found, others, first, other = layer.pages(), [], [], 0, 30
+    for step in steps:
+        runs, given = [], [*range(other, other + 1)]
+        runs.append((1, NO_PAGE if other == 30 else 8, 8))
+        for count in step:
+            source = NO_PAGE if first == 0 else (first - 1) // block
+            runs.append((count, source, first // block))
+            given += range(first, first + count)
+            first += count
+        rows = torch.tensor(given)
+        cut = replace(layer)
+        cut.inputs, cut.decay, cut.beta = layer.inputs[rows], layer.decay[rows], layer.beta[rows]
+        output = cut.run(kernels, states, runs_over(*runs), slice(None))
+        others.append(output[:1])
+        found.append(output[1:])
+        other += 1
+    assert first == 30
+    assert torch.equal(torch.cat(found), expected)
+    assert torch.equal(torch.cat(others), alone[: len(steps)])
+    assert torch.equal(states[:4], whole[:4])
+
+
+def test_the_kernel_is_its_definition() -> None:
+    layer, kernels = Layer(37), CpuKernels(load_library())
+    runs = runs_over((5, NO_PAGE, 2), (8, 2, 4), (1, 0, 0), (1, 1, 7), (2, 3, 3), (20, 3, 5))
+    before = torch.randn(PAGES, layer.state_size)
+    theirs, ours = before.clone(), before.clone()
+    expected = layer.run(reference, theirs, runs, slice(None))
+    torch.testing.assert_close(layer.run(kernels, ours, runs, slice(None)), expected, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
+    assert torch.equal(ours[[1, 6, 8]], before[[1, 6, 8]])
+
+
+@pytest.mark.parametrize("steps", CUTS, ids=str)
+@pytest.mark.parametrize("channels", [32, 20])
+def test_a_convolution_alone_is_the_same_in_any_cut(
+    kernels: RecurrentKernels, channels: int, steps: list[list[int]]
+) -> None:
+    inputs, taps = torch.randn(30, channels), torch.randn(3, channels)
+    padded = torch.nn.functional.pad(inputs.T[None], (2, 0))
+    expected = torch.nn.functional.conv1d(padded, taps.T[:, None], groups=channels)[0].T
+    states, found, first = torch.full((PAGES, 2 * channels), float("nan")), [], 0
+    for step in steps:
+        runs, begin = [], first
+        for count in step:
+            runs.append((count, (first - 1) // 8 if first else NO_PAGE, first // 8))
+            first += count
+        found.append(kernels.short_convolution(inputs[begin:first], taps, states, runs_over(*runs)))
+    torch.testing.assert_close(torch.cat(found), expected, atol=1e-6, rtol=1e-5)
+    for page, end in enumerate([8, 16, 24, 30]):
+        assert torch.equal(states[page].view(2, channels), inputs[end - 2 : end])
+    assert states[4:].isnan().all()
+
+
+@pytest.mark.parametrize("run", [(1, 9, 0), (1, -2, 0), (1, 0, 9), (1, 0, -1)])
+def test_a_wrong_page_raises_before_anything_is_written(run: tuple[int, int, int]) -> None:
+    layer, kernels = Layer(2), CpuKernels(load_library())
+    states = layer.pages()
+    with pytest.raises(IndexError):
+        layer.run(kernels, states, runs_over((1, NO_PAGE, 1), run), slice(None))
+    assert states.isnan().all()
+
+
+def test_sizes_that_the_library_does_not_take_go_to_the_reference() -> None:
+    layer, kernels = Layer(6, key_dim=6, value_dim=10), CpuKernels(load_library())
+    runs = runs_over((4, NO_PAGE, 1), (2, 1, 2))
+    ours, theirs = layer.pages(), layer.pages()
+    assert torch.equal(layer.run(kernels, ours, runs, slice(None)), layer.run(reference, theirs, runs, slice(None)))
+    assert torch.equal(ours[1:3], theirs[1:3])

@@ -1,0 +1,99 @@
+"""Tiny random models with recurrent layers, as Hugging Face folders, and engines over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tiny_model import write_tiny_model
+
+from mooncake.checkpoint import open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.sequence import Sequence
+from mooncake.hashing import Chain
+from mooncake.kernels import Kernels
+from mooncake.model import load_model
+from mooncake.page_groups import as_one_group, groups_of
+from mooncake.types import SamplingParams
+
+BLOCK, CONTEXT = 8, 256
+STATES: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 16, "initializer_range": 0.2, "hidden_size": 48, "head_dim": 16},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.25},
+}
+MIXED = {
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+}
+CONVOLUTIONS: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "hidden_size": 48, "initializer_range": 0.3, "block_multiple_of": 32},
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("qwen3_next", STATES | MIXED),
+    "qwen3.5": ("qwen3_5_text", STATES),
+    "lfm2": ("lfm2", CONVOLUTIONS),
+    "qwen3.5-moe": ("qwen3_5_moe_text", STATES | MIXED),
+}
+
+
+def write_hybrid(name: str, folder: Path) -> Any:
+    """Returns transformers' own model."""
+    family, changes = HYBRIDS[name]
+    return write_tiny_model(folder, family, **changes)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Without a cache: each token from the whole context."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def hybrid_engine(
+    folder: Path,
+    num_pages: int = 300,
+    num_places: int = 0,
+    kernels: Kernels | None = None,
+    dtype: str = "float32",
+    has_groups: bool = True,
+    **settings: Any,
+) -> Engine:
+    checkpoint = open_checkpoint(str(folder))
+    numbers = {"block_tokens": BLOCK, "chunk_tokens": 24, "max_sequences": 8, "max_model_len": CONTEXT} | settings
+    block = checkpoint.kv_layout(numbers["block_tokens"], dtype)
+    groups = groups_of(checkpoint.config, CONTEXT, block) if has_groups else as_one_group(checkpoint.config, block)
+    cache = KVCache(groups.page_layout(block), num_pages, num_places=num_places)
+    cache.memory[:] = 0xFF  # what was never written must never be read: NaN
+    model = load_model(checkpoint, "float32", CONTEXT, kernels=kernels)
+    return Engine(model, cache, EngineConfig(**numbers, groups=groups))
+
+
+def sequence(
+    name: str, prompt: list[int], count: int = 12, given: SamplingParams | None = None, **sampling: Any
+) -> Sequence:
+    wanted = given or SamplingParams(**({"max_tokens": count, "temperature": 0.0, "ignore_eos": True} | sampling))
+    tokens = np.array(prompt, np.uint32)
+    return Sequence(name, tokens, len(tokens), wanted, Chain(bytes(32)), eos_ids=(), max_model_len=CONTEXT)
+
+
+def run(engine: Engine) -> dict[str, list[int]]:
+    """All tokens, by request and, where there are several, answer."""
+    found: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            name = f"{output.request_id}#{output.choice}" if output.choice else output.request_id
+            found.setdefault(name, []).append(output.token.token_id)
+    assert not engine.take_ended()
+    return found
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    found: list[int] = np.random.default_rng([seed, length]).integers(3, 320, length).tolist()
+    return found
