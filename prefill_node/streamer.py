@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mooncake.engine.cache.kv_cache import Mirror
+from mooncake.engine.cache.sequence_blocks import NEVER
 from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad
@@ -56,6 +57,7 @@ class StepPart:
     block whose page is sent, and the pages."""
 
     prompt: StreamedPrompt
+    sequence: Sequence
     end: int
     num_full: int
     runs: tuple[tuple[int, tuple[int, ...]], ...]
@@ -125,7 +127,7 @@ class LayerStreamer:
             num_full = entry.end // self.block_tokens
             end = prompt.next_block if prompt.has_ended else -(-entry.end // self.block_tokens) if is_last else num_full
             runs = _runs(entry.sequence, prompt, min(prompt.next_block, end), end)
-            self._parts.append(StepPart(prompt, end, num_full, runs, is_last, entry.first, offset))
+            self._parts.append(StepPart(prompt, entry.sequence, end, num_full, runs, is_last, entry.first, offset))
         self._has_output = any(pages for part in self._parts if part.prompt.streams for _, pages in part.runs)
 
     def _begin(self, request_id: str) -> StreamedPrompt | None:
@@ -172,6 +174,7 @@ class LayerStreamer:
                 prompt.retain_blocks([p for first, pages in part.runs for p in pages[: max(part.num_full - first, 0)]])
             if part.is_last:
                 prompt.has_ended = True
+                part.sequence.keep_window_of = NEVER  # all of it is streamed: an answer that continues here moves on
                 for stream in prompt.streams:
                     stream.end()
                     stream.writer.kick(stream)

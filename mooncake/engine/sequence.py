@@ -67,7 +67,7 @@ class Sequence:
     num_to_sample: InitVar[int | None] = None
     hold_blocks: bool = False  # keep them at the end, until they are released
     priority: int = 0  # lower ones run first
-    keep_window_of: int = NEVER  # layers with a window also keep what this token sees
+    keep_window_of: int = NEVER  # layers with a window also keep what this token sees, until whoever reads it has it
     adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on
     adapter_held: object = None  # while something refers to this, the model keeps that adapter
     is_prefill_only: bool = field(init=False)  # another engine decodes it

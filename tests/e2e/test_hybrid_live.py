@@ -14,6 +14,7 @@ import pytest_asyncio
 from direct_nodes import Nodes
 from drive import ask_all, leaks, status, wait_idle
 from live import running_cluster, small_config
+from node_pair import until
 from tiny_hybrid import BLOCK, greedy, prompt_of, write_hybrid
 
 from mooncake.checkpoint import open_checkpoint
@@ -76,9 +77,8 @@ async def test_of_states_one_is_handed_over_and_one_is_stored(
     assert report.sent_bytes == (-(-length // BLOCK) + 3) * page_bytes
     assert report.pool_bytes == (length // BLOCK + 3) * page_bytes
 
-    async with asyncio.timeout(20):  # until the blocks that the answer filled are in the pool, each with its states
-        while cluster.decode.host.engine.block_pool.num_in_use:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    # until the blocks that the answer filled are in the pool, each with its states
+    await until(lambda: cluster.decode.host.engine.block_pool.num_in_use == 0)
     turn = [*prompt, *answer, 5, 6, 7]
     later, report = await cluster.ask(cluster.second, turn, NEW)
     assert later == greedy(model, turn, NEW)

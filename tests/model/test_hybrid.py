@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_hybrid import BLOCK, HYBRIDS, STATES, greedy, hybrid_engine, prompt_of, run, sequence, write_hybrid
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import ALONE, CacheSize, Processes, draft_on, open_backend, open_for_node
 from mooncake.engine.contract import NO_HOOK
+from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.errors import ConfigError, KVLoadFailed, ModelError
 from mooncake.families.registry import read_config
 from mooncake.kernels import choose_kernels, reference
@@ -272,6 +274,20 @@ def test_large_blocks_waste_nothing(block_tokens: int, rows_of_state: int, num_g
         num_empty,
     )
     assert groups.windows == (0, *[2] * (num_groups - 1)) and groups.has_states
+
+
+def test_an_engine_of_benchmarks_takes_no_token_twice(model: Model) -> None:
+    """It has a prefix cache, and all layers in one group."""
+    config = EngineConfig(BLOCK, max_model_len=120, keep_events=False)
+    own = OwnEngine(model.checkpoint, resolve_precision("float32"), 1, config, 0.01)
+    for _ in range(2):
+        own.core.add(asked := own.sequence(prompt_of(48), 12))
+        while own.core.has_work:
+            own.core.step()
+        assert asked.tokens[48:].tolist() == model.greedy(prompt_of(48))
+    assert asked.num_cached_tokens == 40
+    with pytest.raises(ConfigError, match="change twice"):
+        Engine(own.core._model, own.cache, config)
 
 
 def test_what_does_not_go_with_states_is_refused(model: Model) -> None:

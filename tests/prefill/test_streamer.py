@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_hybrid import BLOCK, hybrid_engine, prompt_of, sequence, write_hybrid
 
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.cache.sequence_blocks import SequenceBlocks
@@ -114,3 +116,31 @@ def test_all_rows_of_a_layer_leave_with_it() -> None:
     assert [pile.blocks(row) for row in range(3)] == [[7, 3], [7, 3], []]
     streamer.after_layer(1)
     assert [pile.blocks(row) for row in range(3)] == [[7, 3]] * 3
+
+
+def test_an_answer_that_continues_here_keeps_only_its_own_window(tmp_path: Path) -> None:
+    """What its prompt stores is retained on its own; otherwise it would keep the states of all its blocks."""
+    write_hybrid("qwen3.5", tmp_path)
+    engine, pile = hybrid_engine(tmp_path), Pile()
+    groups, pool = engine.config.groups, engine.block_pool
+    streamer, retained = LayerStreamer(BLOCK, groups=groups), list[int]()
+    streamer.mirror = engine.cache  # type: ignore[assignment]
+    asked = sequence("r", prompt_of(3 * BLOCK), 4 * BLOCK)
+    asked.keep_window_of = 3 * BLOCK - 1
+
+    def retain(pages: list[int]) -> None:
+        pool.retain(pages)
+        retained.extend(pages)
+
+    first_pages = tuple(groups.first_page(group, asked.keep_window_of, BLOCK) for group in range(groups.num_groups))
+    streamer.prompts["r"] = StreamedPrompt(lambda _: None, [pile], lambda: None, retain, first_pages)  # type: ignore
+    engine.add(asked)
+    engine.step(streamer)
+    assert len(retained) == 3 + 3  # its three blocks of KV, and the last one's state in three groups
+    while asked.num_generated < 4 * BLOCK - 1:
+        engine.step(streamer)
+    held = [len(table) - first for table, first in zip(asked.blocks.tables, asked.blocks.first_held, strict=True)]
+    assert held == [7, 1, 1, 1]
+    engine.abort("r")
+    pool.release(retained)
+    assert pool.num_in_use == 0

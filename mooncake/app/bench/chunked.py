@@ -23,6 +23,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.hashing import Chain
 from mooncake.model import load_model
+from mooncake.page_groups import as_one_group
 from mooncake.types import SamplingParams
 
 BLOCK = 64
@@ -127,6 +128,7 @@ def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int
             max_model_len=longest,
             tbt_limit_ms=limit_ms,
             keep_events=False,
+            groups=as_one_group(checkpoint.config, layout),
         )
         engines[way] = Engine(model, KVCache(layout, num_blocks), config)
     return engines

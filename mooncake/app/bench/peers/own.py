@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Prompts
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, LayerHook
+from mooncake.page_groups import as_one_group
 from mooncake.precision import Precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import SamplingParams
@@ -94,7 +95,7 @@ class OwnEngine:
         )
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         prefault_in_background(self.cache.memory)
-        self.core = Engine(self._model, self.cache, config)
+        self.core = Engine(self._model, self.cache, replace(config, groups=as_one_group(checkpoint.config, layout)))
         self._sampler = Sampler()
         self._num_requests = 0
         self.steps: list[StepTime] = []  # of the last run
