@@ -26,13 +26,19 @@ with contextlib.suppress(ModuleNotFoundError):  # where only GPU kernels are tes
     settings.register_profile("at any speed", deadline=None)  # a busy machine is no failure
     settings.load_profile("at any speed")
 
+# GPU kernels run compiled where there is a GPU, else in Triton's interpreter. Triton chooses when it is imported, which
+# transformers does, too.
+with contextlib.suppress(ModuleNotFoundError):
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """One torch thread per process if several test processes share the cores: more would spin while others wait for a
     core. Processes started by tests are not affected."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        import torch
-
         torch.set_num_threads(1)
 
 

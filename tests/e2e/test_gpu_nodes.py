@@ -30,7 +30,7 @@ from mooncake import LLM, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 
-# Triton is not imported here: on import it chooses interpreter or compiler, which tests/kernels decides.
+# Triton is not imported here: on import it chooses interpreter or compiler.
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 needs_two_gpus = pytest.mark.skipif(
