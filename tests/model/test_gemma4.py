@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,15 +90,22 @@ def test_an_engine_keeps_windows_and_finds_prefixes(family: str, settings: dict[
         assert found == greedy(folder, kv_dtype="int8")
 
 
-def test_narrow_weights_and_pages_give_nearly_the_same(published: Published) -> None:
+def test_narrow_weights_and_pages_are_hardly_further_off_than_theirs(published: Published) -> None:
     rows = torch.arange(40)
     batch, logits = ForwardBatch.of_prompt(2 + rows * 37 % (VOCAB - 2), 16, rows), []
     for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
         cache = KVCache(published.checkpoint.kv_layout(16, kv_dtype), 4)
         logits.append(load_model(published.checkpoint, dtype).forward(batch, cache.tensor, NoHook()))
+    with torch.inference_mode():
+        theirs = copy.deepcopy(published.theirs).bfloat16()(batch.tokens[None]).logits[0].float()
     for narrow in logits[1:]:
-        assert torch.nn.functional.cosine_similarity(logits[0], narrow).mean() > 0.9
+        assert angle(logits[0], narrow) <= 3 * angle(logits[0], theirs)
         assert not torch.equal(logits[0], narrow)
+
+
+def angle(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Mean of 1 - cosine, over rows."""
+    return 1 - float(torch.nn.functional.cosine_similarity(one, other.float()).mean())
 
 
 def test_embeddings_of_layers_stay_in_the_file(tmp_path: Path) -> None:
