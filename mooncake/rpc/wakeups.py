@@ -2,7 +2,7 @@
 
 Its thread writes a byte to a socket for each event, and each pass of the loop reads one byte and handles all events. A
 loop whose passes are slow falls behind: after some 280 bytes the socket is full, the thread stands still in its write,
-and from then on gRPC gets one event through per pass. Here all bytes are read before the events are handled.
+and from then on gRPC gets one event through per pass. Here each pass reads all bytes that are there.
 """
 
 from __future__ import annotations
@@ -41,12 +41,9 @@ def all_wakeups_read() -> Iterator[None]:
 
 
 def _read_all(source: socket.socket, handle: Callable[..., object], *args: object) -> None:
-    """``handle`` reads the last byte. What it handles has been there since before its byte was written, so no event
-    loses its wake-up."""
+    """``handle`` reads one byte and handles all events so far. It is called for each, because one that fails, at an
+    event of a loop that has been closed, leaves those behind it to the next byte."""
     with _reading:
         waiting = int.from_bytes(fcntl.ioctl(source, termios.FIONREAD, bytes(4)), sys.byteorder)
-        if waiting == 0:  # another loop has read it, and handled what it was for
-            return
-        if waiting > 1:
-            source.recv(waiting - 1)
-        handle(*args)
+        for _ in range(waiting):  # none if another loop has read them
+            handle(*args)

@@ -89,3 +89,34 @@ def test_two_loops_at_one_socket_lose_no_event() -> None:
     ours.close()
     its.close()
     assert sorted(handled) == list(range(total))
+
+
+async def test_an_event_that_fails_does_not_hold_up_those_behind_it() -> None:
+    """As when it belongs to a loop that has been closed: gRPC takes it, fails, and has the others wait for a byte."""
+    ours, its = socket.socketpair()
+    ours.setblocking(False)
+    events, handled = ["first", "closed", "second", "third"], []
+
+    def handle() -> None:
+        ours.recv(1)
+        while events:
+            event = events.pop(0)
+            if event == "closed":
+                raise RuntimeError("Event loop is closed")
+            handled.append(event)
+
+    loop = asyncio.get_running_loop()
+    failures: list[object] = []
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    its.send(b"1" * len(events))
+    with all_wakeups_read():
+        loop.add_reader(ours, handle)
+    try:
+        async with asyncio.timeout(5):
+            while len(handled) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+    finally:
+        loop.remove_reader(ours)
+        ours.close()
+        its.close()
+    assert handled == ["first", "second", "third"] and len(failures) == 1
