@@ -110,9 +110,12 @@ class AdapterCatalogue:
                 each.state = LoadState.ENDING
 
     def drop_unused(self, is_used: Callable[[str], bool]) -> None:
-        """Let nodes drop those that end; ``is_used`` says whether a request still needs a digest."""
+        """Let nodes drop those that end; ``is_used`` says whether a request still needs a digest, which another load
+        may keep there."""
+        kept = {each.load.adapter.digest for each in self._in(LoadState.SERVED)}
         for each in self._in(LoadState.ENDING):
-            if not is_used(each.load.adapter.digest):
+            digest = each.load.adapter.digest
+            if digest in kept or not is_used(digest):
                 self._end(each.load.number)
 
     def adopt(self, loads: Iterable[AdapterLoad]) -> None:

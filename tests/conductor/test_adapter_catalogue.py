@@ -74,6 +74,18 @@ def test_one_that_is_replaced_stays_on_nodes_while_it_is_used() -> None:
     assert digests(catalogue) == ["new"], "what is served is not dropped for want of requests"
 
 
+def test_one_that_is_replaced_by_equal_weights_ends_at_once() -> None:
+    """The same requests use both, so under steady traffic none would ever end."""
+    catalogue = AdapterCatalogue([], 1)
+    loaded(catalogue, adapter("a"))
+    again = loaded(catalogue, adapter("a"), in_place=True)
+    catalogue.drop_unused(lambda digest: True)
+    assert catalogue.wanted() == [again]
+    catalogue.unload("a")
+    catalogue.drop_unused(lambda digest: True)
+    assert catalogue.wanted() == [again], "a request needs it"
+
+
 def test_names_and_room_are_checked() -> None:
     with pytest.raises(InvalidRequest, match="max_loaded_adapters is 0"):
         AdapterCatalogue([]).check("a", False)
