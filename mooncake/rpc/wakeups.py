@@ -1,4 +1,4 @@
-"""Makes gRPC wake an event loop once, however much has happened.
+"""Has an event loop take all of gRPC's wake-ups in one pass, however slow its passes are.
 
 Its thread writes a byte to a socket for each event, and each pass of the loop reads one byte and handles all events. A
 loop whose passes are slow falls behind: after some 280 bytes the socket is full, the thread stands still in its write,
