@@ -2,8 +2,8 @@
 
 A gRPC round trip costs several times as much as moving a megabyte; a frame on an open connection costs a tenth of it.
 gRPC remains the complete interface, and clients use it when this connection is unavailable. A frame is ``length, kind,
-call`` and a protobuf message; answers arrive in any order and name their call. This module does not know what the
-messages mean.
+call`` and a protobuf message; answers arrive in any order and name their call. The store's first frame says that it has
+taken the connection. This module does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_FRAMES = 256  # of one connection in a row, before others have a turn
 OPEN_TIMEOUT_S = 2.0
 SILENT_S = 5.0  # silence while calls time out: fall back to gRPC, whose pings find out why
 _HEAD = struct.Struct("<IBI")  # message length, kind, call number
-_FAILED = 255
+_TAKEN, _FAILED = 254, 255
 
 M = TypeVar("M", bound=Message)
 
@@ -152,6 +152,7 @@ class _Caller(_Frames):
             self.abort()
         else:
             self._callers.add(self)
+            self.send(_TAKEN, 0, b"")
 
     def connection_lost(self, error: Exception | None) -> None:
         self._callers.discard(self)
@@ -247,18 +248,25 @@ class FastRpc(_Frames):
         self._waiting: dict[int, _Asked] = {}
         self._next = 0
         self._silent_since: float | None = None  # time of the first call since the last message from the store
+        self._taken = asyncio.Event()  # by the store, or ended
         self.is_open = False
 
     @classmethod
     async def open(cls, store: str, host: str, port: int) -> FastRpc:
-        """Raises NodeUnavailable."""
+        """Raises NodeUnavailable, also when the store has as many connections as it takes."""
         loop = asyncio.get_running_loop()
+        connection = cls(store)
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
-                _, connection = await loop.create_connection(lambda: cls(store), host, port)
-        except (OSError, TimeoutError) as error:
-            raise NodeUnavailable(f"store {store}: {error or 'no answer'}") from None
-        connection.is_open = True
+                await loop.create_connection(lambda: connection, host, port)
+                await connection._taken.wait()
+        except OSError as error:  # TimeoutError is one
+            raise NodeUnavailable(f"store {store}: {str(error) or 'no answer'}") from None
+        finally:
+            if not connection.is_open:
+                connection.abort()
+        if not connection.is_open:
+            raise NodeUnavailable(f"store {store}: it takes no more connections")
         return connection
 
     def Reserve(  # noqa: N802
@@ -332,6 +340,10 @@ class FastRpc(_Frames):
 
     def frame(self, kind: int, call: int, message: bytes) -> None:
         self._silent_since = None
+        if kind == _TAKEN:
+            self.is_open = True
+            self._taken.set()
+            return
         asked = self._waiting.get(call)
         if asked is None:  # nobody waits any more
             return
@@ -347,6 +359,7 @@ class FastRpc(_Frames):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
+        self._taken.set()
         waiting, self._waiting = self._waiting, {}
         for asked in waiting.values():
             _fail(asked.answer, NodeUnavailable(f"store {self._store}: {error or 'the connection has ended'}"))

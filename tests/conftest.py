@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 
 if TYPE_CHECKING:
     from mooncake.app.local import LocalCluster
+    from mooncake.rpc.server import RpcServer
 
 BEGUN = time.monotonic()
 TEST_MINUTES = float(os.environ.get("TEST_MINUTES", "inf"))
@@ -62,6 +63,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for report in terminalreporter.stats.get("rerun", []):
         terminalreporter.section(f"{report.nodeid} was run again, because", sep="-")
         terminalreporter.write_line(report.longreprtext)
+
+
+@pytest.fixture
+async def rpc_server() -> AsyncIterator[Callable[[], RpcServer]]:
+    """Makes gRPC servers that stop with the test, also with one that fails: one that is still running when it is
+    collected fails the test that runs then, or hangs it."""
+    from mooncake.rpc.server import RpcServer
+
+    servers: list[RpcServer] = []
+
+    def make() -> RpcServer:
+        servers.append(RpcServer())
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        await server.stop(0)
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ class StoreCalls:
         self._writer_id = writer_id
         self.stub: store_pb2_grpc.StoreAsyncStub = store_pb2_grpc.StoreStub(channels.get(address))
         self.fast_rpc: FastRpc | None = None
+        self._looks_for_fast_rpc = False
         self._opening = asyncio.Lock()
         self._look_after_s = 0.0
         self._ended: list[int] = []  # ids of ended leases
@@ -68,12 +69,10 @@ class StoreCalls:
 
     @property
     def fast(self) -> store_pb2_grpc.StoreAsyncStub | FastRpc:
-        """The fast RPC, while it is connected. A broken one is looked for again from time to time."""
-        if self.fast_rpc is None:
-            return self.stub
-        if self.fast_rpc.is_open:
+        """The fast RPC, while it is connected. One that broke or refused is looked for again from time to time."""
+        if self.fast_rpc is not None and self.fast_rpc.is_open:
             return self.fast_rpc
-        if time.monotonic() >= self._look_after_s and not self._is_closed:
+        if self._looks_for_fast_rpc and time.monotonic() >= self._look_after_s and not self._is_closed:
             self._look_after_s = time.monotonic() + LOOK_AGAIN_S
             self.later(self._find_fast_rpc())
         return self.stub
@@ -82,6 +81,7 @@ class StoreCalls:
         async with self._opening:
             if not port or (self.fast_rpc is not None and self.fast_rpc.is_open):
                 return
+            self._looks_for_fast_rpc = True
             with contextlib.suppress(NodeUnavailable):  # then there is gRPC
                 self.fast_rpc = await FastRpc.open(self.address, split_address(self.address)[0], port)
 

@@ -138,7 +138,7 @@ def test_a_taken_port_is_refused_within_seconds() -> None:
 
 @pytest.mark.parametrize(("flags", "most_s"), [([], None), (["--timeout-s", "50"], 50)])
 async def test_an_answer_may_take_as_long_as_the_cluster_lets_it_unless_one_says_less(
-    flags: list[str], most_s: float | None
+    flags: list[str], most_s: float | None, rpc_server: Callable[[], RpcServer]
 ) -> None:
     left: list[float | None] = []
 
@@ -149,13 +149,12 @@ async def test_an_answer_may_take_as_long_as_the_cluster_lets_it_unless_one_says
             left.append(context.time_remaining())
             yield inference_pb2.GenerateResponse(text="Hello", finish_reason="stop")
 
-    server = RpcServer()
+    server = rpc_server()
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Servicer(), "mooncake.v1.Inference")
     port = await server.start("127.0.0.1", 0)
     done = await asyncio.to_thread(run, "generate", "Hi", "--address", f"127.0.0.1:{port}", *flags)
     assert done.stdout == "Hello\n"
     assert left == [most_s and pytest.approx(most_s, abs=10)]
-    await server.stop(0)
 
 
 def test_the_demo_takes_any_ports_but_those_that_are_set(tmp_path: Path) -> None:

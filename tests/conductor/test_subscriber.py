@@ -1,7 +1,7 @@
 """The index follows every cache over real streams: snapshots, events, gaps and restarts."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -33,10 +33,17 @@ async def holds(index: PrefixIndex, *numbers: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def serve(servicer: Any, port: int = 0) -> tuple[RpcServer, int]:
-    server = RpcServer()
-    server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, servicer, "mooncake.v1.CacheEvents")
-    return server, await server.start("127.0.0.1", port)
+Serve = Callable[..., Awaitable[tuple[RpcServer, int]]]
+
+
+@pytest.fixture
+def serve(rpc_server: Callable[[], RpcServer]) -> Serve:
+    async def serve(servicer: Any, port: int = 0) -> tuple[RpcServer, int]:
+        server = rpc_server()
+        server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, servicer, "mooncake.v1.CacheEvents")
+        return server, await server.start("127.0.0.1", port)
+
+    return serve
 
 
 @pytest.fixture
@@ -49,34 +56,34 @@ async def following() -> AsyncIterator[tuple[PrefixIndex, Subscriber]]:
 
 
 async def test_the_first_snapshot_tells_ssd_blocks_from_dram_blocks(
-    following: tuple[PrefixIndex, Subscriber],
+    following: tuple[PrefixIndex, Subscriber], serve: Serve
 ) -> None:
     index, subscriber = following
     log = EventLog(incarnation=5)
     log.append([*stored(0), BlockEvent(True, KEYS[1], KEYS[0], Tier.SSD)])
-    server, port = await serve(CacheEventsServicer(log))
+    _, port = await serve(CacheEventsServicer(log))
     subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
     await holds(index, 0, 1)
     runs = index.runs(KEYS)
     assert (runs[index.slot("n0")], runs[index.dram_slot("n0")]) == (2, 1)
-    await server.stop(0)
 
 
-async def test_a_snapshot_comes_first_and_events_follow(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_a_snapshot_comes_first_and_events_follow(
+    following: tuple[PrefixIndex, Subscriber], serve: Serve
+) -> None:
     index, subscriber = following
     log = EventLog(incarnation=5)
     log.append(stored(0, 1, 2))
-    server, port = await serve(CacheEventsServicer(log))
+    _, port = await serve(CacheEventsServicer(log))
     subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
     await holds(index, 0, 1, 2)
     log.append([*stored(3), BlockEvent(False, KEYS[0])])
     await holds(index, 1, 2, 3)
     subscriber.forget("n0")
     assert index.num_blocks("n0") == 0
-    await server.stop(0)
 
 
-async def test_a_restarted_cache_sends_a_new_snapshot(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_a_restarted_cache_sends_a_new_snapshot(following: tuple[PrefixIndex, Subscriber], serve: Serve) -> None:
     index, subscriber = following
     first = EventLog(incarnation=5)
     first.append(stored(0, 1))
@@ -86,9 +93,8 @@ async def test_a_restarted_cache_sends_a_new_snapshot(following: tuple[PrefixInd
     await server.stop(0)
     second = EventLog(incarnation=6)
     second.append(stored(4))
-    server, _ = await serve(CacheEventsServicer(second), port)
+    await serve(CacheEventsServicer(second), port)
     await holds(index, 4)
-    await server.stop(0)
 
 
 class Forgetful(common_pb2_grpc.CacheEventsServicer):
@@ -117,14 +123,13 @@ def message(first: int, after: int, *numbers: int, reset: bool = False) -> pb.Bl
     )
 
 
-async def test_a_gap_makes_it_subscribe_again(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_a_gap_makes_it_subscribe_again(following: tuple[PrefixIndex, Subscriber], serve: Serve) -> None:
     index, subscriber = following
     cache = Forgetful()
-    server, port = await serve(cache)
+    _, port = await serve(cache)
     subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
     await holds(index, 5, 6)
     assert cache.asked == [(0, 0), (0, 0)], "it no longer trusts what it knew"
-    await server.stop(0)
 
 
 class BreaksOff(CacheEventsServicer):
@@ -142,18 +147,17 @@ class BreaksOff(CacheEventsServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "reset")
 
 
-async def test_an_interrupted_snapshot_starts_over(following: tuple[PrefixIndex, Subscriber]) -> None:
+async def test_an_interrupted_snapshot_starts_over(following: tuple[PrefixIndex, Subscriber], serve: Serve) -> None:
     index, subscriber = following
     log, num_blocks = EventLog(incarnation=5), 3 * EVENTS_PER_MESSAGE
     log.append(BlockEvent(True, BlockKey(number.to_bytes(32, "little"))) for number in range(num_blocks))
     cache = BreaksOff(log)
-    server, port = await serve(cache)
+    _, port = await serve(cache)
     subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
     async with asyncio.timeout(10):
         while index.num_blocks("n0") < num_blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert cache.asked == 2
-    await server.stop(0)
 
 
 def test_the_cursor_takes_what_fits_and_nothing_else() -> None:

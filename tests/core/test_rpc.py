@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -263,8 +263,8 @@ async def test_health_can_be_watched(live: Live) -> None:
     call.cancel()
 
 
-async def test_a_server_that_drains_says_so() -> None:
-    server, channels = RpcServer(), Channels()
+async def test_a_server_that_drains_says_so(rpc_server: Callable[[], RpcServer]) -> None:
+    server, channels = rpc_server(), Channels()
     server.add(inference_pb2_grpc.add_InferenceServicer_to_server, Servicer(), SERVICE)
     port = await server.start("127.0.0.1", 0)
     await server.set_serving(False)
@@ -273,12 +273,13 @@ async def test_a_server_that_drains_says_so() -> None:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
         assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
     await channels.close()
-    await server.stop(0)
 
 
-async def test_a_process_that_starts_where_another_ended_is_reached_at_once() -> None:
+async def test_a_process_that_starts_where_another_ended_is_reached_at_once(
+    rpc_server: Callable[[], RpcServer],
+) -> None:
     """Others of our process have called the one that ended, so that gRPC waits before it tries the address for them."""
-    server, waiting, channels = RpcServer(), Channels(), Channels()
+    server, waiting, channels = rpc_server(), Channels(), Channels()
     port = await server.start("127.0.0.1", 0)
     address = f"127.0.0.1:{port}"
     await server.stop(0)
@@ -286,10 +287,10 @@ async def test_a_process_that_starts_where_another_ended_is_reached_at_once() ->
         with pytest.raises(grpc.aio.AioRpcError):
             await health_pb2_grpc.HealthStub(waiting.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
         await asyncio.sleep(0.15)
-    successor = RpcServer()
+    successor = rpc_server()
     assert await successor.start("127.0.0.1", port) == port
     await health_pb2_grpc.HealthStub(channels.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
-    await asyncio.gather(waiting.close(), channels.close(), successor.stop(0))
+    await asyncio.gather(waiting.close(), channels.close())
 
 
 async def test_reflection_lists_what_is_served(live: Live) -> None:
@@ -305,11 +306,10 @@ async def test_reflection_lists_what_is_served(live: Live) -> None:
     }
 
 
-async def test_a_port_that_is_taken_is_a_sentence(live: Live) -> None:
-    server = RpcServer()
+async def test_a_port_that_is_taken_is_a_sentence(live: Live, rpc_server: Callable[[], RpcServer]) -> None:
+    server = rpc_server()
     with pytest.raises(errors.ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{live.port}"):
         await server.start("127.0.0.1", live.port)
-    await server.stop(0)
 
 
 async def test_a_channel_that_was_dropped_is_opened_anew(live: Live) -> None:
@@ -326,9 +326,11 @@ async def test_a_channel_that_was_dropped_is_opened_anew(live: Live) -> None:
     await channels.close()
 
 
-async def test_a_peer_that_has_gone_is_sought_for_a_while_and_then_forgotten(live: Live) -> None:
+async def test_a_peer_that_has_gone_is_sought_for_a_while_and_then_forgotten(
+    live: Live, rpc_server: Callable[[], RpcServer]
+) -> None:
     channels, attempts = Channels(keep_s=1.0), 0
-    server = RpcServer()
+    server = rpc_server()
     port = await server.start("127.0.0.1", 0)
 
     async def check(address: str) -> None:

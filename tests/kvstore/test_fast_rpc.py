@@ -8,7 +8,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -122,8 +122,10 @@ class Shop(store_pb2_grpc.StoreServicer):
         return store_pb2.ExistsResponse(stored=[True])
 
 
-async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere() -> None:
-    shop, server, channels = Shop(), RpcServer(), Channels()
+async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere(
+    rpc_server: Callable[[], RpcServer],
+) -> None:
+    shop, server, channels = Shop(), rpc_server(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
     first, second = FastRpcServer(shop), FastRpcServer(shop)
@@ -145,7 +147,6 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere() -
     await calls.close()
     await channels.close()
     await second.stop()
-    await server.stop()
 
 
 async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:
@@ -166,6 +167,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> 
 
 async def test_an_answer_that_is_none_ends_the_call_at_once_and_tells_who_does_not_wait() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(FRAME.pack(0, TAKEN, 0))
         length, kind, call = FRAME.unpack(await reader.readexactly(FRAME.size))
         await reader.readexactly(length)
         writer.write(FRAME.pack(4, kind, call) + b"\xff\xff\xff\xff")
@@ -187,6 +189,7 @@ async def test_a_store_that_stays_silent_is_not_asked_for_ever(monkeypatch: pyte
     gone = asyncio.Event()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(FRAME.pack(0, TAKEN, 0))
         with contextlib.suppress(ConnectionError):
             await reader.read()
         writer.close()
@@ -206,11 +209,13 @@ async def test_a_store_that_stays_silent_is_not_asked_for_ever(monkeypatch: pyte
 
 
 FRAME = struct.Struct("<IBI")
-ACQUIRE, EXISTS = 3, 5
+ACQUIRE, EXISTS, TAKEN = 3, 5, 254
 
 
-async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grpc() -> None:
-    shop, server, channels = Shop(), RpcServer(), Channels()
+async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grpc(
+    rpc_server: Callable[[], RpcServer],
+) -> None:
+    shop, server, channels = Shop(), rpc_server(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
     fast_rpc, request = FastRpcServer(shop, max_callers=2), store_pb2.ExistsRequest(keys=[b"k"])
@@ -219,9 +224,7 @@ async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grp
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
         await asyncio.sleep(0.1)
         await calls.open_fast_rpc(port)
-        async with asyncio.timeout(10):
-            while isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        assert not isinstance(calls.fast, FastRpc), "it was refused before anybody's call went there"
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
         silent.pop().close()
         async with asyncio.timeout(10):
@@ -231,7 +234,16 @@ async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grp
     await calls.close()
     await channels.close()
     await fast_rpc.stop()
-    await server.stop()
+
+
+async def test_a_store_that_does_not_say_that_it_has_taken_the_connection_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvstore.fast_rpc.OPEN_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as hanging:
+        async with asyncio.timeout(5):
+            with pytest.raises(NodeUnavailable, match="no answer"):
+                await FastRpc.open("s", "127.0.0.1", hanging.getsockname()[1])
 
 
 class CountingShelf(Shelf):
@@ -261,8 +273,9 @@ async def count_answers(sock: socket.socket, wanted: int) -> None:
             heads += await loop.sock_recv(sock, 1 << 20)
             at = 0
             while len(heads) - at >= FRAME.size and len(heads) - at >= FRAME.size + FRAME.unpack_from(heads, at)[0]:
-                at += FRAME.size + FRAME.unpack_from(heads, at)[0]
-                answered += 1
+                length, kind, _ = FRAME.unpack_from(heads, at)
+                at += FRAME.size + length
+                answered += kind != TAKEN
             heads = heads[at:]
 
 
