@@ -31,7 +31,7 @@ def node_settings(config: Config, checkpoint: Checkpoint) -> dict[str, str]:
         **block_settings(config, checkpoint),
         "weights": checkpoint.digest[:12],
         "model.dtype": precision.dtype,
-        "model.weights": " + ".join(filter(None, (precision.coding, precision.codes))) or "plain",
+        "model.weights": " + ".join(filter(None, (precision.coding, precision.codes, precision.groups))) or "plain",
         "model.key_scales": precision.key_scales.digest[:12] if precision.key_scales else "none",
         "model.adapters": ", ".join(adapters) or "none",
     }

@@ -24,7 +24,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
     # "plain": as dtype | "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "stored": codes of a
-    # quantised checkpoint as they are, on CPUs | "auto": likewise, but those in groups only where dtype is float32
+    # quantised checkpoint as they are, on CPUs | "stored_a8": likewise, and int8 activations for those in groups |
+    # "auto": as "stored", but codes in groups only where dtype is float32
     weights: str = "auto"
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # sampling defaults: "auto", of its generation_config.json, or "none"

@@ -90,8 +90,8 @@ class LLM:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
 
-        ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "int8", "w8a8", "plain") are
-        those of the configuration's [model].
+        ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "stored_a8", "int8", "w8a8",
+        "plain") are those of the configuration's [model].
         Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, up to
         rounding, and sooner where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With
         ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that. ``swap_gb`` keeps

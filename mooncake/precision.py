@@ -21,12 +21,16 @@ if TYPE_CHECKING:
 DTYPES = ("auto", "float32", "bfloat16")
 KV_FORMATS = ("float32", "bfloat16", "int8")
 KV_DTYPES = ("auto", *KV_FORMATS)
-WEIGHTS = ("auto", "plain", "stored", "int8", "w8a8")
+WEIGHTS = ("auto", "plain", "stored", "stored_a8", "int8", "w8a8")
 
 Coding = Literal["", "int8", "w8a8"]
 """How a linear layer is computed: "": as its weights; "int8": int8 weights; "w8a8": int8 weights and activations."""
 
-_CODINGS: dict[str, Coding] = {"auto": "", "plain": "", "stored": "", "int8": "int8", "w8a8": "w8a8"}
+KeptGroups = Literal["", "exact", "a8"]
+"""How codes in groups stored in the checkpoint are used: "": dequantised; "exact": multiplied as the values they stand
+for; "a8": multiplied as codes, with int8 activations."""
+
+_CODINGS: dict[str, Coding] = {"int8": "int8", "w8a8": "w8a8"}
 _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
@@ -37,7 +41,7 @@ class Precision:
     coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
     key_scales: KeyScales | None = None  # for key channels, applied before quantising
     codes: Coding = ""  # how int8 codes stored in the checkpoint are used; "": dequantised
-    keeps_groups: bool = False  # codes in groups stored in the checkpoint stay codes until they are multiplied
+    keeps_groups: KeptGroups = ""
 
     @property
     def weights(self) -> str:
@@ -45,12 +49,17 @@ class Precision:
         others = self.coding or self.dtype
         return f"{self.codes} as stored, others {others}" if self.codes else others
 
+    @property
+    def groups(self) -> str:
+        """How codes in groups change results; exact ones do not."""
+        return "groups-a8" if self.keeps_groups == "a8" else ""
+
     def identity(self, weights_digest: str) -> str:
         """Distinguishes KV of this precision from that of the same weights in another; part of the cache's
         fingerprint."""
         of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
         own = f"own-{self.codes}" if self.codes else ""
-        return "+".join([weights_digest, *filter(None, (self.coding, own, of_keys))])
+        return "+".join([weights_digest, *filter(None, (self.coding, own, self.groups, of_keys))])
 
 
 def resolve_precision(
@@ -65,8 +74,8 @@ def resolve_precision(
     ``dtype``. ``weights`` "plain": as ``dtype``. "auto": the same, but int8 codes stored in the checkpoint are used in
     the products they were made for (``stored``: ``Checkpoint.coding``) if all devices can, and for float32 on CPUs
     codes in groups stay codes in memory, which does not change results. "stored": like "auto", but keeps codes in
-    groups for any ``dtype``. ``key_scales``: a file of ``mooncake key-scales``, for int8 pages. Raises ConfigError for
-    unknown values, and if a device lacks the kernels."""
+    groups for any ``dtype``; "stored_a8": multiplies them with int8 activations. ``key_scales``: a file of ``mooncake
+    key-scales``, for int8 pages. Raises ConfigError for unknown values, and if a device lacks the kernels."""
     for name, value, known in (
         ("dtype", dtype, DTYPES),
         ("kv_dtype", kv_dtype, KV_DTYPES),
@@ -77,8 +86,8 @@ def resolve_precision(
     on_cpus, scales = all(device == "cpu" for device in devices), None
     if weights == "int8" and not on_cpus:
         raise ConfigError('model.weights="int8" is for CPUs; on a GPU, model.weights="w8a8" has its kernels')
-    if weights == "stored" and not on_cpus:
-        raise ConfigError('model.weights="stored" is for CPUs; GPUs have values: model.weights="auto"')
+    if weights.startswith("stored") and not on_cpus:
+        raise ConfigError(f'model.weights="{weights}" is for CPUs; GPUs have values: model.weights="auto"')
     if dtype == "auto":
         has_it = "cpu" not in devices or has_native_bf16()  # all GPUs that we compile for have
         dtype = "bfloat16" if has_it else "float32"
@@ -91,17 +100,23 @@ def resolve_precision(
     return Precision(
         dtype,
         dtype if kv_dtype == "auto" else kv_dtype,
-        _CODINGS[weights],
+        _CODINGS.get(weights, ""),
         scales,
         _own_codes(weights, stored, on_cpus),
-        keeps_groups=weights == "stored" or (weights == "auto" and dtype == "float32" and on_cpus),
+        _kept_groups(weights, dtype, on_cpus),
     )
+
+
+def _kept_groups(weights: str, dtype: str, on_cpus: bool) -> KeptGroups:
+    if weights == "stored_a8":
+        return "a8"
+    return "exact" if weights == "stored" or (weights == "auto" and dtype == "float32" and on_cpus) else ""
 
 
 def _own_codes(weights: str, stored: Coding, on_cpus: bool) -> Coding:
     """Codes made for quantised activations also work with plain ones; the reverse has not been tested for the
     checkpoint."""
-    if weights in ("auto", "stored"):
+    if weights in ("auto", "stored", "stored_a8"):
         return stored if stored == "w8a8" or on_cpus else ""
     if weights == "w8a8":
         return "w8a8" if stored == "w8a8" else ""

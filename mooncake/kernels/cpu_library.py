@@ -52,7 +52,7 @@ SIGNATURES = {
 PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}
 CODED_KINDS: dict[Coding, int] = {"int8": 2, "w8a8": 3}
-WIDE_CODES = 4
+WIDE_CODES, GROUPED_CODES = 4, 5
 PROBLEMS = {
     1: "a block id or slot lies outside the cache",
     2: "a position lies outside the model's length",
@@ -73,9 +73,11 @@ class PackedLinear(ctypes.Structure):
         ("scales", POINTER),
         ("sums", POINTER),
         ("levels", POINTER),
+        ("bytes", POINTER),
         ("inputs", LONG),
         ("outputs", LONG),
-        *((name, ctypes.c_int32) for name in ("kind", "is_gated", "hadamard", "code_bits", "group", "has_offsets")),
+        *((name, ctypes.c_int32) for name in ("kind", "is_gated", "hadamard", "code_bits", "group")),
+        *((name, ctypes.c_int32) for name in ("has_offsets", "middle")),
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 from mooncake.kernels import reference
 from mooncake.kernels.cpu_library import (
     CODED_KINDS,
+    GROUPED_CODES,
     POINTER,
     ROW_UNIT,
     WEIGHT_KINDS,
@@ -105,6 +106,12 @@ class PanelLinear:
         if weight.levels is not None:
             self._kept["levels"] = weight.levels
             layer.levels = weight.levels.data_ptr()
+        if weight.meets_codes:
+            layer.kind = GROUPED_CODES
+            layer.middle = 128 if weight.levels is None else -int(weight.levels.min().clamp(max=0))
+        if weight.meets_codes and weight.levels is not None:
+            self._kept["bytes"] = (weight.levels + layer.middle).to(torch.uint8)
+            layer.bytes = self._kept["bytes"].data_ptr()
         group_bytes = 4 * (1 + layer.has_offsets) + layer.group * layer.code_bits // 8
         panels = self._take(self._width * self._inputs // layer.group * group_bytes)
         given = [None if each is None else each.data_ptr() for each in (codes, scales, offsets)]

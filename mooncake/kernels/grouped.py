@@ -1,15 +1,19 @@
 """Matrices stored as 4- or 8-bit codes in groups, as GGUF, GPTQ, AWQ and compressed-tensors publish them.
 
 CPU kernels keep the codes in memory and dequantise them as they multiply (``cpp/grouped.h``). Results equal those of
-the dequantised weights, bit for bit.
+the dequantised weights, bit for bit; or activations become codes, too, which is faster.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+
+MOST_GROUP = 128
+"""Inputs that share a scale of activations, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,9 @@ class GroupedCodes:
     """A matrix ``[out, in]`` stored as codes, with a scale for each group of adjacent inputs of an output.
 
     A weight is ``level * scale + offset`` in float32, rounded to ``dtype``: exactly the published weight.
+
+    With ``meets_codes`` activations become int8, with a scale for each token and group, and weights are not rounded to
+    ``dtype``. Then levels are whole numbers, and groups have at most ``MOST_GROUP`` inputs.
     """
 
     codes: torch.Tensor  # [out, in]: uint8 indices of ``levels``, or int8 levels
@@ -24,6 +31,7 @@ class GroupedCodes:
     offsets: torch.Tensor | None  # float32 [out, in / group]
     levels: torch.Tensor | None  # float32 [16]
     dtype: torch.dtype
+    meets_codes: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -41,6 +49,19 @@ class GroupedCodes:
             groups += self.offsets.unsqueeze(-1)
         weights: torch.Tensor = groups.flatten(1).to(self.dtype)
         return weights
+
+    def meeting_codes(self) -> GroupedCodes:
+        """The same matrix with ``meets_codes``; the matrix as it is if its levels are not whole, nor halves."""
+        levels, factor = self.levels, 1
+        if levels is not None:
+            factor = 1 if _are_whole(levels) else 2
+            levels = levels * factor
+            if not _are_whole(levels):
+                return self
+        parts = self.group // math.gcd(self.group, MOST_GROUP)
+        scales = (self.scales / factor).repeat_interleave(parts, 1)
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(parts, 1)
+        return replace(self, scales=scales, offsets=offsets, levels=levels, dtype=torch.float32, meets_codes=True)
 
     def of_rows(self, order: torch.Tensor) -> GroupedCodes:
         """The same matrix with its outputs in another order."""
@@ -81,4 +102,9 @@ class GroupedCodes:
             torch.cat(offsets) if offsets else None,
             parts[0].levels,
             parts[0].dtype,
+            parts[0].meets_codes,
         )
+
+
+def _are_whole(levels: torch.Tensor) -> bool:
+    return torch.equal(levels, levels.round())

@@ -112,6 +112,19 @@ class W8A8Linear(Linear):
         return (output if self.bias is None else output + self.bias).to(hidden.dtype)
 
 
+class GroupedLinear(Linear):
+    """``GroupedCodes`` that meet codes, up to the rounding of sums."""
+
+    def __init__(self, weight: GroupedCodes, bias: torch.Tensor | None = None) -> None:
+        super().__init__(weight.weights(), None if bias is None else bias.float())
+        self._group = weight.group
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantise_rows(hidden.reshape(*hidden.shape[:-1], -1, self._group))
+        seen = (codes * scales[..., None]).flatten(-2)
+        return torch.nn.functional.linear(seen, self.weight, self.bias).to(hidden.dtype)
+
+
 def quantise_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """int8 codes and float32 scales ``[...]`` of rows ``[..., n]``: scale = max|x| / 127, code = x / scale, rounded."""
     wide = rows.float()
@@ -155,6 +168,8 @@ def hadamard(rows: torch.Tensor) -> torch.Tensor:
 def linear(weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear:
     """A linear layer over these weights, in the fastest form; ``weight`` need not be kept. ``Codes`` have their own
     coding; ``GroupedCodes`` are dequantised."""
+    if isinstance(weight, GroupedCodes) and weight.meets_codes:
+        return GroupedLinear(weight, bias)
     if isinstance(weight, GroupedCodes):
         weight = weight.weights()
     coding = weight.coding if isinstance(weight, Codes) else coding

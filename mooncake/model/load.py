@@ -34,6 +34,7 @@ from mooncake.model.parallel.shards import experts_of, shard_config, shard_weigh
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.weights import load_weights
+from mooncake.precision import KeptGroups
 
 DTYPES = ("float32", "bfloat16")
 OTHER_FAMILIES: dict[str, type[Decoder]] = {
@@ -114,7 +115,7 @@ def load_model(
     adapters: Sequence[Adapter] = (),
     key_scales: KeyScales | None = None,
     codes: Coding = "",
-    keeps_groups: bool = False,
+    keeps_groups: KeptGroups = "",
     can_blend: bool = False,
     layers: range | None = None,
     keep_hidden: Sequence[int] = (),
@@ -178,7 +179,7 @@ def load_part(
     kernels: Kernels | None = None,
     coding: Coding = "",
     codes: Coding = "",
-    keeps_groups: bool = False,
+    keeps_groups: KeptGroups = "",
 ) -> CausalLM | Decoder:
     """One tensor parallel rank's part of the model (``shards``). ``coding`` and ``codes`` are "" or "int8"; with W8A8
     each rank would quantise its part of the activations alone. Raises ModelError if the model cannot be split into so

@@ -28,7 +28,7 @@ from mooncake.model.as_llama import as_llama
 from mooncake.model.dequantise import as_codes, as_groups, dequantised, experts_as_groups
 from mooncake.model.gguf_weights import KEPT_WIDE, gguf_weights
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.precision import Coding
+from mooncake.precision import Coding, KeptGroups
 from mooncake.quantised import zero_biases
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MAX_CACHED_BYTES = 8 << 30  # for all models; the least recently used one is rem
 _STALE_PART_S = 3600  # after this long a partial file is abandoned
 
 
-def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: bool = False) -> Weights:
+def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: KeptGroups = "") -> Weights:
     """Every weight that the model needs, as ``torch.dtype`` ``dtype`` ("float32", "bfloat16", "float16"), on the CPU.
 
     With ``codes`` and ``keeps_groups`` (as in ``Precision``) the weights also give the codes stored in the checkpoint.
@@ -45,8 +45,24 @@ def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_g
     Tensors are read-only mapped memory or, if they must be converted, created on access: do not write to them, and do
     not keep them longer than needed. Raises ModelError, in some cases only on access.
     """
-    weights = _stored_weights(checkpoint, getattr(torch, dtype), codes, keeps_groups)
+    weights = _stored_weights(checkpoint, getattr(torch, dtype), codes, bool(keeps_groups))
+    if keeps_groups == "a8" and isinstance(weights, WeightsOnDemand):
+        weights = _meeting_codes(weights)
     return as_llama(weights, checkpoint.config) if checkpoint.config.architecture in REARRANGED else weights
+
+
+def _meeting_codes(weights: WeightsOnDemand) -> WeightsOnDemand:
+    """With all codes in groups as those that meet codes."""
+
+    def codes(name: str) -> Codes | GroupedCodes | None:
+        found = weights.codes(name)
+        return found.meeting_codes() if isinstance(found, GroupedCodes) else found
+
+    def experts(name: str) -> list[GroupedCodes] | None:
+        found = weights.experts(name)
+        return None if found is None else [each.meeting_codes() for each in found]
+
+    return WeightsOnDemand(weights, weights.__getitem__, codes, experts, weights.as_stored)
 
 
 def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:

@@ -578,6 +578,34 @@ def test_codes_in_groups_give_the_bits_of_their_weights(
     torch.testing.assert_close(reference.linear(codes, bias)(hidden), plain(hidden), rtol=0.02, atol=2.0)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])
+@pytest.mark.parametrize("group", [16, 32, 192, 576])
+def test_codes_in_groups_that_meet_codes(cpu: CpuKernels, bits: int, has_offsets: bool, group: int) -> None:
+    torch.manual_seed(7)
+    given, bias = in_groups(100, 1152, group, bits, has_offsets, torch.bfloat16), torch.randn(100)
+    codes = given.meeting_codes()
+    assert torch.equal(codes.weights(), replace(given, dtype=torch.float32).weights())
+    ours, defined = cpu.panel_linear(codes, bias), reference.linear(codes, bias)
+    hidden = torch.randn(100, 1152)
+    hidden[3], hidden[4, 700] = 0, 300
+    exact = hidden @ codes.weights().T + bias
+    typical = exact.square().mean().sqrt().item()
+    torch.testing.assert_close(ours(hidden), defined(hidden), rtol=1e-5, atol=1e-5 * typical)
+    assert (ours(hidden) - exact).square().mean().sqrt() < 0.02 * typical
+    for num_tokens in (1, 5, 6, 7, 13):
+        assert torch.equal(ours(hidden[:num_tokens]), ours(hidden)[:num_tokens]), num_tokens
+    hidden[2, 5] = torch.nan
+    assert ours(hidden)[2].isnan().all() and ours(hidden)[[0, 1, 3]].isfinite().all()
+    rows = torch.tensor([99, 0, 42])
+    assert torch.equal(ours.rows(rows), codes.weights()[rows])
+
+
+def test_codes_whose_levels_are_no_halves_are_dequantised(cpu: CpuKernels) -> None:
+    codes = replace(in_groups(64, 64, 32, 4, False, torch.float32), levels=torch.linspace(-1, 1, 16))
+    assert codes.meeting_codes() is codes
+
+
 def test_codes_of_gates_and_ups_lie_side_by_side(cpu: CpuKernels) -> None:
     width = int(cpu.library.mc_panel_width()) // 2
     codes, hidden = in_groups(4 * width, 64, 32, 4, False, torch.float32), torch.randn(3, 64)

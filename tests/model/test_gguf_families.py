@@ -25,6 +25,7 @@ from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
+from mooncake.precision import KeptGroups
 from mooncake.sampling_params import SamplingParams
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
@@ -45,7 +46,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Converted(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def greedy(checkpoint: Checkpoint, keeps_groups: bool = False) -> list[list[int]]:
+def greedy(checkpoint: Checkpoint, keeps_groups: KeptGroups = "") -> list[list[int]]:
     model = load_model(checkpoint, "float32", keeps_groups=keeps_groups)
     return answers(model, KVCache(checkpoint.kv_layout(16, "float32"), 80), PROMPTS)
 
@@ -123,9 +124,9 @@ QUANTISED = (
 )
 
 
-@pytest.mark.parametrize("keeps_groups", [True, False], ids=["codes", "values"])
+@pytest.mark.parametrize("keeps_groups", ["exact", ""], ids=["codes", "values"])
 @pytest.mark.parametrize("family", QUANTISED)
-def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_groups: bool, tmp_path: Path) -> None:
+def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_groups: KeptGroups, tmp_path: Path) -> None:
     expert_kind = Kind.MXFP4 if family == "gpt-oss" else None
     converted = Converted(family, tmp_path, Kind.Q8_0, expert_kind)
     kinds = {tensor.kind.name for tensor in GGUFFile(converted.path).tensors.values()}
@@ -134,8 +135,8 @@ def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_grou
     assert greedy(converted.checkpoint, keeps_groups) == expected
 
 
-@pytest.mark.parametrize("keeps_groups", [True, False], ids=["codes", "values"])
-def test_latent_attention_is_quantised_too(keeps_groups: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps_groups", ["exact", ""], ids=["codes", "values"])
+def test_latent_attention_is_quantised_too(keeps_groups: KeptGroups, tmp_path: Path) -> None:
     """As `llama-quantize` mixes kinds: experts in Q4_K where their rows allow it. In parts, cut between the halves of
     keys and values."""
     converted = Converted("deepseek-v3-wide", tmp_path, Kind.Q8_0, Kind.Q4_K, tensors_a_file=1)
@@ -157,7 +158,7 @@ def test_a_model_in_parts_gives_the_tokens_of_the_whole(
     parts = sorted(tmp_path.glob("*.gguf"))
     assert len(parts) > 2 and converted.path == parts[0]
     expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
-    for part, keeps_groups in ((parts[-1], True), (parts[1], False)):
+    for part, keeps_groups in ((parts[-1], "exact"), (parts[1], "")):
         assert greedy(open_checkpoint(str(part)), keeps_groups) == expected
 
 
@@ -190,7 +191,7 @@ def test_files_of_half_precision_are_the_same_model_too(family: str, tmp_path: P
     ],
 )
 def test_codes_stay_codes_where_rows_are_whole(family: str, name: str, tmp_path: Path) -> None:
-    weights = load_weights(Converted(family, tmp_path, Kind.Q8_0).checkpoint, "float32", keeps_groups=True)
+    weights = load_weights(Converted(family, tmp_path, Kind.Q8_0).checkpoint, "float32", keeps_groups="exact")
     assert isinstance(weights, WeightsOnDemand)
     codes = weights.codes(name)
     assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[name])
@@ -198,7 +199,7 @@ def test_codes_stay_codes_where_rows_are_whole(family: str, name: str, tmp_path:
 
 def test_the_experts_of_gpt_oss_stay_codes(tmp_path: Path) -> None:
     checkpoint = Converted("gpt-oss", tmp_path, Kind.Q8_0, Kind.MXFP4).checkpoint
-    weights = load_weights(checkpoint, "float32", keeps_groups=True)
+    weights = load_weights(checkpoint, "float32", keeps_groups="exact")
     assert isinstance(weights, WeightsOnDemand)
     for name in ("gate_up_proj", "down_proj"):
         experts = weights.experts(f"model.layers.1.mlp.experts.{name}")
@@ -290,7 +291,7 @@ def test_queries_keys_and_values_may_be_one_tensor(family: str, kind: Kind, tmp_
     checkpoint = converted.checkpoint
     assert "blk.0.attn_qkv.weight" in GGUFFile(converted.path).tensors
     assert checkpoint.config == expected
-    for keeps_groups in (True, False):
+    for keeps_groups in ("exact", ""):
         assert greedy(checkpoint, keeps_groups) == [converted.published.greedy(prompt) for prompt in PROMPTS]
 
 

@@ -71,7 +71,7 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
 def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
     """SmolLM2-135M is stored as Q4_1 with a Q8_0 table: codes take a fifth of float32's memory, with equal logits."""
     checkpoint = open_checkpoint("smollm2")
-    coded, plain = (load_model(checkpoint, dtype, 64, keeps_groups=keeps) for keeps in (True, False))
+    coded, plain = (load_model(checkpoint, dtype, 64, keeps_groups=keeps) for keeps in ("exact", ""))
     rows = torch.arange(40)
     batch = ForwardBatch.of_prompt(rows * 997 % checkpoint.config.vocab_size, 16, rows)
     logits = [
@@ -83,14 +83,39 @@ def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_real_model_whose_codes_meet_codes_is_nearly_as_good_and_the_same_in_every_batch(dtype: str) -> None:
+    checkpoint = open_checkpoint("smollm2")
+    text = "The capital of France is Paris, and the capital of Italy is Rome. " * 3
+    tokens = torch.from_numpy(checkpoint.load_tokenizer().encode(text).astype(np.int64))
+
+    def logits(model: CausalLM, length: int) -> torch.Tensor:
+        batch = ForwardBatch.of_prompt(tokens[:length], 16, torch.arange(length))
+        return model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook())
+
+    exact = load_model(checkpoint, dtype, 64)
+    coded = load_model(checkpoint, dtype, 64, keeps_groups="a8")
+    weights = load_weights(checkpoint, dtype, keeps_groups="a8")
+    in_steps = CausalLM(checkpoint.config, weights, 64, None, "", False)
+    whole = logits(coded, 40)
+    assert torch.equal(logits(in_steps, 40), whole)
+    for length in (1, 7, 16):
+        assert torch.equal(logits(coded, length), whole[:length])
+    wanted = logits(exact, 40).log_softmax(-1)
+    divergence = (wanted.exp() * (wanted - whole.log_softmax(-1))).sum(-1).mean()
+    assert 0 < divergence < 0.02, divergence
+    assert isinstance(coded, CausalLM) and coded._fused and isinstance(exact, CausalLM) and exact._fused
+    assert coded._fused.weight_bytes < (0.21 if dtype == "float32" else 0.42) * exact._fused.weight_bytes
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", TAKEN.values(), ids=TAKEN)
 def test_quantised_folders_keep_their_codes(form: Callable[[], Format], dtype: str, tmp_path: Path) -> None:
     checkpoint = Published(tmp_path / "tiny", form()).checkpoint
-    weights = load_weights(checkpoint, dtype, keeps_groups=True)
+    weights = load_weights(checkpoint, dtype, keeps_groups="exact")
     assert isinstance(weights, WeightsOnDemand)
     codes = weights.codes(PROJECTION)
     assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[PROJECTION])
-    coded, plain = (load_model(checkpoint, dtype, keeps_groups=keeps) for keeps in (True, False))
+    coded, plain = (load_model(checkpoint, dtype, keeps_groups=keeps) for keeps in ("exact", ""))
     assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
     assert torch.equal(logits_of(coded, checkpoint, dtype), logits_of(plain, checkpoint, dtype))
 
@@ -98,13 +123,13 @@ def test_quantised_folders_keep_their_codes(form: Callable[[], Format], dtype: s
 @pytest.mark.parametrize("form", NOT_TAKEN.values(), ids=NOT_TAKEN)
 def test_what_is_cut_otherwise_becomes_values(form: Callable[[], Format], tmp_path: Path) -> None:
     checkpoint = Published(tmp_path / "tiny", form()).checkpoint
-    weights = load_weights(checkpoint, "float32", keeps_groups=True)
+    weights = load_weights(checkpoint, "float32", keeps_groups="exact")
     assert isinstance(weights, WeightsOnDemand) and weights.codes(PROJECTION) is None
 
 
 def test_families_of_a_pass_of_their_own_keep_codes_too(tmp_path: Path) -> None:
     checkpoint = Published(tmp_path / "tiny", gptq(4, 32, bias=None), "gemma3_text").checkpoint
-    coded, plain = (load_model(checkpoint, "float32", keeps_groups=keeps) for keeps in (True, False))
+    coded, plain = (load_model(checkpoint, "float32", keeps_groups=keeps) for keeps in ("exact", ""))
     assert torch.equal(logits_of(coded, checkpoint), logits_of(plain, checkpoint))
 
 
@@ -113,7 +138,7 @@ def test_factors_of_key_channels_go_into_scales_and_offsets(tmp_path: Path) -> N
     config = checkpoint.config
     shape = len(config.kv_owners), config.num_kv_heads, config.head_dim // 2
     scales = KeyScales(np.random.default_rng(0).integers(-2, 3, shape).astype(np.int8))
-    weights = with_scaled_keys(load_weights(checkpoint, "float32", keeps_groups=True), config, scales)
+    weights = with_scaled_keys(load_weights(checkpoint, "float32", keeps_groups="exact"), config, scales)
     name = "model.layers.0.self_attn.k_proj.weight"
     assert isinstance(weights, WeightsOnDemand)
     codes = weights.codes(name)
@@ -129,5 +154,9 @@ def test_codes_are_kept_in_float32_on_cpus_unless_told_otherwise() -> None:
     assert not keeps("auto", dtype="bfloat16")
     with pytest.raises(ConfigError, match="for CPUs"):
         keeps("stored", "cpu", "cuda")
+    with pytest.raises(ConfigError, match=r"stored_a8.*for CPUs"):
+        keeps("stored_a8", "cuda")
+    coded = resolve_precision("float32", weights="stored_a8")
+    assert coded.keeps_groups == "a8" and coded.identity("d") != "d", "its KV is another"
     auto, plain = (resolve_precision("float32", weights=weights) for weights in ("auto", "plain"))
     assert auto.identity("d") == plain.identity("d"), "their KV is the same to the bit"

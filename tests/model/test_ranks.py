@@ -66,9 +66,7 @@ def test_a_rank_that_cannot_load_its_part_says_why(folder: Path, tmp_path: Path,
     if way == "tensor_parallel":
         setup = tensor_parallel.Setup(2, model, LIMIT, "float32", layout, NUM_BLOCKS, 1, memory.fd)
     else:
-        setup = context_parallel.Setup(
-            2, model, LIMIT, LIMIT, "float32", "float32", "", "", keeps_groups=False, threads=1
-        )
+        setup = context_parallel.Setup(2, model, LIMIT, LIMIT, "float32", "float32", "", "", keeps_groups="", threads=1)
     workers = Workers("ranks", leave_group)
     port = workers.open_store()
     try:

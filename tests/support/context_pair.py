@@ -27,7 +27,7 @@ class Pair:
         limit = max_model_len or self.checkpoint.config.max_model_len
         self.alone = load_model(self.checkpoint, "float32", limit)
         self.setup = Setup(
-            size, model, 0, limit, "float32", "float32", "", "", keeps_groups=False, threads=1, method=method
+            size, model, 0, limit, "float32", "float32", "", "", keeps_groups="", threads=1, method=method
         )
         self.over_ranks = ContextParallelModel(self.alone, self.setup, self.checkpoint)
         layout = self.checkpoint.kv_layout(BLOCK_TOKENS, "float32")

@@ -121,7 +121,7 @@ class Bench:
             kv_dtype="float32",
             coding="",
             codes="",
-            keeps_groups=False,
+            keeps_groups="",
             threads=1,
             method=None if method == AUTO else Method(method),
         )

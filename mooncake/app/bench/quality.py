@@ -45,6 +45,7 @@ FORMATS: dict[str, Precision] = {
     SCALED: resolve_precision("float32", "int8"),
     "int8": resolve_precision("float32", weights="int8"),
     "w8a8": resolve_precision("float32", weights="w8a8"),
+    "stored_a8": resolve_precision("float32", weights="stored_a8"),
     "w8a8-kv-int8": resolve_precision("float32", "int8", "w8a8"),
 }
 
@@ -120,7 +121,14 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         if len(losses) < len(windows):
             tell(shown, f"{name}: loading")
             scales = measured(checkpoint) if name == SCALED else None
-            model = load_model(checkpoint, precision.dtype, options.window, precision.coding, key_scales=scales)
+            model = load_model(
+                checkpoint,
+                precision.dtype,
+                options.window,
+                precision.coding,
+                key_scales=scales,
+                keeps_groups=precision.keeps_groups,
+            )
             if not isinstance(model, CausalLM):
                 raise ConfigError(
                     f"formats are compared for the Llama family, not for {checkpoint.config.architecture}"

@@ -10,10 +10,12 @@
 namespace mooncake {
 
 constexpr int STRIP = W == 16 ? 12 : 6;  // rows multiplied at once in vectors: STRIP * PANEL_VECS accumulators
+constexpr int MOST_GROUP = 128;           // inputs of a group of GROUPED_CODES; mirrored in grouped.py
 
 // Bytes of a narrow row that are adjacent: a tile's row, or one lane. 0 for rows that stay float32.
 inline int unit_of(int32_t kind) {
     if (kind == FLOATS || kind == CODES) return 0;
+    if (kind == GROUPED_CODES) return 4;  // tiles would sum over 64 inputs, which are several groups
     if (has_tiles()) return ROW_UNIT;
     return kind == BF16S && !MULTIPLIES_BF16 ? 0 : 4;
 }
@@ -28,7 +30,14 @@ struct Strips {
     int height(int64_t strip) const { return int(first(strip + 1) - first(strip)); }
 };
 
-// Strip by strip: [inputs][rows] float32, or [row_bytes / unit][planes][rows][unit].
+// What precedes the codes of a group of activations, for each row.
+struct GroupHead {
+    float scale, sum;  // sum: of what the codes stand for
+    int32_t start;     // minus the sum of the codes times the weights' middle: where integer sums begin
+};
+
+// Strip by strip: [inputs][rows] float32, or [row_bytes / unit][planes][rows][unit]. For GROUPED_CODES, group by group:
+// [rows] GroupHeads, then [group / 4][rows][4].
 struct Activations {
     Strips strips;
     int64_t row_bytes;  // of a plane
@@ -123,6 +132,25 @@ template <int UNIT> float code_row_wide(const float* row, int64_t K, int64_t pad
     return scale;
 }
 
+// One row as int8 codes, with a scale = max|x| / 127 for each group.
+inline void code_row_in_groups(const PackedLinear& layer, const float* row, int rows, int at, char* out) {
+    alignas(64) uint8_t codes[MOST_GROUP + W];
+    for (int64_t first = 0; first < layer.inputs; first += layer.group, row += layer.group) {
+        const float scale = largest_magnitude(row, layer.group) / 127.0f, divisor = scale > 0 ? scale : 1.0f;
+        vf total{};
+        for (int64_t k = 0; k < layer.group; k += W) {
+            const vf whole = round_whole(piece_of(row, k, layer.group) / divisor);
+            total += whole;
+            store(codes + k, __builtin_convertvector(whole, vi));
+        }
+        const float sum_of_codes = sum(total);  // exact: whole numbers below 2^24
+        const GroupHead head{scale, scale * sum_of_codes, -layer.middle * int32_t(sum_of_codes)};
+        std::memcpy(out + at * sizeof head, &head, sizeof head);
+        out += rows * sizeof head;
+        for (int64_t k = 0; k < layer.group; k += 4, out += rows * 4) std::memcpy(out + at * 4, codes + k, 4);
+    }
+}
+
 // One row as bfloat16.
 template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded, int rows, char* out) {
     for (int64_t k = 0; k < padded; k += W) {
@@ -132,9 +160,15 @@ template <int UNIT> void narrow_row(const float* row, int64_t K, int64_t padded,
     }
 }
 
+// Bytes of a row, or of each of its planes.
+inline int64_t activation_bytes(const PackedLinear& layer) {
+    if (layer.kind == GROUPED_CODES) return layer.inputs + layer.inputs / layer.group * int64_t(sizeof(GroupHead));
+    return unit_of(layer.kind) ? layer.row_bytes() : layer.padded() * 4;
+}
+
 // Bytes needed for `rows` rows of activations for `layer`.
 inline int64_t room_bytes(const PackedLinear& layer, int64_t rows) {
-    const int64_t row_bytes = unit_of(layer.kind) ? layer.row_bytes() : layer.padded() * 4;
+    const int64_t row_bytes = activation_bytes(layer);
     return rows * (layer.kind == WIDE_CODES ? 2 : 1) * row_bytes + rows * 4 + 128;
 }
 
@@ -142,7 +176,7 @@ inline int64_t room_bytes(const PackedLinear& layer, int64_t rows) {
 inline Activations take_room(const PackedLinear& layer, int64_t rows, Scratch& memory) {
     const int unit = unit_of(layer.kind);
     const int planes = layer.kind == WIDE_CODES ? 2 : 1;
-    const int64_t row_bytes = unit ? layer.row_bytes() : layer.padded() * 4;
+    const int64_t row_bytes = activation_bytes(layer);
     const bool is_tiled = unit == ROW_UNIT;
     Activations out{Strips(rows, (is_tiled ? TILE_STRIP : STRIP) / planes, is_tiled), row_bytes, unit, planes, nullptr, nullptr};
     out.memory = memory.take<char>(rows * planes * row_bytes);
@@ -177,6 +211,10 @@ inline void fill_strip(const PackedLinear& layer, const Activations& out, int64_
     }
     char* to = out.strip(strip);
     if (!unit) return TURN[height - 1](rows_at, stride, K, padded, (float*)to);
+    if (layer.kind == GROUPED_CODES) {
+        for (int r = 0; r < height; r++) code_row_in_groups(layer, rows_at + r * stride, height, r, to);
+        return;
+    }
     for (int r = 0; r < height; r++, rows_at += stride, to += unit) {
         if (layer.kind == BF16S)
             (unit == ROW_UNIT ? narrow_row<ROW_UNIT> : narrow_row<4>)(rows_at, K, padded, height, to);

@@ -4,6 +4,10 @@
 // A weight is level * scale + offset, rounded once to float32 (the product is exact: level and scale together have at
 // most 24 significant bits) and, in a bfloat16 model, once more to bfloat16. These are the bits of the published values,
 // so products are bit-identical too.
+//
+// GROUPED_CODES are not dequantised: activations become int8, with a scale per row and group, and an output is the sum
+// over groups of scale * activation scale * (sum of level * code, an integer) + offset * (sum of activations). Levels are
+// bytes there, around `middle`, because the instructions need one unsigned side.
 #pragma once
 
 #include "activations.h"
@@ -139,6 +143,77 @@ void multiply_codes(const PackedLinear& layer, const char* panel, const char* st
         for (int v = 0; v < PANEL_VECS; v++) store(sums + r * PANEL + v * W, acc[r][v]);
 }
 
+// The bytes of a vector's 4-bit codes, which are the low halves of `lanes`' bytes.
+inline vi bytes_of(vi lanes, const uint8_t* bytes) {
+    const vi codes = lanes & 0x0f0f0f0f;
+#if defined(__AVX512BW__)
+    return (vi)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)bytes)), (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return (vi)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes)), (__m256i)codes);
+#else
+    uint8_t each[W * 4];
+    std::memcpy(each, &codes, sizeof each);
+    for (uint8_t& code : each) code = bytes[code];
+    return load_as<vi>(each);
+#endif
+}
+
+// The part of `multiply_groups` for VECS vectors of outputs from `first` on.
+template <int BITS, int ROWS, int VECS>
+void multiply_groups_of(const PackedLinear& layer, const char* panel, int first, const char* strip, float* sums) {
+    vf acc[ROWS][VECS] = {};
+    for (int64_t groups = layer.inputs / layer.group; groups > 0; groups--, panel += layer.group_bytes()) {
+        const Group group(layer, panel);
+        const auto* heads = (const GroupHead*)strip;
+        const auto* x = (const uint32_t*)(strip + ROWS * sizeof(GroupHead));
+        const char* codes = group.codes + first * W * 4;
+        vi part[ROWS][VECS];
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) part[r][v] = vi{} + heads[r].start;
+        const auto add = [&](const vi* weights) {
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                for (int v = 0; v < VECS; v++) part[r][v] = add_unsigned_products(part[r][v], x[r], weights[v]);
+            x += ROWS;
+        };
+        for (int64_t k = 0; k < layer.group; k += UNIT_CODES<BITS>, codes += PANEL * 4) {
+            vi weights[VECS], others[VECS];
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                __builtin_prefetch(codes + CODES_AHEAD + v * W * 4, 0, NEAR);
+                weights[v] = load_as<vi>(codes + v * W * 4);
+                if (BITS == 8) continue;
+                others[v] = bytes_of(weights[v] >> 4, layer.bytes);
+                weights[v] = bytes_of(weights[v], layer.bytes);
+            }
+            add(weights);
+            if (BITS == 4) add(others);
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+            for (int v = 0; v < VECS; v++) {
+                acc[r][v] += __builtin_convertvector(part[r][v], vf) * group.scales[first + v] * heads[r].scale;
+                if (layer.has_offsets) acc[r][v] += group.offsets[first + v] * heads[r].sum;
+            }
+        strip = (const char*)x;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < VECS; v++) store(sums + r * PANEL + (first + v) * W, acc[r][v]);
+}
+
+// sums[row][PANEL]: a strip of ROWS rows times a whole panel of GROUPED_CODES. With many rows the panel's vectors come one
+// after another: their sums fill the registers.
+template <int BITS, int ROWS> void multiply_groups(const PackedLinear& layer, const char* panel, const char* strip, float* sums) {
+    constexpr int VECS = ROWS > STRIP / 2 ? 1 : PANEL_VECS;
+    for (int v = 0; v < PANEL_VECS; v += VECS) multiply_groups_of<BITS, ROWS, VECS>(layer, panel, v, strip, sums);
+}
+
 using MultiplyCodes = void (*)(const PackedLinear&, const char*, const char*, float*);
 
 template <WeightKind KIND, int BITS, size_t... I> constexpr auto loops_of_codes(std::index_sequence<I...>) {
@@ -147,6 +222,13 @@ template <WeightKind KIND, int BITS, size_t... I> constexpr auto loops_of_codes(
 
 // Indexed by strip height - 1; for KIND FLOATS or BF16S.
 template <WeightKind KIND, int BITS> constexpr auto MULTIPLY_CODES = loops_of_codes<KIND, BITS>(std::make_index_sequence<STRIP>());
+
+template <int BITS, size_t... I> constexpr auto loops_of_groups(std::index_sequence<I...>) {
+    return std::array<MultiplyCodes, STRIP>{multiply_groups<BITS, int(I) + 1>...};
+}
+
+// Indexed by strip height - 1.
+template <int BITS> constexpr auto MULTIPLY_GROUPS = loops_of_groups<BITS>(std::make_index_sequence<STRIP>());
 
 // Unpacks inputs from .. to of a panel, both multiples of 8, into the form that products with activations of `unit`
 // bytes take.
@@ -168,6 +250,19 @@ inline void unpack_part(const PackedLinear& layer, int64_t index, int64_t from, 
         with_bits(std::integral_constant<int, 8>{});
 }
 
+// GROUPED_CODES come in fours of inputs, a byte each; of 4 bits, the next four are in the upper halves of those bytes.
+inline void put_grouped(char* to, int64_t k, int i, uint8_t code, bool are_bytes) {
+    if (are_bytes)
+        to[k / 4 * PANEL * 4 + i * 4 + k % 4] = char(code ^ 128);  // -128 .. 127 to 0 .. 255
+    else
+        to[k / 8 * PANEL * 4 + i * 4 + k % 4] |= char(code << k % 8 / 4 * 4);
+}
+
+inline int grouped_byte(const PackedLinear& layer, const char* codes, int64_t k, int64_t i) {
+    if (layer.code_bits == 8) return uint8_t(codes[k / 4 * PANEL * 4 + i * 4 + k % 4]);
+    return layer.bytes[uint8_t(codes[k / 8 * PANEL * 4 + i * 4 + k % 4]) >> k % 8 / 4 * 4 & 15];
+}
+
 // `codes` [outputs][inputs], one byte each; scales and offsets [outputs][inputs / group].
 inline void pack_groups(const PackedLinear& layer, const uint8_t* codes, const float* scales, const float* offsets, char* panels,
                         int threads) {
@@ -185,7 +280,9 @@ inline void pack_groups(const PackedLinear& layer, const uint8_t* codes, const f
                 char* to = record + PANEL * sizeof(float) * (1 + layer.has_offsets);
                 const uint8_t* from = codes + row * K + g * layer.group;
                 for (int64_t k = 0; k < layer.group; k++)
-                    if (are_bytes)
+                    if (layer.kind == GROUPED_CODES)
+                        put_grouped(to, k, i, from[k], are_bytes);
+                    else if (are_bytes)
                         to[k * PANEL + i] = char(from[k]);
                     else
                         ((uint32_t*)to)[k / 8 * PANEL + i] |= uint32_t(from[k]) << k % 8 * 4;
@@ -194,9 +291,23 @@ inline void pack_groups(const PackedLinear& layer, const uint8_t* codes, const f
     });
 }
 
+// Row `at` of GROUPED_CODES as float32 [inputs].
+inline void unpack_grouped(const PackedLinear& layer, int64_t at, float* out) {
+    const int64_t i = at % PANEL;
+    const char* record = layer.panel(at / PANEL);
+    for (int64_t first = 0; first < layer.inputs; first += layer.group, record += layer.group_bytes()) {
+        const auto* numbers = (const float*)record;
+        const float scale = numbers[i], offset = layer.has_offsets ? numbers[PANEL + i] : 0.0f;
+        const char* codes = record + PANEL * sizeof(float) * (1 + layer.has_offsets);
+        for (int64_t k = 0; k < layer.group; k++)
+            out[first + k] = float(grouped_byte(layer, codes, k, i) - layer.middle) * scale + offset;
+    }
+}
+
 // Row `at` of the packed matrix as float32 [inputs].
 inline void unpack_row(const PackedLinear& layer, int64_t at, float* out) {
     if (!layer.code_bits) return unpack_weights(layer, at, out);
+    if (layer.kind == GROUPED_CODES) return unpack_grouped(layer, at, out);
     alignas(64) float part[8 * PANEL];
     PackedLinear floats = layer;
     floats.kind = FLOATS;

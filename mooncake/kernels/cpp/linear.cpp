@@ -209,6 +209,15 @@ void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations&
                     float* near) {
     constexpr int SIZE = sizeof(Held<KIND>);
     const char* panel = layer.panel(index);
+    if constexpr (KIND == GROUPED_CODES) {
+        const auto& loops = layer.code_bits == 4 ? MULTIPLY_GROUPS<4> : MULTIPLY_GROUPS<8>;
+        for (int64_t strip = from_strip; strip < to_strip; strip++) {
+            const int height = x.strips.height(strip);
+            loops[height - 1](layer, panel, x.strip(strip), sums);
+            sums += height * PANEL;
+        }
+        return;
+    }
     const int64_t inputs = layer.padded(), count = to_strip - from_strip;
     const bool is_single = count == 1, is_coded = layer.code_bits;
     if constexpr (KIND == FLOATS || KIND == BF16S)

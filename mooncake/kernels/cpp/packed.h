@@ -16,11 +16,12 @@ namespace mooncake {
 // How weights are stored, and what activations become. CODES: int8 weights with a scale per output, float32
 // activations. BOTH_CODES: activations are int8 too, with a scale per row, and sums are int32 (W8A8); see hadamard.h.
 // WIDE_CODES: int8 weights, and 16-bit activations with a scale per row, as two 8-bit planes (processors multiply
-// integers of no other width).
-enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3, WIDE_CODES = 4 };
+// integers of no other width). GROUPED_CODES: codes with a scale per group of inputs, and int8 activations with a scale
+// per row and group; see grouped.h.
+enum WeightKind : int32_t { FLOATS = 0, BF16S = 1, CODES = 2, BOTH_CODES = 3, WIDE_CODES = 4, GROUPED_CODES = 5 };
 
 template <WeightKind KIND> using Held = std::conditional_t<KIND == FLOATS, float, std::conditional_t<KIND == BF16S, bf16, int8_t>>;
-template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND == BOTH_CODES || KIND == WIDE_CODES ? 4 : 1;
+template <WeightKind KIND> constexpr int G = KIND == BF16S ? 2 : KIND >= BOTH_CODES ? 4 : 1;
 
 // Calls body(k) with `kind` as a constant.
 template <class Body> auto with_kind(int32_t kind, const Body& body) {
@@ -29,6 +30,7 @@ template <class Body> auto with_kind(int32_t kind, const Body& body) {
         case CODES: return body(std::integral_constant<WeightKind, CODES>{});
         case BOTH_CODES: return body(std::integral_constant<WeightKind, BOTH_CODES>{});
         case WIDE_CODES: return body(std::integral_constant<WeightKind, WIDE_CODES>{});
+        case GROUPED_CODES: return body(std::integral_constant<WeightKind, GROUPED_CODES>{});
         default: return body(std::integral_constant<WeightKind, FLOATS>{});
     }
 }
@@ -44,6 +46,7 @@ struct PackedLinear {
     const float* scales;  // [outputs], for int8 weights
     const int32_t* sums;  // [outputs]: sums of codes, for activations that are codes too
     const float* levels;  // [16]: the values of grouped 4-bit codes
+    const uint8_t* bytes;  // [16]: the same as bytes around `middle`, for GROUPED_CODES
     int64_t inputs, outputs;
     int32_t kind;
     int32_t is_gated;     // each panel has W gates and then their W ups; `outputs` counts both
@@ -51,6 +54,7 @@ struct PackedLinear {
     int32_t code_bits;    // 4 or 8: panels hold grouped codes (grouped.h), multiplied as weights of `kind`; 0: weights
     int32_t group;        // inputs that share a scale, for grouped codes
     int32_t has_offsets;
+    int32_t middle;       // GROUPED_CODES: the byte that stands for 0
 
     int weight_bytes() const { return kind == FLOATS ? 4 : kind == BF16S ? 2 : 1; }
     int64_t row_bytes() const { return (inputs * weight_bytes() + ROW_UNIT - 1) / ROW_UNIT * ROW_UNIT; }

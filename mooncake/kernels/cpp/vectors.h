@@ -132,6 +132,22 @@ inline vi add_products(vi sum, uint32_t codes, vi weights) {
 #endif
 }
 
+// The same the other way round: 4 signed codes, and unsigned ones lane by lane.
+inline vi add_unsigned_products(vi sum, uint32_t codes, vi weights) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(int(codes)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    const __m256i bytes = _mm256_set1_epi32(int(codes));
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), odd = _mm256_srai_epi16(bytes, 8);
+    const __m256i even_weights = _mm256_and_si256((__m256i)weights, _mm256_set1_epi16(255));
+    const __m256i odd_weights = _mm256_srli_epi16((__m256i)weights, 8);
+    return sum + (vi)_mm256_madd_epi16(even, even_weights) + (vi)_mm256_madd_epi16(odd, odd_weights);
+#else
+    for (int g = 0; g < 4; g++) sum += (vi)((vu)weights >> (8 * g) & 255) * (int32_t(codes) << (24 - 8 * g) >> 24);
+    return sum;
+#endif
+}
+
 // Pairs of `first` and `second`, one per lane, for 2 * W bfloat16 values each: first those of the first W values, then
 // the rest.
 inline void pairs_of(const bf16* first, const bf16* second, vi* pairs) {

@@ -40,7 +40,7 @@ from mooncake.model.parallel.ranks import (
     rank_threads,
     starting,
 )
-from mooncake.precision import Coding
+from mooncake.precision import Coding, KeptGroups
 from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Setup(msgspec.Struct, frozen=True):
     kv_dtype: str
     coding: Coding
     codes: Coding
-    keeps_groups: bool
+    keeps_groups: KeptGroups
     threads: int  # per rank
     method: Method | None = None  # None: by bytes sent
     least_tokens: int = LEAST_TOKENS  # sequences with fewer new tokens are not split

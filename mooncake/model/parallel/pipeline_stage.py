@@ -29,7 +29,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
 from mooncake.model.parallel.ranks import batch_of, live_with_first, starting
-from mooncake.precision import Coding
+from mooncake.precision import Coding, KeptGroups
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
@@ -42,7 +42,7 @@ class StageTask(msgspec.Struct, frozen=True):
     dtype: str
     coding: Coding
     codes: Coding
-    keeps_groups: bool
+    keeps_groups: KeptGroups
     layout: KVLayout
     num_blocks: int
     threads: int

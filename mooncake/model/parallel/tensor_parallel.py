@@ -38,7 +38,7 @@ from mooncake.model.parallel.ranks import (
 )
 from mooncake.model.parallel.shards import kv_heads_of, shard_config
 from mooncake.model.parallel.vocabulary import Ranks
-from mooncake.precision import Coding, Precision
+from mooncake.precision import Coding, KeptGroups, Precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
@@ -60,7 +60,7 @@ class Setup(msgspec.Struct, frozen=True):
     cache: int  # file descriptor
     coding: Coding = ""  # of weights, as in ``Precision``, like the next two
     codes: Coding = ""
-    keeps_groups: bool = False
+    keeps_groups: KeptGroups = ""
 
 
 class Shard:
