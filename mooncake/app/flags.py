@@ -55,6 +55,9 @@ class Flags:
     def vllm_python(self, what: str) -> None:
         self.add("--vllm-python", default="", metavar="PATH", help=what)
 
+    def llama_python(self, what: str) -> None:
+        self.add("--llama-python", default="", metavar="PATH", help=what)
+
     def peer_model(self) -> None:
         what = "the same model as an HF folder; created if not given"
         self.add("--peer-model", default="", metavar="DIR", help=what)

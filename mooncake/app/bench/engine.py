@@ -35,13 +35,13 @@ from mooncake.model.pages import TORCH_DTYPES
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, has_native_bf16, resolve_precision
 
 OURS = "mooncake"
-PEERS = ("transformers", "vllm")
+PEERS = ("transformers", "vllm", "llama.cpp")
 MAX_MODEL_LEN = 4096
 KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
 TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
-ALSO = ("stored", "int8", "w8a8")
+ALSO = ("stored", "stored_a8", "int8", "w8a8")
 SINGLE_STEPS = "decode, single steps"
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
@@ -84,6 +84,7 @@ class Options:
     against: tuple[str, ...]
     vllm_python: str
     vllm_dtype: str
+    llama_python: str
     peer_model: str
     seed: int
     json: Path | None
@@ -141,6 +142,7 @@ def _flags() -> Flags:
     add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
     flags.vllm_python("the interpreter of an environment that has vLLM")
     add("--vllm-dtype", default="", help="vLLM's dtype, if not --dtype")
+    flags.llama_python("the interpreter of an environment that has llama-cpp-python")
     flags.peer_model()
     flags.seed()
     flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
@@ -156,6 +158,8 @@ def parse(args: list[str]) -> Options:
     also = names("--also", given.also, ALSO, may_be_none=True)
     if "vllm" in against and not given.vllm_python:
         raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
+    if "llama.cpp" in against and not given.llama_python:
+        raise ConfigError("--against llama.cpp needs --llama-python: one that has llama-cpp-python")
     if given.new < 1:
         raise ConfigError("--new must be at least 1")
     longest = max(given.long, given.prompt) + given.new + 1
@@ -177,6 +181,7 @@ def parse(args: list[str]) -> Options:
         against=against,
         vllm_python=given.vllm_python,
         vllm_dtype=given.vllm_dtype or precision.dtype,
+        llama_python=given.llama_python,
         peer_model=given.peer_model,
         seed=given.seed,
         json=given.json,
@@ -251,6 +256,10 @@ def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack,
         require("transformers", "test", "--against transformers")
         model = options.peer_model or str(checkpoint.path)
         return PeerEngine(name, sys.executable, model, options.dtype, options.threads)
+    if name == "llama.cpp":
+        if checkpoint.path.suffix != ".gguf":
+            raise ConfigError("--against llama.cpp needs --llama-python: one that has llama-cpp-python")
+        return PeerEngine(name, options.llama_python, str(checkpoint.path), options.dtype, options.threads)
     model = options.peer_model or str(checkpoint.path)
     if model.endswith(".gguf"):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
@@ -449,6 +458,8 @@ def compare(report: Report, options: Options) -> None:
     report.notes += NOTES
     if "vllm" in options.against and options.vllm_dtype != options.dtype:
         report.notes.append(f"vLLM ran in {options.vllm_dtype}, ours in {options.dtype}")
+    if "llama.cpp" in options.against:
+        report.notes.append("llama.cpp computed with the codes of the file, and kept KV in float16")
 
 
 def _ms(times: Sequence[float]) -> tuple[float, ...]:

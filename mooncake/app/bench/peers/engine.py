@@ -36,7 +36,7 @@ class PeerEngine(PeerProcess):
     ``PeerProcess``."""
 
     def __init__(self, name: str, python: str, model: str, dtype: str, threads: int) -> None:
-        self.has_prefix_cache = name == "vllm"
+        self.has_prefix_cache = name != "transformers"
         self.versions: dict[str, str] = {}
         self.start_s = 0.0
         self.preload = (ctypes.util.find_library("tcmalloc_minimal") or "") if name == "vllm" else ""

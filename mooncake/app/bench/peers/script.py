@@ -4,7 +4,7 @@ It imports nothing of ours, because that interpreter does not have our ``mooncak
 JSON object ``{"prompts": [[token, …], …], "new": n}``; each answer on stdout is ``{"s": seconds}`` for generating
 exactly ``n`` greedy tokens for every prompt. The first line of output says what was started.
 
-    python script.py vllm|transformers MODEL --dtype float32 --threads 2
+    python script.py vllm|transformers|llama.cpp MODEL --dtype float32 --threads 2
 """
 
 from __future__ import annotations
@@ -93,13 +93,73 @@ def start_transformers(model: str, dtype: str, threads: int, max_model_len: int)
     return generate
 
 
-STARTS = {"vllm": start_vllm, "transformers": start_transformers}
+LLAMA_SEQUENCES = 32  # each has room for a whole context
+
+
+def start_llama(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
+    """llama.cpp, with the codes of a .gguf file whatever ``dtype`` is. As its server does, it keeps the KV of the last
+    prompts: when they come again, it computes their last tokens alone."""
+    import llama_cpp as lib  # type: ignore[import-not-found]
+    import numpy as np
+
+    lib.llama_backend_init()
+    weights = lib.llama_model_load_from_file(os.fsencode(model), lib.llama_model_default_params())
+    if not weights:
+        raise RuntimeError(f"llama.cpp does not read {model}")
+    settings = lib.llama_context_default_params()
+    settings.n_threads = settings.n_threads_batch = threads
+    settings.n_seq_max, settings.n_ctx = LLAMA_SEQUENCES, LLAMA_SEQUENCES * max_model_len
+    context = lib.llama_init_from_model(weights, settings)
+    memory, num_words = lib.llama_get_memory(context), lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(weights))
+    batch = lib.llama_batch_init(settings.n_batch, 0, 1)
+    kept: Prompts = []
+
+    def compute(tokens: list[tuple[int, int, int]], last: set[int]) -> dict[int, int]:
+        """The likeliest tokens after those at ``last``; each token is a sequence, a position and an id."""
+        after = {}
+        for begin in range(0, len(tokens), settings.n_batch):
+            some = tokens[begin : begin + settings.n_batch]
+            for i, (sequence, position, token) in enumerate(some):
+                batch.token[i], batch.pos[i], batch.n_seq_id[i] = token, position, 1
+                batch.seq_id[i][0], batch.logits[i] = sequence, begin + i in last
+            batch.n_tokens = len(some)
+            if lib.llama_decode(context, batch) != 0:
+                raise RuntimeError("llama.cpp could not compute a batch")
+            for i, (sequence, _, _) in enumerate(some):
+                if begin + i in last:
+                    logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(context, i), (num_words,))
+                    after[sequence] = int(logits.argmax())
+        return after
+
+    def generate(prompts: Prompts, new: int) -> None:
+        nonlocal kept
+        if prompts == kept:
+            begins = [len(prompt) - 1 for prompt in prompts]
+            for sequence, begin in enumerate(begins):
+                lib.llama_memory_seq_rm(memory, sequence, begin, -1)
+        else:
+            begins, kept = [0] * len(prompts), prompts
+            lib.llama_memory_clear(memory, False)
+        tokens, last = [], set()
+        for sequence, (prompt, begin) in enumerate(zip(prompts, begins, strict=True)):
+            tokens += [(sequence, position, prompt[position]) for position in range(begin, len(prompt))]
+            last.add(len(tokens) - 1)
+        for step in range(new):
+            after = compute(tokens, last)
+            tokens = [(sequence, len(prompts[sequence]) + step, token) for sequence, token in after.items()]
+            last = set(range(len(tokens)))
+
+    return generate
+
+
+STARTS = {"vllm": start_vllm, "transformers": start_transformers, "llama.cpp": start_llama}
+MODULES = {"llama.cpp": "llama_cpp"}  # of engines whose module has another name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("engine", choices=STARTS)
-    parser.add_argument("model", help="an HF folder; transformers also takes a .gguf file")
+    parser.add_argument("model", help="an HF folder; transformers also takes a .gguf file, llama.cpp nothing else")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--max-model-len", type=int, default=4096)
@@ -111,7 +171,8 @@ def main() -> None:
     begin = time.perf_counter()
     generate = STARTS[options.engine](options.model, options.dtype, options.threads, options.max_model_len)
     start_s = time.perf_counter() - begin
-    versions = {name: version(name) for name in ("torch", *_distributions(options.engine))}
+    modules = ("torch", MODULES.get(options.engine, options.engine))
+    versions = {name: version(name) for module in modules for name in _distributions(module)}
     answers.write(json.dumps({"ready": options.engine, "versions": versions, "start_s": start_s}) + "\n")
     for line in sys.stdin:
         task = json.loads(line)
@@ -126,11 +187,11 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _distributions(engine: str) -> list[str]:
-    """The installed distributions among the package names of an engine."""
+def _distributions(module: str) -> list[str]:
+    """The installed distributions that have a module."""
     from importlib.metadata import packages_distributions
 
-    return sorted(set(packages_distributions().get(engine, [])))
+    return sorted(set(packages_distributions().get(module, [])))
 
 
 if __name__ == "__main__":  # vLLM starts its processes by running this module again
