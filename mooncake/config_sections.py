@@ -95,7 +95,7 @@ class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the conductor considers a node sick: suspected, drained, isolated, probed, taken back on probation."""
 
     watch: bool = True
-    slow_ratio: float = 2.0  # steps take this many times as long as before, while other nodes' do not
+    slow_ratio: float = 2.0  # steps take this many times as long as before, compared with the role's other nodes
     checksum_errors: int = 2  # within a minute
     missed_probes: int = 3  # consecutive
     probe_interval_s: float = 1.0
