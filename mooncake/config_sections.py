@@ -53,7 +53,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # a node without a heartbeat for this long is gone
     node_wait_s: float = 30.0  # how long requests wait for a node after a role lost its last one; 0: refused at once
-    request_timeout_s: float = 300.0  # longest time for a request, whatever its deadline
+    request_timeout_s: float = 600.0  # longest time for a request, whatever its deadline; OpenAI's clients wait as long
     max_loaded_adapters: int = 0  # that callers may load while the cluster serves; 0: none, only model.adapters
     max_requests: int = 256  # running at once; more are refused with a retry time
     # how thoughts and tool calls are parsed: vLLM's names of its parsers, "none" for no thoughts, or "auto": by the
