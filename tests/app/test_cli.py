@@ -284,6 +284,13 @@ def test_chat_reuses_the_turns_before(cluster: LocalCluster) -> None:
     assert "· 64 of" in reused[1] or "· 128 of" in reused[1]
 
 
+def test_chat_takes_the_commands_of_other_chats(cluster: LocalCluster) -> None:
+    done = run("chat", "--address", cluster.grpc_address, stdin="/help\n/set x\n/clear\n/exit\nHello\n")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stderr.splitlines()] == ["/new", "/new", "/new", "a"]
+    assert done.stdout == "", "no question was asked"
+
+
 @pytest.mark.parametrize("command", [("generate", "Hi"), ("chat",)])
 def test_who_is_asked_can_be_named(cluster: LocalCluster, command: tuple[str, ...]) -> None:
     done = run(*command, "--address", cluster.grpc_address, "--model", "poems", stdin="")
