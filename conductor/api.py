@@ -12,7 +12,10 @@ from typing import Protocol
 from mooncake.adapters import Adapter
 from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
 
-TOO_LATE = "the request did not finish within its time, at most conductor.request_timeout_s; max_tokens bounds answers"
+TOO_LATE = (
+    "the request did not finish within its time, at most conductor.request_timeout_s: start the cluster with "
+    "`--set conductor.request_timeout_s=SECONDS` for more, ask for fewer max_tokens, or stream to keep what is there"
+)
 DRAIN_S = 10.0  # how long requests in progress may finish when the conductor is asked to stop
 
 

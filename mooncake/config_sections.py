@@ -54,7 +54,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # a node without a heartbeat for this long is gone
     node_wait_s: float = 30.0  # how long requests wait for a node after a role lost its last one; 0: refused at once
-    request_timeout_s: float = 300.0  # longest time for a request, whatever its deadline
+    request_timeout_s: float = 600.0  # longest time for a request, whatever its deadline; OpenAI's clients wait as long
     max_loaded_adapters: int = 0  # that callers may load while the cluster serves; 0: none, only model.adapters
     max_requests: int = 256  # running at once; more are refused with a retry time
     # how thoughts and tool calls are parsed: vLLM's names of its parsers, "none" for no thoughts, or "auto": by the
@@ -96,7 +96,7 @@ class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When the conductor considers a node sick: suspected, drained, isolated, probed, taken back on probation."""
 
     watch: bool = True
-    slow_ratio: float = 2.0  # steps take this many times as long as before, while other nodes' do not
+    slow_ratio: float = 2.0  # steps take this many times as long as before, compared with the role's other nodes
     checksum_errors: int = 2  # within a minute
     missed_probes: int = 3  # consecutive
     probe_interval_s: float = 1.0

@@ -1,8 +1,9 @@
 """Failure detection: which nodes are slower than predicted, corrupt blocks, or do not answer probes.
 
 Pure: it is told what was measured and returns state changes. A suspected node gets work only when no other is left;
-then it is drained, isolated, probed, taken back on probation, and trusted again. When most nodes of a role are slow at
-once that is load, and no node is suspected for it.
+then it is drained, isolated, probed, taken back on probation, and trusted again. Slow means slower than usual by more
+than the other nodes of its role are: what slows all of them is load, a busy host, or a longer prompt beside them, and
+there is no better node to give the work to.
 
     healthy → suspected → draining → isolated → probation → healthy
                   └→ healthy                 └→ isolated
@@ -14,6 +15,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median_low
 from typing import NamedTuple
 
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
@@ -56,7 +58,7 @@ class HealthChange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HealthLimits:
-    slow_ratio: float = 1.5  # times slower than its baseline
+    slow_ratio: float = 1.5  # times slower than its baseline, and than the other nodes of its role than theirs
     slow_errors: float = 3.0  # and slower by this many of its typical deviations
     missed_probes: int = 3
     checksum_errors: int = 2  # within ``memory_s``
@@ -93,7 +95,11 @@ class _StepSpeed:
     @property
     def slowness(self) -> float:
         """ln of how many times slower than its baseline it is; 0 until there are enough samples."""
-        return self.recent - self.baseline if self.count >= 20 else 0.0
+        return self.recent - self.baseline if self.is_known else 0.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.count >= 20
 
 
 @dataclass(slots=True)
@@ -116,6 +122,7 @@ class HealthTracker:
         self.limits = limits or HealthLimits()
         self._records: dict[str, _Record] = {}
         self._speeds: dict[str, _StepSpeed] = {}
+        self._slowness: dict[str, float] = {}  # of a group as a whole, at the last tick
 
     def join(self, node_id: str, group: str, now: float) -> None:
         """A node has registered. One that returns under its id starts afresh."""
@@ -131,9 +138,11 @@ class HealthTracker:
         return record.state if record else Health.HEALTHY
 
     def is_slow(self, node_id: str) -> bool:
-        """Whether it has been slow recently, whatever its state."""
-        speed = self._speeds.get(node_id)
-        return speed is not None and self._is_slow(speed)
+        """Whether its steps have lately taken longer than usual, by more than those of the other nodes of its role."""
+        record, speed = self._records.get(node_id), self._speeds.get(node_id)
+        if record is None or speed is None or speed.slowness <= self._slow_threshold(speed):
+            return False
+        return speed.slowness - self._slowness.get(record.group, math.inf) > math.log(self.limits.slow_ratio)
 
     def may_be_slow(self, node_id: str) -> bool:
         """Half-way to slow: current measurements should not shape the baseline."""
@@ -145,7 +154,7 @@ class HealthTracker:
         degraded node would become the norm."""
         speed = self._speeds.get(node_id)
         if speed is not None and ms > 0.0 and predicted_ms > 0.0:
-            learning = 0.0 if self._is_slow(speed) else 0.1 if self.may_be_slow(node_id) else 1.0
+            learning = 0.0 if self.is_slow(node_id) else 0.1 if self.may_be_slow(node_id) else 1.0
             speed.add(math.log((ms + JITTER_MS) / (predicted_ms + JITTER_MS)), learning)
 
     def checksum_error(self, node_id: str, now: float) -> None:
@@ -165,6 +174,7 @@ class HealthTracker:
     def tick(self, now: float, idle: Iterable[str] = ()) -> list[HealthChange]:
         """The nodes that change state now. ``idle``: nodes on which nothing runs."""
         is_idle = set(idle)
+        self._slowness = self._slowness_of_groups()
         changes = []
         for node_id, record in self._records.items():
             reason = self._fault(node_id, record, now)
@@ -192,9 +202,10 @@ class HealthTracker:
         errors = sum(now - at < self.limits.memory_s for at in record.errors or ())
         if errors >= self.limits.checksum_errors:
             return f"{errors} checksum errors"
-        speed = self._speeds[node_id]
-        if self._is_slow(speed) and not self._is_group_slow(record.group):
-            return f"{math.exp(speed.slowness):.1f} times slower than usual"
+        if self.is_slow(node_id):
+            slower = math.exp(self._speeds[node_id].slowness)
+            others = math.exp(self._slowness[record.group])
+            return f"steps take {slower:.1f} times as long as usual, on other {record.group} nodes {others:.1f} times"
         return ""
 
     def _signal(self, record: _Record, is_faulty: bool, now: float, is_idle: bool) -> HealthSignal | None:
@@ -216,16 +227,17 @@ class HealthTracker:
                     return HealthSignal.FAULT
                 return HealthSignal.CLEAR if now - record.since >= limits.probation_s else None
 
-    def _is_slow(self, speed: _StepSpeed) -> bool:
-        return speed.slowness > self._slow_threshold(speed)
-
     def _slow_threshold(self, speed: _StepSpeed) -> float:
         return max(math.log(self.limits.slow_ratio), self.limits.slow_errors * speed.deviation)
 
-    def _is_group_slow(self, group: str) -> bool:
-        """Whether more than half of the group is slow: then the cause is load, not one node."""
-        speeds = [self._speeds[name] for name, record in self._records.items() if record.group == group]
-        return len(speeds) > 1 and 2 * sum(map(self._is_slow, speeds)) > len(speeds)
+    def _slowness_of_groups(self) -> dict[str, float]:
+        """The (lower) median of each group's nodes: for a node slower than it, that of the others. A group of which one
+        node has been measured has none."""
+        found: dict[str, list[float]] = {}
+        for node_id, record in self._records.items():
+            if self._speeds[node_id].is_known:
+                found.setdefault(record.group, []).append(self._speeds[node_id].slowness)
+        return {group: median_low(each) for group, each in found.items() if len(each) > 1}
 
     def _may_remove(self, group: str) -> bool:
         """Whether one more node of the group may be taken out of service: never the last, and never more than

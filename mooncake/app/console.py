@@ -19,6 +19,7 @@ from mooncake.client import RequestTimings
 from mooncake.types import Usage
 
 PIPE_WIDTH = 160  # a pipe has no width, and nothing should be cut there
+PROSE_WIDTH = 100  # sentences in a table are read in lines of this length at most
 
 
 class _Console(Console):
@@ -71,9 +72,14 @@ def plain_table(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def ms(value: float) -> str:
-    """Milliseconds with a sensible number of digits."""
-    return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
+def duration(value_ms: float) -> str:
+    """Milliseconds, or seconds where there are many, with a sensible number of digits."""
+    if value_ms < 9.95:
+        return f"{value_ms:.1f} ms"
+    if value_ms < 999.5:
+        return f"{value_ms:.0f} ms"
+    seconds = value_ms / 1e3
+    return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:,.1f} s"
 
 
 def gigabytes(value: float) -> str:
@@ -83,9 +89,9 @@ def gigabytes(value: float) -> str:
 def answer_line(usage: Usage, timings: RequestTimings) -> str:
     """The figures of one request in one line, shown after an answer."""
     report = timings.prefill
-    parts = [f"TTFT {ms(timings.ttft_ms)}"]
+    parts = [f"TTFT {duration(timings.ttft_ms)}"]
     if usage.completion_tokens > 1:
-        parts.append(f"TBT {ms(timings.mean_tbt_ms)}")
+        parts.append(f"TBT {duration(timings.mean_tbt_ms)}")
         parts.append(f"{tokens_per_s(timings):.1f} tokens/s")
     parts.append(f"{usage.cached_tokens} of {usage.prompt_tokens} prompt tokens reused")
     if timings.prefill_node:

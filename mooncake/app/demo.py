@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from mooncake.app.console import err, gigabytes, ms, out, plain_table, tokens_per_s
+from mooncake.app.console import duration, err, gigabytes, out, plain_table, tokens_per_s
 from mooncake.app.local import LocalCluster
 from mooncake.app.replay import Replay, ReplayOptions
 from mooncake.app.replay_command import Meter, print_report
@@ -93,9 +93,9 @@ def _show_turns(turns: list[GenerateChunk], block_tokens: int) -> None:
         for name, value in (
             ("prompt", f"{usage.prompt_tokens} tokens"),
             ("reused", f"{usage.cached_tokens // block_tokens} blocks = {usage.cached_tokens} tokens"),
-            ("TTFT", ms(timings.ttft_ms)),
-            ("TBT, mean of all gaps", ms(timings.mean_tbt_ms)),
-            ("TBT, mean of the longest tenth", ms(timings.tail_tbt_ms)),
+            ("TTFT", duration(timings.ttft_ms)),
+            ("TBT, mean of all gaps", duration(timings.mean_tbt_ms)),
+            ("TBT, mean of the longest tenth", duration(timings.tail_tbt_ms)),
             ("decoding", f"{tokens_per_s(timings):.1f} tokens/s"),
             ("KV handed to decode", f"{gigabytes(report.sent_bytes)} over {report.transport or 'nothing'}"),
             ("KV stored in the pool", gigabytes(report.pool_bytes)),

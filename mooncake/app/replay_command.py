@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mooncake.app.console import err, ms, out, plain_table
+from mooncake.app.console import duration, err, out, plain_table
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult, Spread
 from mooncake.app.reach import telling_what_to_do
@@ -142,4 +142,4 @@ def _backlog_s(report: ReplayReport, answered: Sequence[RequestResult]) -> float
 
 
 def _cells(spread: Spread) -> list[str]:
-    return [ms(value) for value in (spread.p50, spread.p90, spread.p99, spread.max, spread.mean)]
+    return [duration(value) for value in (spread.p50, spread.p90, spread.p99, spread.max, spread.mean)]

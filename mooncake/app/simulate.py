@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from mooncake.app.console import err, ms, out, plain_table, print_json
+from mooncake.app.console import PROSE_WIDTH, duration, err, out, plain_table, print_json
 from mooncake.app.latency import Spread
 from mooncake.app.sim.arenas import use_huge_pages
 from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
@@ -60,13 +60,12 @@ def choose_cluster(preset: str, file: Path | None) -> Cluster:
 
 
 def list_presets() -> None:
-    table = plain_table("preset", "machines", "")
+    table = plain_table("preset", "")
     for name in preset_names():
-        cluster = load_preset(name)
-        machines = ", ".join(f"{group.count} {group.role}" for group in cluster.machines)
-        table.add_row(name, machines, escape(cluster.note))
-    table.columns[2].justify = "left"
-    out.print(table)
+        table.add_row(name, escape(load_preset(name).note))
+    table.columns[0].no_wrap = True
+    table.columns[1].justify = "left"
+    out.print(table, width=min(out.width, PROSE_WIDTH))
 
 
 def changed(cluster: Cluster, policy: str, admission: str, prefill: int | None, decode: int | None) -> Cluster:
@@ -173,7 +172,7 @@ def print_summary(summary: Summary, cluster: Cluster) -> None:
 
 def _row(table: Table, name: str, spread: Spread, factor: float) -> None:
     table.add_row(
-        name, *(ms(value * factor) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))
+        name, *(duration(value * factor) for value in (spread.mean, spread.p50, spread.p90, spread.p99, spread.max))
     )
 
 

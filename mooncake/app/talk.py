@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from mooncake.app.reach import reach
 from mooncake.client import Client, GenerateChunk
 from mooncake.errors import ContextTooLong, MooncakeError
 from mooncake.sampling_params import SamplingParams
+
+COMMANDS = "/new (or /clear) forgets the conversation, /quit (or /exit, Ctrl-D) ends it, Ctrl-C stops an answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +122,21 @@ class Conversation:
 
 
 def chat(options: TalkOptions) -> None:
-    """Hold a conversation until end of input."""
+    """Hold a conversation until end of input, or the command that ends it."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  gives ``input`` arrow keys and earlier lines
     with reach(options.address) as client:
         client.tokenize("x", model=options.model)  # so that errors come before the first question
         conversation = Conversation(client, options, _system_turn(options))
-        err.print("[dim]Ctrl-C stops an answer, Ctrl-D ends the conversation, /new forgets it[/]")
+        err.print(f"[dim]{COMMANDS}[/]")
         while (text := _read_line()) is not None:
-            if text == "/new":
+            if text in ("/quit", "/exit"):
+                break
+            if text in ("/new", "/clear"):
                 conversation = Conversation(client, options, _system_turn(options))
+                err.print("[dim]a new conversation[/]")
+            elif re.match(r"/([a-z]+|\?)(\s|$)", text):  # a path has more slashes
+                err.print(f"[dim]{COMMANDS}[/]")
             elif text:
                 _take_turn(conversation, text)
 

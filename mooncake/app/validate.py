@@ -21,7 +21,7 @@ from rich.markup import escape
 from mooncake.app.bench.report import commit, machine, progress, tell
 from mooncake.app.bench.traffic import ServedByCluster, Traffic
 from mooncake.app.calibrate_pair import PairCosts, PairSamples
-from mooncake.app.console import ms, out, plain_table, print_json, remark
+from mooncake.app.console import duration, out, plain_table, print_json, remark
 from mooncake.app.extras import require
 from mooncake.app.flags import Flags, positive
 from mooncake.app.latency import Outcome, Spread
@@ -377,5 +377,5 @@ def show(rows: list[Compared], costs: PairCosts) -> None:
     for row in rows:
         allowed = f"{row.limit:.0%}" if row.limit else ""
         mark = "" if row.is_within else " !"
-        table.add_row(escape(row.what), ms(row.live), ms(row.simulated), f"{row.error:+.1%}{mark}", allowed)
+        table.add_row(escape(row.what), duration(row.live), duration(row.simulated), f"{row.error:+.1%}{mark}", allowed)
     out.print(table)

@@ -9,14 +9,14 @@ USUAL_MS = 20.0
 
 
 class Nodes:
-    """Six decode nodes that report ten steps a second and are probed once a second."""
+    """Decode nodes that report ten steps a second and are probed once a second."""
 
-    def __init__(self, usual_ms: float = USUAL_MS) -> None:
+    def __init__(self, usual_ms: float = USUAL_MS, count: int = 6) -> None:
         self.usual_ms = usual_ms
         self.tracker = HealthTracker()
         self.now = 0.0
         self.rng = np.random.default_rng(3)
-        self.slower = dict.fromkeys([f"d{i}" for i in range(6)], 1.0)
+        self.slower = dict.fromkeys([f"d{i}" for i in range(count)], 1.0)
         self.silent: set[str] = set()
         self.history: list[tuple[float, str, Health]] = []
         for name in self.slower:
@@ -96,6 +96,25 @@ def test_all_nodes_slow_is_load_and_no_failure() -> None:
     nodes.slower = dict.fromkeys(nodes.slower, 3.0)
     nodes.run(5)
     assert all(nodes.tracker.state(name) in (Health.HEALTHY, Health.SUSPECTED) for name in nodes.slower)
+
+
+def test_a_node_alone_in_its_role_is_not_suspected_when_its_host_is_busy() -> None:
+    nodes = Nodes(count=1)
+    nodes.run(60)
+    nodes.slower["d0"] = 1.9
+    nodes.run(60)
+    assert nodes.history == [], "nobody else is there to compare it with, or to take its work"
+
+
+def test_one_of_two_nodes_is_not_suspected_for_what_slows_the_other_almost_as_much() -> None:
+    nodes = Nodes(count=2)
+    nodes.run(60)
+    nodes.slower = {"d0": 1.9, "d1": 1.4}
+    nodes.run(60)
+    assert nodes.history == []
+    nodes.slower["d0"] = 5.0
+    nodes.run(30)
+    assert Health.ISOLATED in nodes.states("d0"), "this one is slow by itself"
 
 
 def test_no_more_than_a_third_are_taken_out() -> None:

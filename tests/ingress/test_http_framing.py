@@ -99,6 +99,7 @@ async def test_a_request_that_takes_too_long_ends_at_its_deadline(open_front):
 
         assert response.status_code == 504
         assert response.json()["error"]["code"] == "deadline_exceeded"
+        assert "--set conductor.request_timeout_s=" in response.json()["error"]["message"]
         assert response.headers["x-should-retry"] == "false"
         await front.script.until_closed()
 

@@ -130,6 +130,7 @@ def test_a_preset_that_is_nearly_right_is_named() -> None:
 def test_presets_are_listed_without_a_trace(command: str) -> None:
     output = call(command, "--preset", "help")
     assert all(name in output for name in preset_names())
+    assert max(map(len, output.splitlines())) <= 100
 
 
 def test_simulate_prints_the_same_line_twice(trace: Path) -> None:
