@@ -20,6 +20,7 @@ from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
 from mooncake.families.lfm2 import LFM2_FAMILIES
 from mooncake.families.llama4 import LLAMA4_FAMILIES
+from mooncake.families.mamba import MAMBA_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
 from mooncake.families.routed import ROUTED_FAMILIES
@@ -41,6 +42,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **GEMMA4_FAMILIES,
     **LFM2_FAMILIES,
     **HYBRID_FAMILIES,
+    **MAMBA_FAMILIES,
 }
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 

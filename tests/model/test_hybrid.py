@@ -28,6 +28,7 @@ from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
 
+GROUPS = {"lfm2": (5, 1), "granite-4": (4, 4), "granite-4-moe": (4, 4)}  # groups, rows of a state
 CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))
 
 
@@ -59,9 +60,9 @@ def model(models: dict[str, Model]) -> Model:
     return models["qwen3-next"]
 
 
-@pytest.fixture(params=["qwen3-next", "lfm2"])
+@pytest.fixture(params=["qwen3-next", "lfm2", "granite-4"])
 def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
-    """With matrices, and with convolutions alone."""
+    """With matrices of the delta rule, with convolutions alone, and with matrices of a state space."""
     return models[request.param]
 
 
@@ -73,7 +74,7 @@ def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chun
     prompts = {f"r{length}": prompt_of(length) for length in (1, 7, 8, 9, 40, 70)}
     engine = hybrid_engine(model.folder, chunk_tokens=chunk_tokens, kernels=kernels or choose_kernels())
     groups = engine.config.groups
-    assert (groups.num_groups, max(groups.rows, default=1)) == ((5, 1) if name == "lfm2" else (4, 3))
+    assert (groups.num_groups, max(groups.rows, default=1)) == GROUPS.get(name, (4, 3))
     for request, prompt in prompts.items():
         engine.add(sequence(request, prompt))
     found = run(engine)
@@ -290,7 +291,8 @@ def test_an_engine_of_benchmarks_takes_no_token_twice(model: Model) -> None:
         Engine(own.core._model, own.cache, config)
 
 
-def test_what_does_not_go_with_states_is_refused(model: Model) -> None:
+def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
+    model = either
     with pytest.raises(ConfigError, match="takes a token back"):
         hybrid_engine(model.folder, speculative_tokens=2)
     size = CacheSize(model.checkpoint.kv_layout(BLOCK, "float32"), 50, 120)
