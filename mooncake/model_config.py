@@ -101,6 +101,18 @@ class Recurrence:
 
 
 @dataclass(frozen=True, slots=True)
+class Factors:
+    """Falcon-H1 (TII 2025, arXiv 2507.22448, section 3.2.3): applied to what matrices give, beside those on embeddings,
+    scores and logits."""
+
+    inputs: tuple[float, ...]  # of a state space: gate, x, B, C and step
+    state_space: float
+    attention: float
+    gate: float
+    mlp: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mamba:
     """What layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) have besides a ``Recurrence``, whose value heads are
     those of x, and whose key heads are the groups of B and C."""
@@ -108,6 +120,8 @@ class Mamba:
     norm_groups: int  # each of which the norm behind the state space takes for itself; 0: no norm
     has_conv_bias: bool = True
     has_biases: bool = False  # of projections
+    norms_first: bool = False  # and what the norm gives is gated
+    factors: Factors | None = None  # Falcon-H1, whose layers each have attention beside Mamba-2: here they are two
 
 
 @dataclass(frozen=True, slots=True)

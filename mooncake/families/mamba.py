@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, llama_top, num_layers_of
-from mooncake.families.gated import attention_shapes, layer_norms, read_granite, router_shape
+from mooncake.families.family import Family, Shapes, gated_shapes, head_shapes, llama_top, num_layers_of
+from mooncake.families.gated import attention_shapes, layer_norms, read_granite, read_silu, router_shape
 from mooncake.families.hybrid import layers_of_kind, state_windows
 from mooncake.model_config import Mamba, ModelConfig, Recurrence, Settings
 
@@ -60,7 +60,47 @@ def _granite_layer(config: ModelConfig, layer: int) -> Shapes:
     }
 
 
+# Bamba
+
+
+def _read_bamba(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    refuse_biases(settings)
+    attending, usual = settings.get("attn_layer_indices"), {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
+    if not isinstance(attending, list):
+        raise ModelError(f"{settings.source} says of no layer that it attends (attn_layer_indices)")
+    settings = Settings({**usual, **settings.tree}, settings.source)
+    recurrent = tuple(layer for layer in range(num_layers_of(settings)) if layer not in attending)
+    return {
+        **read_silu(settings, shapes, partial=True),
+        "intermediate_size": settings.integer("intermediate_size"),
+        **read_mamba(settings, recurrent),
+    }
+
+
+def _bamba_layer(config: ModelConfig, layer: int) -> Shapes:
+    return mixer_shapes(config, layer) | mlp_shapes(config)
+
+
 # Shared by families with Mamba-2
+
+
+def refuse_biases(settings: Settings) -> None:
+    for key in ("attention_bias", "mlp_bias"):
+        if settings.flag(key, False):
+            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+
+
+def mlp_shapes(config: ModelConfig) -> Shapes:
+    """Of a layer's MLP and norms, as Bamba and Falcon-H1 name them."""
+    hidden = config.hidden_size
+    norms: Shapes = {f"{name}.weight": (hidden,) for name in ("input_layernorm", "pre_ff_layernorm")}
+    return norms | gated_shapes("feed_forward", hidden, config.intermediate_size)
+
+
+def top_shapes(config: ModelConfig) -> Shapes:
+    """As Bamba and Falcon-H1 name them."""
+    table = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    return {**table, "model.final_layernorm.weight": (config.hidden_size,), **head_shapes("lm_head", config)}
 
 
 def read_mamba(settings: Settings, layers: tuple[int, ...]) -> dict[str, object]:
@@ -91,13 +131,10 @@ def read_mamba(settings: Settings, layers: tuple[int, ...]) -> dict[str, object]
 
 def _inner_size(settings: Settings) -> int:
     """Of all heads of x."""
-    inner, heads = (
-        settings.integer("mamba_expand", 2) * settings.integer("hidden_size"),
-        settings.integer("mamba_n_heads", 128),
-    )
-    head_dim = (
-        inner // max(1, heads) if settings.get("mamba_d_head") in (None, "auto") else settings.integer("mamba_d_head")
-    )
+    heads = settings.integer("mamba_n_heads", 128)
+    expanded = settings.integer("mamba_expand", 2) * settings.integer("hidden_size")
+    inner, given = settings.integer("mamba_d_ssm", expanded), settings.get("mamba_d_head")
+    head_dim = inner // max(1, heads) if given in (None, "auto") else settings.integer("mamba_d_head")
     if heads * head_dim != inner:
         raise ModelError(f"{settings.source}: {heads} heads of Mamba of {head_dim} are not {inner} elements")
     return inner
@@ -131,4 +168,5 @@ def mamba_shapes(name: str, config: ModelConfig) -> Shapes:
 
 MAMBA_FAMILIES: dict[str, Family] = {
     "granitemoehybrid": Family(_read_granite, attention_shapes, "model.layers", llama_top, own_shapes=_granite_layer),
+    "bamba": Family(_read_bamba, attention_shapes, "model.layers", top_shapes, own_shapes=_bamba_layer),
 }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
+from mooncake.families.falcon_h1 import FALCON_H1_FAMILIES
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gemma3n import GEMMA3N_FAMILIES
@@ -43,6 +44,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **LFM2_FAMILIES,
     **HYBRID_FAMILIES,
     **MAMBA_FAMILIES,
+    **FALCON_H1_FAMILIES,
 }
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 

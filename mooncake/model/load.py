@@ -16,6 +16,7 @@ from mooncake.model.cohere_moe import CohereMoe
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
+from mooncake.model.falcon_h1 import FalconH1
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gemma3n import Gemma3n
@@ -29,7 +30,7 @@ from mooncake.model.lfm2 import Lfm2
 from mooncake.model.llama import CausalLM
 from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
-from mooncake.model.mamba import GraniteMamba
+from mooncake.model.mamba import Bamba, GraniteMamba
 from mooncake.model.moe import FlexOlmo, GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
@@ -103,6 +104,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "qwen3_5_text": Qwen3Next,
     "qwen3_5_moe_text": Qwen3Next,
     "lfm2": Lfm2,
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
 }
 
 

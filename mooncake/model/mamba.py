@@ -1,4 +1,5 @@
-"""Models with layers of Mamba-2 (Dao and Gu 2024) over a paged cache: Granite 4 (Granite team, IBM 2025).
+"""Models with layers of Mamba-2 (Dao and Gu 2024) over a paged cache: Granite 4 (Granite team, IBM 2025)
+and Bamba (Ahuja et al. 2024).
 
 A layer of Mamba-2 mixes tokens through a state space (``kernels.recurrent.state_space``), whose output is gated and
 normalised.
@@ -7,14 +8,16 @@ normalised.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
+from mooncake.model.gated import reordered_qkv
 from mooncake.model.hybrid import HybridDecoder
+from mooncake.model.rope import rotary_order
 
 Layer = TypeVar("Layer")
 
@@ -41,7 +44,9 @@ class MambaDecoder(HybridDecoder[Layer]):
     """Layers that attend, and layers of Mamba-2."""
 
     def _take_attention(self, prefix: str) -> Attention:
-        return Attention(self.linear(*(f"{prefix}{name}_proj" for name in "qkv")), self.linear(prefix + "o_proj"))
+        dim, turning = self.config.head_dim, self.config.rotary_dim
+        order = rotary_order(dim, dim if turning < 0 else turning)
+        return Attention(reordered_qkv(self, prefix, order, biased=False), self.linear(prefix + "o_proj"))
 
     def _take_state_space(self, prefix: str) -> StateSpace:
         shape, mamba = self.config.recurrence, self.config.mamba
@@ -84,15 +89,19 @@ class MambaDecoder(HybridDecoder[Layer]):
             shape.key_dim,
         )
         step.hook.after_layer(index)
-        gated = self._norm_in_groups(mixed * torch.nn.functional.silu(gate), mixer.norm)
-        return mixer.output(gated.to(self.stream))
+        return mixer.output(self._gated(mixer, mixed, torch.nn.functional.silu(gate)).to(self.stream))
 
-    def _norm_in_groups(self, values: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+    def _gated(self, mixer: StateSpace, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         mamba = self.config.mamba
         assert mamba is not None
-        if weight is None:
-            return values
-        groups = values.view(len(values), mamba.norm_groups, -1)
+        if mixer.norm is None:
+            return mixed * gate
+        if mamba.norms_first:
+            return self._norm_in_groups(mixed, mamba.norm_groups, mixer.norm) * gate
+        return self._norm_in_groups(mixed * gate, mamba.norm_groups, mixer.norm)
+
+    def _norm_in_groups(self, values: torch.Tensor, num_groups: int, weight: torch.Tensor) -> torch.Tensor:
+        groups = values.view(len(values), num_groups, -1)
         scaled = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.config.rms_eps)
         return scaled.view_as(values) * weight
 
@@ -111,18 +120,22 @@ class _Layer:
 class GraniteMamba(MambaDecoder[_Layer]):
     """Granite 4 with Mamba-2: small and tiny are mixtures beside an MLP, micro has the MLP alone."""
 
+    _mlp_norm_name: ClassVar[str] = "post_attention_layernorm"
+
     def _take(self, prefix: str) -> _Layer:
         is_recurrent = f"{prefix}mamba.A_log" in self._weights
         router, experts = self._take_mixture(prefix) if self.config.num_experts else (None, None)
         return _Layer(
             self._take_norm(prefix + "input_layernorm"),
             self._take_state_space(prefix + "mamba.") if is_recurrent else self._take_attention(prefix + "self_attn."),
-            self._take_norm(prefix + "post_attention_layernorm"),
-            self.linear(prefix + "shared_mlp.input_linear"),
-            self.linear(prefix + "shared_mlp.output_linear"),
+            self._take_norm(prefix + self._mlp_norm_name),
+            *self._take_mlp(prefix),
             router,
             experts,
         )
+
+    def _take_mlp(self, prefix: str) -> tuple[Linear, Linear]:
+        return self.linear(prefix + "shared_mlp.input_linear"), self.linear(prefix + "shared_mlp.output_linear")
 
     def _take_mixture(self, prefix: str) -> tuple[Linear, Experts]:
         gate_up, down = (
@@ -139,3 +152,14 @@ class GraniteMamba(MambaDecoder[_Layer]):
             scores, chosen = layer.router(normed).float().topk(self.config.experts_per_token, dim=-1)
             update = update + layer.experts(normed, chosen, scores.softmax(-1))
         return self._add(hidden, update)
+
+
+class Bamba(GraniteMamba):
+    _mlp_norm_name = "pre_ff_layernorm"
+
+    def _take_norm(self, name: str) -> torch.Tensor:
+        return super()._take_norm("model.final_layernorm" if name == "model.norm" else name)
+
+    def _take_mlp(self, prefix: str) -> tuple[Linear, Linear]:
+        mlp = prefix + "feed_forward."
+        return self.linear(mlp + "gate_proj", mlp + "up_proj"), self.linear(mlp + "down_proj")

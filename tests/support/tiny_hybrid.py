@@ -42,6 +42,12 @@ GRANITE: dict[str, Any] = {
     **{"residual_multiplier": 0.6, "logits_scaling": 2.0, "num_local_experts": 0},
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
 }
+FALCON: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "intermediate_size": 64, "pad_token_id": None, "mamba_d_ssm": 96},
+    **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9, "key_multiplier": 0.7},
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.8, 1.2]},
+    **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8]},
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", STATES | MIXED),
     "qwen3.5": ("qwen3_5_text", STATES),
@@ -51,6 +57,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         SPACES | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
     ),
+    "bamba": ("bamba", SPACES | {"attn_layer_indices": [2, 4], "intermediate_size": 64, "pad_token_id": None}),
+    "falcon-h1": ("falcon_h1", SPACES | FALCON),
+    "falcon-h1-with-norms": ("falcon_h1", SPACES | FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "qwen3.5-moe": ("qwen3_5_moe_text", STATES | MIXED),
 }
 
