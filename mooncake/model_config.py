@@ -79,11 +79,12 @@ class GemmaParts:
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """Layers that keep a state of fixed size in place of KV: the last inputs of a short convolution (LFM2), and behind
-    it a matrix per value head, for the gated delta rule (Qwen3-Next; Yang et al. 2024, arXiv 2412.06464)."""
+    it a matrix per value head, for the gated delta rule (Qwen3-Next; Yang et al. 2024, arXiv 2412.06464) or a state
+    space (``Mamba``)."""
 
     layers: tuple[int, ...]
     taps: int  # tokens that the convolution sees, the current one included
-    channels: int  # what it sees of a token; with heads: queries, keys and values
+    channels: int  # what it sees of a token; with heads: queries, keys and values, in the order of the rule
     num_value_heads: int = 0  # a multiple of the key heads; 0: only the convolution
     value_dim: int = 0  # of each head
     num_key_heads: int = 0
@@ -97,6 +98,30 @@ class Recurrence:
     @property
     def state_bytes(self) -> int:
         return 4 * self.state_size
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Falcon-H1 (TII 2025, arXiv 2507.22448, section 3.2.3): applied to what matrices give, beside those on embeddings,
+    scores and logits."""
+
+    inputs: tuple[float, ...]  # of a state space: gate, x, B, C and step
+    state_space: float
+    attention: float
+    gate: float
+    mlp: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba:
+    """What layers of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060) have besides a ``Recurrence``, whose value heads are
+    those of x, and whose key heads are the groups of B and C."""
+
+    norm_groups: int  # each of which the norm behind the state space takes for itself; 0: no norm
+    has_conv_bias: bool = True
+    has_biases: bool = False  # of projections
+    norms_first: bool = False  # and what the norm gives is gated
+    factors: Factors | None = None  # Falcon-H1, whose layers each have attention beside Mamba-2: here they are two
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +180,7 @@ class ModelConfig:
     layer_heads: tuple[tuple[int, int], ...] = field(default=(), repr=False)  # each layer's KV heads and head size
     gemma: GemmaParts | None = field(default=None, repr=False)
     recurrence: Recurrence | None = field(default=None, repr=False)  # layers with states: their window is STATE_WINDOW
+    mamba: Mamba | None = field(default=None, repr=False)  # those layers are Mamba-2's
     stacked_experts: bool = field(default=False, repr=False)  # all experts of a layer are published as one tensor
 
     def query_grows(self, layer: int) -> bool:
@@ -289,6 +315,8 @@ class ModelConfig:
             raise ModelError(f"a state cannot have {sizes} heads and sizes of keys and values")
         if it.num_value_heads % it.num_key_heads:
             raise ModelError(f"{it.num_value_heads} value heads cannot share {it.num_key_heads} key heads evenly")
+        if self.mamba and self.mamba.norm_groups and it.num_value_heads * it.value_dim % self.mamba.norm_groups:
+            raise ModelError(f"{it.num_value_heads} heads cannot be normalised in {self.mamba.norm_groups} groups")
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:

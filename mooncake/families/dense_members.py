@@ -1,5 +1,5 @@
-"""Dense families of others' parts: Gemma, VaultGemma, AFM, Apertus, Granite 4 without Mamba, OLMo (1), nanochat and
-HyperCLOVA X. Torch-free."""
+"""Dense families of others' parts: Gemma, VaultGemma, AFM, Apertus, OLMo (1), nanochat and HyperCLOVA X.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -71,31 +71,6 @@ def _apertus_layer(config: ModelConfig) -> Shapes:
     return {**attention_shapes(config), **norms, **_ungated(config), **shape}
 
 
-# Granite 4 without Mamba: Micro, 1B, 350M (Granite team, IBM 2025)
-
-
-def _read_granite_hybrid(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    kinds, num_layers = settings.get("layer_types"), settings.integer("num_hidden_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"attention", "full_attention"}:
-        raise ModelError(f"{settings.source} has layers of Mamba, whose recurrent state is not supported")
-    if settings.integer("num_local_experts", 8):
-        raise ModelError(f"{settings.source} has experts beside a dense MLP, which is not supported for this family")
-    inner = {"intermediate_size": settings.integer("shared_intermediate_size", 1024)}
-    values = read_granite(Settings({**settings.tree, **inner}, settings.source), shapes)
-    rotates = settings.get("position_embedding_type") == "rope"
-    return {**values, "still_layers": () if rotates else tuple(range(num_layers))}
-
-
-def _granite_hybrid_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **attention_shapes(config),
-        **layer_norms(config),
-        "shared_mlp.input_linear.weight": (2 * inner, hidden),
-        "shared_mlp.output_linear.weight": (hidden, inner),
-    }
-
-
 # OLMo (Groeneveld et al. 2024) and nanochat (Karpathy 2025), whose norms have no weights
 
 
@@ -158,5 +133,4 @@ DENSE_MEMBERS: dict[str, Family] = {
     "olmo": Family(_read_olmo, _olmo_layer, "model.layers", _top_without_norm),
     "nanochat": Family(_read_nanochat, _nanochat_layer, "model.layers", _top_without_norm),
     "hyperclovax": Family(_read_hyperclovax, _hyperclovax_layer, "model.layers", llama_top),
-    "granitemoehybrid": Family(_read_granite_hybrid, _granite_hybrid_layer, "model.layers", llama_top),
 }

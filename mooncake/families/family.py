@@ -36,7 +36,7 @@ _MISSING = {
         ("qwen4_exp", "qwen4_exp_text", "glm5_next", "bailing_hybrid", "lfm3", "xlstm", "falcon_mamba"), _RECURRENT
     ),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "zaya"), _CONVOLVED),
-    **dict.fromkeys(("mamba", "mamba2", "jamba", "bamba", "falcon_h1", "nemotron_h", "zamba2", "rwkv"), _RECURRENT),
+    **dict.fromkeys(("mamba", "mamba2", "jamba", "zamba2", "rwkv"), _RECURRENT),
     **dict.fromkeys(("lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
     "mllama": "attention to encoded images",
     "mimo_v2_flash": "keys and values of different sizes",
@@ -66,7 +66,8 @@ _ACTIVATIONS = {
 @dataclass(frozen=True, slots=True)
 class Family:
     """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
-    without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise."""
+    without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise;
+    none, where published layers are not those of the cache: ``top_shapes`` then has them."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]

@@ -159,7 +159,7 @@ class ExpertNames:
 
 _NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
-    "granitemoe": ExpertNames(router="block_sparse_moe.router.layer"),
+    **dict.fromkeys(("granitemoe", "granitemoehybrid"), ExpertNames(router="block_sparse_moe.router.layer")),
     "afmoe": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias"),
     "hunyuan_v1_moe": ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp"),
     "llama4_text": ExpertNames(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
+from mooncake.families.falcon_h1 import FALCON_H1_FAMILIES
 from mooncake.families.family import Family, Shapes
 from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gemma3n import GEMMA3N_FAMILIES
@@ -20,6 +21,7 @@ from mooncake.families.interleaved import INTERLEAVED_FAMILIES
 from mooncake.families.layer_norm import LAYER_NORM_FAMILIES
 from mooncake.families.lfm2 import LFM2_FAMILIES
 from mooncake.families.llama4 import LLAMA4_FAMILIES
+from mooncake.families.mamba import MAMBA_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
 from mooncake.families.routed import ROUTED_FAMILIES
@@ -41,6 +43,8 @@ OTHER_FAMILIES: dict[str, Family] = {
     **GEMMA4_FAMILIES,
     **LFM2_FAMILIES,
     **HYBRID_FAMILIES,
+    **MAMBA_FAMILIES,
+    **FALCON_H1_FAMILIES,
 }
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 

@@ -22,7 +22,7 @@ from mooncake.kernels.cpu_library import (
     POINTER,
     ROW_UNIT,
     WEIGHT_KINDS,
-    DeltaCall,
+    RecurrentCall,
     Rope,
     activation_unit,
     check,
@@ -49,7 +49,7 @@ class CpuKernels:
         self._rope_write_kv = library.mc_rope_write_kv
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
-        self._gated_delta = library.mc_gated_delta
+        self._recur_call = library.mc_recur
         self._sample, self._score = library.mc_sample, library.mc_score
 
     def linear(
@@ -212,25 +212,57 @@ class CpuKernels:
         rows = (inputs, decay, beta, taps)
         if key_dim % 16 or value_dim % 16 or not all(each.is_contiguous() for each in rows) or states.stride(1) != 1:
             return reference.gated_delta(inputs, decay, beta, taps, states, runs, num_key_heads, key_dim)
-        mixed, output = torch.empty_like(inputs), inputs.new_empty((tokens, heads * value_dim))
-        call = DeltaCall(
-            *(each.data_ptr() for each in rows),
-            *(states.data_ptr(), len(states), states.stride(0)),
-            *(each.data_ptr() for each in (runs.starts, runs.sources, runs.targets)),
-            *(len(runs.targets), mixed.data_ptr(), output.data_ptr()),
-            *(channels, len(taps), num_key_heads, heads, key_dim, value_dim),
-        )
-        check(self._gated_delta(ctypes.byref(call), num_threads()))
+        output = inputs.new_empty((tokens, heads * value_dim))
+        sizes = {"num_key_heads": num_key_heads, "heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+        of_heads = {"decay": decay.data_ptr(), "beta": beta.data_ptr(), "output": output.data_ptr()}
+        self._recur(inputs, taps, states, runs, torch.empty_like(inputs), sizes | of_heads)
+        return output
+
+    def state_space(
+        self,
+        inputs: torch.Tensor,
+        decay: torch.Tensor,
+        step: torch.Tensor,
+        taps: torch.Tensor,
+        bias: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        runs: Runs,
+        num_groups: int,
+        state_dim: int,
+    ) -> torch.Tensor:
+        (tokens, channels), heads = inputs.shape, decay.shape[1]
+        head_dim = (channels - 2 * num_groups * state_dim) // heads
+        rows = (inputs, decay, step, taps)
+        if channels % 16 or head_dim % 16 or not all(each.is_contiguous() for each in rows) or states.stride(1) != 1:
+            return reference.state_space(inputs, decay, step, taps, bias, skip, states, runs, num_groups, state_dim)
+        output = inputs.new_empty((tokens, heads * head_dim))
+        sizes = {"num_key_heads": num_groups, "heads": heads, "key_dim": state_dim, "value_dim": head_dim}
+        of_heads = {"decay": decay.data_ptr(), "beta": step.data_ptr(), "output": output.data_ptr()}
+        of_layer = {"bias": bias.data_ptr(), "skip": skip.data_ptr()}
+        self._recur(inputs, taps, states, runs, torch.empty_like(inputs), sizes | of_heads | of_layer)
         return output
 
     def short_convolution(
         self, inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs
     ) -> torch.Tensor:
-        channels = inputs.shape[1]
-        if channels % 16 or not (inputs.is_contiguous() and taps.is_contiguous()) or states.stride(1) != 1:
+        if inputs.shape[1] % 16 or not (inputs.is_contiguous() and taps.is_contiguous()) or states.stride(1) != 1:
             return reference.short_convolution(inputs, taps, states, runs)
         output = torch.empty_like(inputs)
-        call = DeltaCall(
+        self._recur(inputs, taps, states, runs, output, {})
+        return output
+
+    def _recur(
+        self,
+        inputs: torch.Tensor,
+        taps: torch.Tensor,
+        states: torch.Tensor,
+        runs: Runs,
+        mixed: torch.Tensor,
+        of_heads: dict[str, int],
+    ) -> None:
+        """``mixed``: for what comes out of the convolution; ``of_heads``: what is behind it, nothing if empty."""
+        call = RecurrentCall(
             inputs=inputs.data_ptr(),
             taps=taps.data_ptr(),
             states=states.data_ptr(),
@@ -240,12 +272,12 @@ class CpuKernels:
             sources=runs.sources.data_ptr(),
             targets=runs.targets.data_ptr(),
             num_runs=len(runs.targets),
-            mixed=output.data_ptr(),
-            channels=channels,
+            mixed=mixed.data_ptr(),
+            channels=inputs.shape[1],
             num_taps=len(taps),
+            **of_heads,
         )
-        check(self._gated_delta(ctypes.byref(call), num_threads()))
-        return output
+        check(self._recur_call(ctypes.byref(call), num_threads()))
 
     def paged_attention(
         self,

@@ -20,7 +20,7 @@ int mc_size_of(const char* name) {
         {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
         {"Draw", sizeof(Draw)},                 {"DecoderLayer", sizeof(DecoderLayer)}, {"Decoder", sizeof(Decoder)},
         {"LayerAdapter", sizeof(LayerAdapter)}, {"Step", sizeof(Step)},                 {"Cache", sizeof(Cache)},
-        {"Experts", sizeof(Experts)},           {"DeltaCall", sizeof(DeltaCall)},
+        {"Experts", sizeof(Experts)},           {"RecurrentCall", sizeof(RecurrentCall)},
     };
     for (const auto& [known, size] : SIZES)
         if (!std::strcmp(name, known)) return int(size);
@@ -64,9 +64,9 @@ int mc_silu_mul(const float* gate_up, float* out, int64_t tokens, int width, int
     return OK;
 }
 
-int mc_gated_delta(const DeltaCall* call, int threads) {
+int mc_recur(const RecurrentCall* call, int threads) {
     if (int status = check_runs(*call)) return status;
-    gated_delta(*call, threads);
+    recur(*call, threads);
     return OK;
 }
 

@@ -29,7 +29,7 @@ SIGNATURES = {
     ],
     "mc_add_rms_norm": [POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT],
     "mc_silu_mul": [POINTER, POINTER, LONG, INT, INT],
-    "mc_gated_delta": [POINTER, INT],
+    "mc_recur": [POINTER, INT],
     "mc_size_of": [ctypes.c_char_p],
     "mc_panel_width": [],
     "mc_activation_unit": [INT],
@@ -118,11 +118,11 @@ class Experts(ctypes.Structure):
     ]
 
 
-class DeltaCall(ctypes.Structure):
-    """Mirrors ``DeltaCall`` of recurrent.h."""
+class RecurrentCall(ctypes.Structure):
+    """Mirrors ``RecurrentCall`` of recurrent.h."""
 
     _fields_: ClassVar = [
-        *((name, POINTER) for name in ("inputs", "decay", "beta", "taps", "states")),
+        *((name, POINTER) for name in ("inputs", "decay", "beta", "taps", "bias", "skip", "states")),
         *((name, LONG) for name in ("num_pages", "page_stride")),
         *((name, POINTER) for name in ("starts", "sources", "targets")),
         ("num_runs", LONG),
@@ -152,7 +152,7 @@ def declare(library: ctypes.CDLL) -> None:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, INT
-    check_mirrors(library, {each.__name__: each for each in (PackedLinear, CacheLayer, Rope, Experts, DeltaCall)})
+    check_mirrors(library, {each.__name__: each for each in (PackedLinear, CacheLayer, Rope, Experts, RecurrentCall)})
     assert library.mc_size_of(b"Draw") == DRAW.size
 
 

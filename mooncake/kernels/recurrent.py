@@ -1,4 +1,5 @@
-"""A short convolution, and the gated delta rule behind one, over states in pages: the definition, in plain torch.
+"""A short convolution, and behind one the gated delta rule or a state space (Mamba-2), over states in pages: the
+definition, in plain torch.
 
 A state is what a layer keeps of all tokens so far, flat in float32: the last ``taps - 1`` inputs of the convolution,
 ``[taps - 1, C]``, and a matrix per value head, ``[Hv, Dk, Dv]``. A page has the state after
@@ -46,6 +47,20 @@ class RecurrentKernels(Protocol):
         key_dim: int,
     ) -> torch.Tensor: ...
 
+    def state_space(
+        self,
+        inputs: torch.Tensor,
+        decay: torch.Tensor,
+        step: torch.Tensor,
+        taps: torch.Tensor,
+        bias: torch.Tensor,
+        skip: torch.Tensor,
+        states: torch.Tensor,
+        runs: Runs,
+        num_groups: int,
+        state_dim: int,
+    ) -> torch.Tensor: ...
+
     def short_convolution(
         self, inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs
     ) -> torch.Tensor: ...
@@ -90,6 +105,52 @@ def gated_delta(
             error = (value[t] - (matrices * key[t, :, :, None]).sum(1)) * beta[first + t, :, None]
             matrices += key[t, :, :, None] * error[:, None]
             outputs[first + t] = (matrices * query[t, :, :, None]).sum(1)
+        states[target, :tail] = seen[end - first :].flatten()
+        states[target, tail:] = matrices.flatten()
+    return outputs.flatten(1)
+
+
+def state_space(
+    inputs: torch.Tensor,
+    decay: torch.Tensor,
+    step: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor,
+    skip: torch.Tensor,
+    states: torch.Tensor,
+    runs: Runs,
+    num_groups: int,
+    state_dim: int,
+) -> torch.Tensor:
+    """``[T, H * P]``, of Mamba-2 (Dao and Gu 2024, arXiv 2405.21060, section 5): attention without a softmax, whose
+    keys and queries are the B and C of a group of heads, and whose values are x.
+
+    All tensors are float32. ``inputs`` [T, C] are x, B and C before the convolution of ``taps`` [taps, C] and ``bias``
+    [C]. ``step`` [T, H] is how much of a token is written, ``decay`` [T, H] the logarithm of what is left of a matrix:
+    both are computed from the same number, and the latter is never above 0. ``skip`` [H] is D.
+
+    Per head: S ← exp(decay) S; S ← S + B ⊗ (step x); output Cᵀ S + D x.
+    """
+    num_heads, of_group, channels = decay.shape[1], num_groups * state_dim, inputs.shape[1]
+    values = channels - 2 * of_group
+    tail = (len(taps) - 1) * channels
+    outputs = inputs.new_empty((len(inputs), num_heads, values // num_heads))
+    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
+    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
+        state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
+        seen = torch.cat([state[:tail].view(-1, channels), inputs[first:end]])
+        mixed = torch.nn.functional.silu(_convolved(seen, taps) + bias)
+        value, key, query = torch.split(mixed, [values, of_group, of_group], dim=1)
+        key, query = (
+            heads.view(-1, num_groups, state_dim).repeat_interleave(num_heads // num_groups, dim=1)
+            for heads in (key, query)
+        )
+        value = value.view(-1, *outputs.shape[1:])
+        matrices = state[tail:].view(num_heads, state_dim, -1)
+        for t in range(end - first):
+            matrices *= decay[first + t].exp()[:, None, None]
+            matrices += key[t, :, :, None] * (value[t] * step[first + t, :, None])[:, None]
+            outputs[first + t] = (matrices * query[t, :, :, None]).sum(1) + skip[:, None] * value[t]
         states[target, :tail] = seen[end - first :].flatten()
         states[target, tail:] = matrices.flatten()
     return outputs.flatten(1)

@@ -26,6 +26,7 @@ import torch
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.recurrent import gated_delta as gated_delta
 from mooncake.kernels.recurrent import short_convolution as short_convolution
+from mooncake.kernels.recurrent import state_space as state_space
 from mooncake.kernels.windows import first_seen
 from mooncake.precision import Coding as Coding
 

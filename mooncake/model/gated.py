@@ -29,7 +29,10 @@ class GatedDecoder(Decoder, Generic[Layer]):
         )
         self._final_norm = self._take_norm("model.norm")
         self.stream = self._final_norm.dtype
-        self._layers = {index: self._take(f"model.layers.{index}.") for index in self.places}
+        self._layers = self._take_layers()
+
+    def _take_layers(self) -> dict[int, Layer]:
+        return {index: self._take(f"model.layers.{index}.") for index in self.places}
 
     def _take_norm(self, name: str) -> torch.Tensor:
         """The weight of a norm of the residual stream."""

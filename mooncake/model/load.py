@@ -16,6 +16,7 @@ from mooncake.model.cohere_moe import CohereMoe
 from mooncake.model.decoder import Decoder
 from mooncake.model.deepseek import DeepSeek, Mistral4
 from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
+from mooncake.model.falcon_h1 import FalconH1
 from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gemma3n import Gemma3n
@@ -29,11 +30,13 @@ from mooncake.model.lfm2 import Lfm2
 from mooncake.model.llama import CausalLM
 from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
+from mooncake.model.mamba import Bamba, GraniteMamba
 from mooncake.model.moe import FlexOlmo, GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.weights import load_weights
+from mooncake.model_config import ModelConfig
 from mooncake.precision import KeptGroups
 
 DTYPES = ("float32", "bfloat16")
@@ -102,6 +105,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "qwen3_5_text": Qwen3Next,
     "qwen3_5_moe_text": Qwen3Next,
     "lfm2": Lfm2,
+    "bamba": Bamba,
+    "falcon_h1": FalconH1,
 }
 
 
@@ -130,7 +135,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     config = checkpoint.config
-    family = OTHER_FAMILIES.get(config.architecture)
+    family = _family_of(config)
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
     if can_blend and (family is not None or has_windows or key_scales or config.kv_sources or config.still_layers):
         raise ModelError(
@@ -193,13 +198,19 @@ def load_part(
     def vocabulary(part: Linear) -> Linear:
         return VocabularyPart(part, shares, ranks)
 
-    family = OTHER_FAMILIES.get(whole.architecture)
+    family = _family_of(whole)
     if family is None:
         return CausalLM(config, weights, max_model_len, kernels, coding, reduce=ranks.sum, vocabulary=vocabulary)
     if coding:
         raise ModelError(_for_llama("int8 weights", checkpoint))
     experts = experts_of(whole, rank, size)
     return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)
+
+
+def _family_of(config: ModelConfig) -> type[Decoder] | None:
+    """None: the Llama family. Granite 4 has members with and without Mamba, under one name."""
+    is_granite = config.architecture == "granitemoehybrid"
+    return GraniteMamba if is_granite and config.mamba else OTHER_FAMILIES.get(config.architecture)
 
 
 def _for_llama(what: str, checkpoint: Checkpoint) -> str:

@@ -1,5 +1,5 @@
-"""The gated delta rule over states in pages: against transformers' functions, the C++ kernel against its definition,
-and the same bits however a sequence is cut."""
+"""The gated delta rule and Mamba-2 over states in pages: against transformers' functions, the C++ kernel against its
+definition, and the same bits however a sequence is cut."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from mooncake.kernels import reference
@@ -58,6 +59,26 @@ class Layer:
         return kernels.gated_delta(*rows, self.taps, states, runs, self.key_heads, self.key_dim)
 
 
+@dataclass
+class StateSpace(Layer):
+    """``key_heads`` groups of B and C, of ``key_dim`` elements; heads of ``value_dim``; ``beta`` are steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        random = torch.Generator().manual_seed(self.heads)
+        self.bias, self.skip = torch.randn(self.channels, generator=random), torch.randn(self.heads, generator=random)
+        self.rates = -4 * torch.rand(self.heads, generator=random)
+        self.decay = self.beta * self.rates
+
+    def run(self, kernels: RecurrentKernels, states: torch.Tensor, runs: Runs, tokens: slice) -> torch.Tensor:
+        rows = (self.inputs[tokens], self.decay[tokens], self.beta[tokens])
+        of_layer = (self.taps, self.bias, self.skip)
+        return kernels.state_space(*rows, *of_layer, states, runs, self.key_heads, self.key_dim)
+
+
+RULES = pytest.mark.parametrize("rule", [Layer, StateSpace])
+
+
 def runs_over(*runs: tuple[int, int, int]) -> Runs:
     """Of (number of tokens, source, target)."""
     lengths, sources, targets = (torch.tensor(column) for column in zip(*runs, strict=True))
@@ -92,6 +113,33 @@ def test_it_is_the_published_rule(kernels: RecurrentKernels, shape: dict[str, in
     assert states[torch.arange(PAGES) != 3].isnan().all(), "it wrote a page that is not its own"
 
 
+@pytest.mark.parametrize(
+    "shape", [{}, {"heads": 2, "value_dim": 16, "key_dim": 8}, {"key_heads": 1, "num_taps": 2, "value_dim": 80}]
+)
+@pytest.mark.parametrize("count", [1, 2, 70])
+def test_it_is_the_published_state_space(kernels: RecurrentKernels, shape: dict[str, int], count: int) -> None:
+    layer = StateSpace(count, **shape)
+    states = layer.pages()
+    output = layer.run(kernels, states, runs_over((count, NO_PAGE, 3)), slice(count))
+    padded = torch.nn.functional.pad(layer.inputs.T[None], (layer.num_taps - 1, 0))
+    mixed = torch.nn.functional.conv1d(padded, layer.taps.T[:, None], layer.bias, groups=layer.channels)
+    keys = layer.key_heads * layer.key_dim
+    parts = torch.nn.functional.silu(mixed)[0].T.split([layer.heads * layer.value_dim, keys, keys], dim=1)
+    value, key, query = (
+        part.reshape(1, count, heads, -1)
+        for part, heads in zip(parts, (layer.heads, *[layer.key_heads] * 2), strict=True)
+    )
+    expected, last = mamba2_chunk_scan(
+        value, layer.beta[None], layer.rates, key, query, chunk_size=16, D=layer.skip, return_final_states=True
+    )
+    torch.testing.assert_close(output.view_as(expected), expected, atol=5e-5, rtol=1e-4)
+    tail = (layer.num_taps - 1) * layer.channels
+    matrices = states[3, tail:].view(layer.heads, layer.key_dim, layer.value_dim)
+    torch.testing.assert_close(matrices, last[0].mT, atol=5e-5, rtol=1e-4)
+    assert torch.equal(states[3, :tail], padded[0, :, count:].T.flatten())
+    assert states[torch.arange(PAGES) != 3].isnan().all(), "it wrote a page that is not its own"
+
+
 CUTS = [
     [[8, 8, 8, 6]],  # one step over four blocks
     [[8, 8], [8], [6]],
@@ -100,10 +148,13 @@ CUTS = [
 ]
 
 
+@RULES
 @pytest.mark.parametrize("steps", CUTS, ids=str)
-def test_a_token_gets_the_same_bits_in_any_cut(kernels: RecurrentKernels, steps: list[list[int]]) -> None:
+def test_a_token_gets_the_same_bits_in_any_cut(
+    kernels: RecurrentKernels, steps: list[list[int]], rule: type[Layer]
+) -> None:
     """``steps``: numbers of tokens of each run. Blocks of 8 tokens; another sequence is in every step."""
-    layer, block = Layer(60), 8
+    layer, block = rule(60), 8
     whole, beside = layer.pages(), layer.pages()
     expected = layer.run(kernels, whole, runs_over((8, NO_PAGE, 0), (8, 0, 1), (8, 1, 2), (6, 2, 3)), slice(30))
     alone = layer.run(kernels, beside, runs_over((30, NO_PAGE, 8)), slice(30, 60))
@@ -129,8 +180,9 @@ def test_a_token_gets_the_same_bits_in_any_cut(kernels: RecurrentKernels, steps:
     assert torch.equal(states[:4], whole[:4])
 
 
-def test_the_kernel_is_its_definition() -> None:
-    layer, kernels = Layer(37), CpuKernels(load_library())
+@RULES
+def test_the_kernel_is_its_definition(rule: type[Layer]) -> None:
+    layer, kernels = rule(37), CpuKernels(load_library())
     runs = runs_over((5, NO_PAGE, 2), (8, 2, 4), (1, 0, 0), (1, 1, 7), (2, 3, 3), (20, 3, 5))
     before = torch.randn(PAGES, layer.state_size)
     theirs, ours = before.clone(), before.clone()
@@ -161,17 +213,19 @@ def test_a_convolution_alone_is_the_same_in_any_cut(
     assert states[4:].isnan().all()
 
 
+@RULES
 @pytest.mark.parametrize("run", [(1, 9, 0), (1, -2, 0), (1, 0, 9), (1, 0, -1)])
-def test_a_wrong_page_raises_before_anything_is_written(run: tuple[int, int, int]) -> None:
-    layer, kernels = Layer(2), CpuKernels(load_library())
+def test_a_wrong_page_raises_before_anything_is_written(run: tuple[int, int, int], rule: type[Layer]) -> None:
+    layer, kernels = rule(2), CpuKernels(load_library())
     states = layer.pages()
     with pytest.raises(IndexError):
         layer.run(kernels, states, runs_over((1, NO_PAGE, 1), run), slice(None))
     assert states.isnan().all()
 
 
-def test_sizes_that_the_library_does_not_take_go_to_the_reference() -> None:
-    layer, kernels = Layer(6, key_dim=6, value_dim=10), CpuKernels(load_library())
+@RULES
+def test_sizes_that_the_library_does_not_take_go_to_the_reference(rule: type[Layer]) -> None:
+    layer, kernels = rule(6, key_dim=6, value_dim=10), CpuKernels(load_library())
     runs = runs_over((4, NO_PAGE, 1), (2, 1, 2))
     ours, theirs = layer.pages(), layer.pages()
     assert torch.equal(layer.run(kernels, ours, runs, slice(None)), layer.run(reference, theirs, runs, slice(None)))

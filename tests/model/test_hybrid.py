@@ -3,6 +3,7 @@ hits, turns and preemptions, with forks, and after steps that were abandoned."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,14 @@ from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
 
+GROUPS = {
+    "lfm2": (5, 1),
+    "granite-4": (4, 4),
+    "granite-4-moe": (4, 4),
+    "bamba": (4, 4),
+    "falcon-h1": (4, 4),
+    "falcon-h1-with-norms": (4, 4),
+}  # groups, rows of a state
 CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))
 
 
@@ -59,9 +68,9 @@ def model(models: dict[str, Model]) -> Model:
     return models["qwen3-next"]
 
 
-@pytest.fixture(params=["qwen3-next", "lfm2"])
+@pytest.fixture(params=["qwen3-next", "lfm2", "granite-4", "falcon-h1"])
 def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
-    """With matrices, and with convolutions alone."""
+    """With matrices of the delta rule, convolutions alone, state spaces, and both state and KV in each layer."""
     return models[request.param]
 
 
@@ -73,7 +82,7 @@ def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chun
     prompts = {f"r{length}": prompt_of(length) for length in (1, 7, 8, 9, 40, 70)}
     engine = hybrid_engine(model.folder, chunk_tokens=chunk_tokens, kernels=kernels or choose_kernels())
     groups = engine.config.groups
-    assert (groups.num_groups, max(groups.rows, default=1)) == ((5, 1) if name == "lfm2" else (4, 3))
+    assert (groups.num_groups, max(groups.rows, default=1)) == GROUPS.get(name, (4, 3))
     for request, prompt in prompts.items():
         engine.add(sequence(request, prompt))
     found = run(engine)
@@ -290,7 +299,28 @@ def test_an_engine_of_benchmarks_takes_no_token_twice(model: Model) -> None:
         Engine(own.core._model, own.cache, config)
 
 
-def test_what_does_not_go_with_states_is_refused(model: Model) -> None:
+@pytest.mark.parametrize(
+    ("name", "change", "sentence"),
+    [
+        ("bamba", {"attn_layer_indices": None}, "says of no layer that it attends"),
+        ("bamba", {"attn_layer_indices": [0, 1, 2, 3, 4], "mamba_n_groups": 4}, "6 value heads cannot share 4"),
+        ("bamba", {"mlp_bias": True}, "asks for mlp_bias"),
+        ("falcon-h1", {"projectors_bias": True}, "asks for projectors_bias"),
+        ("falcon-h1", {"mlp_multipliers": [1.0]}, "must be 2 numbers"),
+        ("falcon-h1", {"ssm_multipliers": [1.0, 1.0, 0.0, 1.0, 1.0]}, "a number other than 0"),
+        ("falcon-h1", {"mamba_d_ssm": 100}, "6 heads of Mamba of 16 are not 100"),
+    ],
+)
+def test_what_a_family_does_not_have_is_one_sentence(
+    models: dict[str, Model], name: str, change: dict[str, Any], sentence: str
+) -> None:
+    given = json.loads((models[name].folder / "config.json").read_text())
+    with pytest.raises(ModelError, match=sentence):
+        read_config(given["model_type"], Settings(given | change, "config.json"), None, (), {})
+
+
+def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
+    model = either
     with pytest.raises(ConfigError, match="takes a token back"):
         hybrid_engine(model.folder, speculative_tokens=2)
     size = CacheSize(model.checkpoint.kv_layout(BLOCK, "float32"), 50, 120)

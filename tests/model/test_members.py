@@ -43,6 +43,7 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 
 OVER_RANKS = ["ministral3", "mistral4", "glm-4.7-flash-in-groups", "youtu", "solar-open", "k-exaone", "hy3", "trinity"]
 OVER_RANKS += ["hunyuan-moe", "llama-4", "flex-olmo", "mellum-2", "command-a-plus", "minicpm3"]
+MAMBA = {"layer_types": ["mamba", "attention", "mamba"]}
 IN_STAGES = [*OVER_RANKS, "afm", "apertus", "granite-4", "olmo-1", "nanochat", "hyperclova-x"]
 
 
@@ -128,9 +129,17 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("afm", {"mlp_bias": True}, "asks for mlp_bias"),
         ("apertus", {"hidden_act": "silu"}, "only xielu"),
         ("apertus", {"rope_parameters": None}, "does not say how positions are scaled"),
-        ("granite-4", {"layer_types": ["mamba", "attention", "mamba"]}, "layers of Mamba"),
-        ("granite-4", {"layer_types": None}, "layers of Mamba"),
-        ("granite-4", {"num_local_experts": 4}, "experts beside a dense MLP"),
+        (
+            "granite-4",
+            {"layer_types": ["mamba", "attention", "mamba"]},
+            "lacks the weight model.layers.0.mamba.in_proj",
+        ),
+        ("granite-4", {"layer_types": ["mamba"] * 3}, "some of 3 layers must attend"),
+        ("granite-4", {"layer_types": ["mamba", "attention", "rwkv"]}, "of the kind 'rwkv'"),
+        ("granite-4", {"layer_types": None}, "layer_types must name the kind"),
+        ("granite-4", {"num_local_experts": 4}, "experts and no layers of Mamba"),
+        ("granite-4", {**MAMBA, "time_step_limit": [0.0, 0.5]}, "time_step_limit"),
+        ("granite-4", {**MAMBA, "mamba_d_head": 40}, "4 heads of Mamba of 40 are not 192"),
         ("trinity", {"score_func": "softmax"}, "score_func"),
         ("trinity", {"route_norm": False}, "normalised sigmoids"),
         ("trinity", {"attention_bias": True}, "asks for attention_bias"),

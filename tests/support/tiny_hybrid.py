@@ -33,10 +33,33 @@ CONVOLUTIONS: dict[str, Any] = {
     **{"num_hidden_layers": 5, "hidden_size": 48, "initializer_range": 0.3, "block_multiple_of": 32},
     "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
 }
+SPACES: dict[str, Any] = {
+    **{"num_hidden_layers": 5, "hidden_size": 48, "initializer_range": 0.2, "head_dim": 16, "mamba_n_heads": 6},
+    **{"mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_chunk_size": 16},
+}
+GRANITE: dict[str, Any] = {
+    **{"shared_intermediate_size": 40, "embedding_multiplier": 3.0, "attention_multiplier": 0.4},
+    **{"residual_multiplier": 0.6, "logits_scaling": 2.0, "num_local_experts": 0},
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+FALCON: dict[str, Any] = {
+    **{"num_hidden_layers": 3, "intermediate_size": 64, "pad_token_id": None, "mamba_d_ssm": 96},
+    **{"attention_in_multiplier": 0.8, "attention_out_multiplier": 0.9, "key_multiplier": 0.7},
+    **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.8, 1.2]},
+    **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8]},
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", STATES | MIXED),
     "qwen3.5": ("qwen3_5_text", STATES),
     "lfm2": ("lfm2", CONVOLUTIONS),
+    "granite-4": ("granitemoehybrid", SPACES | GRANITE),
+    "granite-4-moe": (
+        "granitemoehybrid",
+        SPACES | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "rope"},
+    ),
+    "bamba": ("bamba", SPACES | {"attn_layer_indices": [2, 4], "intermediate_size": 64, "pad_token_id": None}),
+    "falcon-h1": ("falcon_h1", SPACES | FALCON),
+    "falcon-h1-with-norms": ("falcon_h1", SPACES | FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "qwen3.5-moe": ("qwen3_5_moe_text", STATES | MIXED),
 }
 
@@ -44,7 +67,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 def write_hybrid(name: str, folder: Path) -> Any:
     """Returns transformers' own model."""
     family, changes = HYBRIDS[name]
-    return write_tiny_model(folder, family, **changes)
+    model = write_tiny_model(folder, family, **changes)
+    if rates := [
+        weight for key, weight in model.named_parameters() if key.endswith("A_log") and "mamba_n_heads" in changes
+    ]:
+        with torch.no_grad():
+            for rate in rates:
+                rate.sub_(4)  # as they are, they forget all within a few tokens
+        model.save_pretrained(folder)
+    return model
 
 
 @torch.no_grad()

@@ -1,4 +1,5 @@
-// A short convolution, and the gated delta rule behind one, over states in pages (recurrent.py defines them).
+// A short convolution, and the gated delta rule or a state space (Mamba-2) behind one, over states in pages (recurrent.py
+// defines them).
 //
 // Columns of a matrix do not depend on each other, so a thread takes a strip of them through all tokens of a sequence,
 // in its own cache, one token at a time: a token gets the same bits in any batch and chunk.
@@ -11,11 +12,12 @@
 
 namespace mooncake {
 
-// Mirrored in Python. Sizes of heads are multiples of 16.
-struct DeltaCall {
+// Mirrored in Python. Channels and sizes of value heads are multiples of 16, and for the delta rule those of key heads.
+struct RecurrentCall {
     const float* inputs;  // [T][channels]
-    const float *decay, *beta;  // [T][heads]
+    const float *decay, *beta;  // [T][heads]; of a state space: decay, step
     const float* taps;  // [num_taps][channels]
+    const float *bias, *skip;  // of a state space [channels], [heads]; null: the delta rule
     float* states;  // of a page: [num_taps - 1][channels], then [heads][key_dim][value_dim]
     int64_t num_pages, page_stride;  // in floats
     const int64_t *starts, *sources, *targets;  // of the runs
@@ -24,12 +26,13 @@ struct DeltaCall {
     float* output;  // [T][heads][value_dim]
     int32_t channels, num_taps, num_key_heads, heads, key_dim, value_dim;  // no heads: the convolution alone
 
+    bool has_delta() const { return !skip; }
     int64_t tail() const { return int64_t(num_taps - 1) * channels; }
     float* page(int64_t number) const { return states + number * page_stride; }
     bool continues(int64_t run) const { return run > 0 && sources[run] == targets[run - 1]; }
 };
 
-inline int check_runs(const DeltaCall& call) {
+inline int check_runs(const RecurrentCall& call) {
     for (int64_t r = 0; r < call.num_runs; r++) {
         if (call.sources[r] < -1 || call.sources[r] >= call.num_pages) return BAD_BLOCK;
         if (call.targets[r] < 0 || call.targets[r] >= call.num_pages) return BAD_BLOCK;
@@ -46,11 +49,11 @@ inline void normalise_head(float* head, int size, float scale) {
 
 // Convolution, activation and norms of token `t`, in a sequence whose tokens here begin at `origin`, after `before`
 // (its inputs before that; null: none).
-inline void mix_token(const DeltaCall& call, int64_t t, int64_t origin, const float* before) {
+inline void mix_token(const RecurrentCall& call, int64_t t, int64_t origin, const float* before) {
     const int last = call.num_taps - 1;
     float* to = call.mixed + t * call.channels;
     for (int c = 0; c < call.channels; c += W) {
-        vf total{};
+        vf total = call.bias ? load(call.bias + c) : vf{};
         for (int tap = 0; tap <= last; tap++) {
             const int64_t at = t - last + tap;
             if (at < origin && !before) continue;
@@ -59,14 +62,52 @@ inline void mix_token(const DeltaCall& call, int64_t t, int64_t origin, const fl
         }
         store(to + c, call.heads ? silu(total) : total);
     }
-    for (int h = 0; h < 2 * call.num_key_heads; h++)
+    for (int h = 0; call.has_delta() && h < 2 * call.num_key_heads; h++)
         normalise_head(to + h * call.key_dim, call.key_dim, h < call.num_key_heads ? 1.0f / std::sqrt(float(call.key_dim)) : 1.0f);
 }
 
-// A strip of columns of a head's matrix through the runs of a sequence, first ≤ run < end.
-template <int STRIP> void take_strip(const DeltaCall& call, int64_t first, int64_t end, int head, int column, float* strip) {
+// A strip of columns of a head's matrix through one token, whose key, query and values are given.
+template <int N>
+void take_delta(float* strip, int key_dim, const float* key, const float* query, const float* value, float left, float beta,
+                float* to) {
+    vf known[N]{}, error[N], out[N]{};
+    for (int i = 0; i < key_dim; i++)
+        for (int n = 0; n < N; n++) {
+            const vf kept = load(strip + (i * N + n) * W) * left;
+            store(strip + (i * N + n) * W, kept);
+            known[n] += kept * key[i];
+        }
+    for (int n = 0; n < N; n++) error[n] = (load(value + n * W) - known[n]) * beta;
+    for (int i = 0; i < key_dim; i++)
+        for (int n = 0; n < N; n++) {
+            const vf now = load(strip + (i * N + n) * W) + error[n] * key[i];
+            store(strip + (i * N + n) * W, now);
+            out[n] += now * query[i];
+        }
+    for (int n = 0; n < N; n++) store(to + n * W, out[n]);
+}
+
+template <int N>
+void take_state_space(float* strip, int key_dim, const float* key, const float* query, const float* value, float left,
+                      float step, float skip, float* to) {
+    vf entering[N], out[N]{};
+    for (int n = 0; n < N; n++) entering[n] = load(value + n * W) * step;
+    for (int i = 0; i < key_dim; i++)
+        for (int n = 0; n < N; n++) {
+            const vf now = load(strip + (i * N + n) * W) * left + entering[n] * key[i];
+            store(strip + (i * N + n) * W, now);
+            out[n] += now * query[i];
+        }
+    for (int n = 0; n < N; n++) store(to + n * W, out[n] + load(value + n * W) * skip);
+}
+
+// That strip through the runs of a sequence, first ≤ run < end.
+template <int STRIP> void take_strip(const RecurrentCall& call, int64_t first, int64_t end, int head, int column, float* strip) {
     constexpr int N = STRIP / W;
-    const int key_dim = call.key_dim, of_keys = call.num_key_heads * key_dim;
+    const int key_dim = call.key_dim, of_keys = call.num_key_heads * key_dim, of_values = call.heads * call.value_dim;
+    const bool has_delta = call.has_delta();  // queries, keys, values; otherwise values, keys, queries
+    const int queries_at = has_delta ? 0 : of_values + of_keys, keys_at = has_delta ? of_keys : of_values;
+    const int values_at = has_delta ? 2 * of_keys : 0;
     const int64_t place = call.tail() + int64_t(head) * key_dim * call.value_dim + column;
     const int key_head = head / (call.heads / call.num_key_heads);
     if (call.sources[first] < 0) std::memset(strip, 0, sizeof(float) * key_dim * STRIP);
@@ -76,24 +117,12 @@ template <int STRIP> void take_strip(const DeltaCall& call, int64_t first, int64
     for (int64_t run = first; run < end; run++) {
         for (int64_t t = call.starts[run]; t < call.starts[run + 1]; t++) {
             const float* row = call.mixed + t * call.channels;
-            const float *query = row + key_head * key_dim, *key = query + of_keys;
-            const float* value = row + 2 * of_keys + head * call.value_dim + column;
+            const float *key = row + keys_at + key_head * key_dim, *query = row + queries_at + key_head * key_dim;
+            const float* value = row + values_at + head * call.value_dim + column;
             const float left = std::exp(call.decay[t * call.heads + head]), beta = call.beta[t * call.heads + head];
-            vf known[N]{}, error[N], out[N]{};
-            for (int i = 0; i < key_dim; i++)
-                for (int n = 0; n < N; n++) {
-                    const vf kept = load(strip + i * STRIP + n * W) * left;
-                    store(strip + i * STRIP + n * W, kept);
-                    known[n] += kept * key[i];
-                }
-            for (int n = 0; n < N; n++) error[n] = (load(value + n * W) - known[n]) * beta;
-            for (int i = 0; i < key_dim; i++)
-                for (int n = 0; n < N; n++) {
-                    const vf now = load(strip + i * STRIP + n * W) + error[n] * key[i];
-                    store(strip + i * STRIP + n * W, now);
-                    out[n] += now * query[i];
-                }
-            for (int n = 0; n < N; n++) store(call.output + (t * call.heads + head) * call.value_dim + column + n * W, out[n]);
+            float* to = call.output + (t * call.heads + head) * call.value_dim + column;
+            if (call.has_delta()) take_delta<N>(strip, key_dim, key, query, value, left, beta, to);
+            else take_state_space<N>(strip, key_dim, key, query, value, left, beta, call.skip[head], to);
         }
         for (int i = 0; i < key_dim; i++)
             std::memcpy(call.page(call.targets[run]) + place + int64_t(i) * call.value_dim, strip + i * STRIP, sizeof(float) * STRIP);
@@ -101,7 +130,7 @@ template <int STRIP> void take_strip(const DeltaCall& call, int64_t first, int64
 }
 
 // The last inputs of the convolution after a run; a page may be read and written.
-inline void keep_inputs(const DeltaCall& call, int64_t run) {
+inline void keep_inputs(const RecurrentCall& call, int64_t run) {
     const int rows = call.num_taps - 1;
     const int64_t end = call.starts[run + 1], count = end - call.starts[run], bytes = call.channels * int64_t(sizeof(float));
     const float* from = call.sources[run] < 0 ? nullptr : call.page(call.sources[run]);
@@ -114,7 +143,7 @@ inline void keep_inputs(const DeltaCall& call, int64_t run) {
     }
 }
 
-inline void gated_delta(const DeltaCall& call, int threads) {
+inline void recur(const RecurrentCall& call, int threads) {
     std::vector<int64_t> firsts;  // runs with which sequences begin
     for (int64_t run = 0; run < call.num_runs; run++)
         if (!call.continues(run)) firsts.push_back(run);
