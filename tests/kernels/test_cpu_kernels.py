@@ -698,6 +698,21 @@ def test_gates_of_experts_go_through_gelu_where_that_is_asked_for(cpu: CpuKernel
     assert not torch.allclose(expected, mixture.by(reference), rtol=0.01, atol=0.01 * scale)
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_codes_of_experts_may_meet_codes(cpu: CpuKernels, tokens: int) -> None:
+    mixture = Mixture.random(torch.float32, tokens, 64, 96, biased=True)
+    gate_up, down = (
+        [in_groups(*shape, 32, 4, True, torch.bfloat16).meeting_codes() for _ in range(7)]
+        for shape in ((192, 64), (64, 96))
+    )
+    expected, actual = (
+        kernels.experts(gate_up, down, *mixture.biases)(mixture.hidden, mixture.chosen, mixture.shares)
+        for kernels in (reference, cpu)
+    )
+    # where a sum is rounded differently, what is between the products may become the next code
+    assert (actual - expected).square().mean() < 1e-5 * expected.square().mean()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_a_mixture_makes_of_a_token_has_the_same_bits_in_any_batch(cpu: CpuKernels, dtype: torch.dtype) -> None:
     mixture = Mixture.random(dtype, 1500, 160, 416, biased=False)
