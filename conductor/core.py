@@ -198,7 +198,7 @@ class Core:
 
     def _lacking(self, adapter: str) -> frozenset[int]:
         """Incarnations of nodes that cannot compute with the adapter of this digest (yet)."""
-        return self.registry.lacking(adapter) if self.adapters.is_wanted(adapter) else frozenset()
+        return self.registry.lacking(adapter) if self.adapters.may_be_used(adapter) else frozenset()
 
     def _has(self, state: NodeState, role: Role) -> bool:
         return any(node.info.role is role and node.state is state for node in self.registry.nodes())

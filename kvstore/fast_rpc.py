@@ -9,6 +9,7 @@ taken the connection. This module does not know what the messages mean.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -254,19 +255,18 @@ class FastRpc(_Frames):
     @classmethod
     async def open(cls, store: str, host: str, port: int) -> FastRpc:
         """Raises NodeUnavailable, also when the store has as many connections as it takes."""
-        loop = asyncio.get_running_loop()
         connection = cls(store)
-        try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await loop.create_connection(lambda: connection, host, port)
-                await connection._taken.wait()
-        except OSError as error:  # TimeoutError is one
-            raise NodeUnavailable(f"store {store}: {str(error) or 'no answer'}") from None
-        finally:
+        with contextlib.ExitStack() as failed:
+            failed.callback(connection.close)
+            try:
+                async with asyncio.timeout(OPEN_TIMEOUT_S):
+                    await asyncio.get_running_loop().create_connection(lambda: connection, host, port)
+                    await connection._taken.wait()
+            except OSError as error:  # TimeoutError is one
+                raise NodeUnavailable(f"store {store}: {str(error) or 'no answer'}") from None
             if not connection.is_open:
-                connection.abort()
-        if not connection.is_open:
-            raise NodeUnavailable(f"store {store}: it takes no more connections")
+                raise NodeUnavailable(f"store {store}: it takes no more connections")
+            failed.pop_all()
         return connection
 
     def Reserve(  # noqa: N802

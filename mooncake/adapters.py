@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import stat
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from mooncake.types import TokenIds  # numpy, which would slow the command line's start
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-MAX_FILE_BYTES = 2 << 30
+MAX_FILE_BYTES = {CONFIG_FILE: 1 << 20, WEIGHTS_FILE: 2 << 30}
 
 
 class _PeftConfig(msgspec.Struct, frozen=True):
@@ -79,10 +80,14 @@ def open_adapter(name: str, path: str) -> Adapter:
     """Raises ModelError for a folder that is missing, or that contains anything but plain or activated LoRA."""
     folder = Path(path)
     try:
+        for file_name, most in MAX_FILE_BYTES.items():
+            found = (folder / file_name).stat()
+            if not stat.S_ISREG(found.st_mode):  # a pipe or a device may never end
+                raise ModelError(f"the adapter {name}: {file_name} is not a file")
+            if found.st_size > most:
+                raise ModelError(f"the adapter {name}: {file_name} is larger than {most >> 20} MiB")
         text = (folder / CONFIG_FILE).read_bytes()
         config = msgspec.json.decode(text, type=_PeftConfig)
-        if (folder / WEIGHTS_FILE).stat().st_size > MAX_FILE_BYTES:
-            raise ModelError(f"the adapter {name}: {WEIGHTS_FILE} is larger than {MAX_FILE_BYTES >> 30} GiB")
         digest = _digest_of(config.lora_alpha, config.use_rslora)
         with (folder / WEIGHTS_FILE).open("rb") as file:
             while piece := file.read(1 << 20):

@@ -56,8 +56,10 @@ class AdapterCatalogue:
         """Those of them that requests may name."""
         return [wanted.load for wanted in self._in(LoadState.SERVED)]
 
-    def is_wanted(self, digest: str) -> bool:
-        return any(wanted.load.adapter.digest == digest for wanted in self._wanted.values())
+    def may_be_used(self, digest: str) -> bool:
+        """Whether requests may need a load of it. Not while it is loading: whoever asks for those weights then means a
+        configured adapter, which every node has."""
+        return any(each.load.adapter.digest == digest for each in self._in(LoadState.SERVED, LoadState.ENDING))
 
     def check(self, name: str, in_place: bool) -> None:
         """Whether a load may begin. Raises InvalidRequest."""

@@ -28,6 +28,7 @@ class Job:
     arrived_at: float
     include_stop: bool = False  # whether the stop string or token is part of the text
     skip_special: bool = True  # whether control tokens are left out of the text
+    model: str = ""  # the client's name for the model or an adapter; "": the model
     kept: frozenset[str] = frozenset()  # control tokens that stay, because ``parser`` needs to see them
     parser: Callable[[], OutputParser] = PlainParser  # makes one per answer
 

@@ -107,10 +107,7 @@ class Pipeline:
         priority: int = 0,
         model: str = "",
     ) -> Job:
-        """The remaining checks; ``model`` is the client's name for it.
-
-        Raises InvalidRequest, naming the field, and NotFound.
-        """
+        """The remaining checks; ``model`` is the client's name for it. Raises InvalidRequest, naming the field."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
         if not _SALT.fullmatch(salt):
@@ -121,23 +118,12 @@ class Pipeline:
             self.prompts.as_tokens(token_ids, name)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
-        adapter = self.model.adapter_of(model)
-        start = None if adapter is None else adapter.start_in(tokens)
-        request = InferenceRequest(
-            request_id,
-            tokens,
-            sampling,
-            deadline,
-            salt,
-            session[:256],
-            priority,
-            adapter="" if adapter is None or start is None else adapter.digest,
-            adapter_start=start or 0,
-        )
-        return Job(request, tuple(stop), arrived_at, include_stop, skip_special)
+        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority)
+        return Job(request, tuple(stop), arrived_at, include_stop, skip_special, model)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """The answers to one job. Close it to cancel. Raises what ``Generator.generate`` raises, and InternalError."""
+        """The answers to one job. Close it to cancel. Raises what ``Generator.generate`` raises, NotFound for a model
+        that is not served (any more), and InternalError."""
         sampling = job.request.sampling
         pieces = self._best(job) if sampling.num_answers > sampling.n else self._all(job)
         async with contextlib.aclosing(pieces):
@@ -152,7 +138,7 @@ class Pipeline:
         ]
         unfinished = set(range(len(answers)))
         with self._register(request.request_id), self._count_failure(answers):
-            deltas = self._generator.generate(request)
+            deltas = self._generator.generate(self._with_adapter(job))
             async with contextlib.aclosing(deltas):
                 while unfinished:
                     delta = await self._next(deltas, request.deadline)
@@ -169,6 +155,15 @@ class Pipeline:
                     if not unfinished:
                         self._observer.answered(request.sampling, max(answer.num_tokens for answer in answers))
                     yield piece
+
+    def _with_adapter(self, job: Job) -> InferenceRequest:
+        """Its request, of what its name means at the moment at which it reaches the core: before, nothing would keep an
+        adapter that is unloaded or replaced. Raises NotFound."""
+        request, adapter = job.request, self.model.adapter_of(job.model)
+        start = None if adapter is None else adapter.start_in(request.tokens)
+        if adapter is None or start is None:
+            return request
+        return replace(request, adapter=adapter.digest, adapter_start=start)
 
     async def _best(self, job: Job) -> AsyncGenerator[Piece, None]:
         """Generate more answers than requested, and return the ``n`` most likely per token, best first."""

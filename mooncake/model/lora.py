@@ -83,8 +83,8 @@ def _layer(
                 continue
             if set(pair) != {"A", "B"}:
                 raise ModelError(f"the adapter {adapter.name} has only one half of {projection}_proj")
-            rank = pair["A"].shape[0]
-            if pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
+            rank = pair["A"].shape[0] if pair["A"].dim() else 0
+            if not rank or pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
                 raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
             downs.append(pair["A"])
             rows = pair["B"] if order is None or projection not in "qk" else heads_in_order(pair["B"], order)

@@ -37,17 +37,19 @@ def test_requests_may_name_an_adapter_once_it_is_served_and_until_it_is_unloaded
     served = catalogue.served
     load = catalogue.begin(adapter("a"), False, 100)
     assert not served and digests(catalogue) == ["digest of a"]
+    assert not catalogue.may_be_used("digest of a"), "a configured one of these weights is on nodes that do not load it"
     with pytest.raises(InvalidRequest, match="being loaded"):
         catalogue.begin(adapter("a"), True, 100)
     with pytest.raises(NotFound):
         catalogue.unload("a")
     catalogue.serve(load)
     catalogue.give_up(load)  # too late
+    assert catalogue.may_be_used("digest of a")
     assert served == {"a": adapter("a")} and catalogue.loaded() == [load]
     catalogue.unload("a")
     assert not served and not catalogue.loaded()
     catalogue.drop_unused(lambda digest: True)
-    assert catalogue.is_wanted("digest of a"), "a request needs it"
+    assert catalogue.may_be_used("digest of a"), "a request needs it"
     catalogue.drop_unused(lambda digest: False)
     assert not catalogue.wanted()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,3 +155,18 @@ def test_weights_that_are_not_those_of_the_digest_are_refused(tmp_path: Path) ->
     weights.unlink()
     with pytest.raises(ModelError, match="cannot read"):
         read_weights(adapter)
+
+
+@pytest.mark.timeout(30)
+def test_what_may_have_no_end_is_not_read(tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    (tmp_path / "adapter_config.json").write_bytes(b" " * ((1 << 20) + 1))
+    with pytest.raises(ModelError, match=r"adapter_config.json is larger than 1 MiB"):
+        open_adapter("a", str(tmp_path))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        write_adapter(tmp_path, tiny_model("llama"))
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ModelError, match=f"{name} is not a file"):
+            open_adapter("a", str(tmp_path))
+        (tmp_path / name).unlink()

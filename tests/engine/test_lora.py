@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_lora import greedy, write_adapter
 from tiny_model import write_tiny_model
 
@@ -132,6 +133,12 @@ def test_what_is_not_plain_lora_is_refused(models: tuple[Path, dict[str, Any]], 
     other = open_checkpoint(str(folder)).config
     with pytest.raises(ModelError, match="another shape"):
         load_adapter(open_adapter("a", str(folder / "all")), _narrower(other))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    write_adapter(tmp_path, models[1][""])
+    for down, up in ((torch.zeros(0, other.hidden_size), torch.zeros(64, 0)), (torch.tensor(1.0), torch.tensor(1.0))):
+        save_file({name.format("A"): down, name.format("B"): up}, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match="another shape"):
+            load_adapter(open_adapter("a", str(tmp_path)), other)
 
 
 def _narrower(config: Any) -> Any:

@@ -108,3 +108,24 @@ async def test_they_are_not_unless_the_configuration_allows_it(open_front):
         refused = await front.http.post("/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/a"})
         assert refused.status_code == 404 and not loading.asked
         assert "conductor.max_loaded_adapters" in refused.json()["error"]["message"]
+
+
+async def test_all_of_a_request_gets_the_weights_that_its_name_means_when_it_is_computed(open_front, monkeypatch):
+    """Conversations of a batch are tokenized one after the other, and meanwhile an adapter is replaced: nodes have
+    dropped the weights that the first one would have been given."""
+    loading = Loading()
+    async with open_front(max_loaded_adapters=1, loading=loading) as front:
+        await loading.load("mine", "/old")
+        encode_chat = front.tokenizer.encode_chat
+
+        def encode_and_replace(messages, *more):
+            if messages[0].content == "two":
+                loading.served["mine"] = Adapter("mine", Path("/new"), "digest of new", 8.0, False)
+            return encode_chat(messages, *more)
+
+        monkeypatch.setattr(front.tokenizer, "encode_chat", encode_and_replace)
+        turns = [[{"role": "user", "content": text}] for text in ("one", "two")]
+        body = {"model": "mine", "messages": turns, "max_tokens": 4}
+        answer = await front.http.post("/v1/chat/completions/batch", json=body)
+        assert answer.status_code == 200, answer.text
+        assert [asked.adapter for asked in front.script.asked] == ["digest of new"] * 2

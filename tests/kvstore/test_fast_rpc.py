@@ -246,6 +246,25 @@ async def test_a_store_that_does_not_say_that_it_has_taken_the_connection_is_not
                 await FastRpc.open("s", "127.0.0.1", hanging.getsockname()[1])
 
 
+async def test_one_who_gives_up_as_the_store_takes_the_connection_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever close it, and the store would keep a place for it."""
+    fast_rpc = FastRpcServer(Shelf())
+    opening = asyncio.create_task(FastRpc.open("s", "127.0.0.1", await fast_rpc.start("127.0.0.1")))
+    frame = FastRpc.frame
+
+    def take_and_cancel(connection: FastRpc, kind: int, call: int, message: bytes) -> None:
+        frame(connection, kind, call, message)
+        opening.cancel()
+
+    monkeypatch.setattr(FastRpc, "frame", take_and_cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    async with asyncio.timeout(5):
+        while fast_rpc._callers:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    await fast_rpc.stop()
+
+
 class CountingShelf(Shelf):
     """Counts its calls, and blocks ``acquire`` until its door is open."""
 
