@@ -67,8 +67,10 @@ cuda:"$torch"+cpu | cuda:)
 cpu:*)
     say "torch $torch, CPU build (about 0.7 GB on disk; a minute or two)"
     pip install -qq -c constraints.txt "torch==$torch+cpu" 2>/dev/null ||
-        pip install -qq --retries 1 --timeout 15 -c constraints.txt "torch==$torch+cpu" --extra-index-url "$TORCH_INDEX" 2>/dev/null ||
-        pip install -qq -c constraints.txt "torch==$torch"
+        pip install -qq --retries 1 --timeout 15 -c constraints.txt "torch==$torch+cpu" --extra-index-url "$TORCH_INDEX" 2>/dev/null || {
+            say "no index in reach has a CPU build for this Python: PyPI's CUDA build, which works without a GPU (about 5 GB)"
+            pip install -qq -c constraints.txt "torch==$torch"
+        }
     ;;
 esac
 

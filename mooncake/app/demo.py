@@ -80,7 +80,7 @@ def _converse(address: str) -> list[GenerateChunk]:
                 sys.stdout.flush()
                 if chunk.finish_reason:
                     ends.append(chunk)
-            sys.stdout.write("\n\n")
+            sys.stdout.write(" … (cut for the demo)\n\n" if chunk.finish_reason == "length" else "\n\n")
     return ends
 
 

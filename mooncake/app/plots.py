@@ -102,16 +102,16 @@ def _figure(path: Path, draw: Callable[[Axes], None], is_crowded: bool = False) 
 
 
 def _ttft(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
-    _cdf(axes, [result.ttft_ms for result in results], "TTFT", LINE)
-    _limit(axes, limit_ms)
-    axes.set(title="Time to first token", xlabel="ms", ylabel="share of requests")
+    _cdf(axes, [result.ttft_ms / 1e3 for result in results], "TTFT", LINE)
+    _limit(axes, limit_ms / 1e3, "s")
+    axes.set(title="Time to first token", xlabel="s", ylabel="share of requests")
 
 
 def _tbt(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
     with_gaps = [result for result in results if result.gaps_ms]
     _cdf(axes, [result.tail_tbt_ms for result in with_gaps], "mean of the longest tenth of gaps", LINE)
     _cdf(axes, [result.mean_tbt_ms for result in with_gaps], "mean of all gaps", SECOND)
-    _limit(axes, limit_ms)
+    _limit(axes, limit_ms, "ms")
     axes.set(title="Time between tokens, by request", xlabel="ms", ylabel="share of requests")
 
 
@@ -141,9 +141,9 @@ def _cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
     axes.step(ordered, shares, where="post", label=label, color=colour)
 
 
-def _limit(axes: Axes, limit_ms: float) -> None:
-    if math.isfinite(limit_ms):
-        axes.axvline(limit_ms, color=LIMIT, linestyle="--", label=f"SLO {limit_ms:g} ms")
+def _limit(axes: Axes, limit: float, unit: str) -> None:
+    if math.isfinite(limit):
+        axes.axvline(limit, color=LIMIT, linestyle="--", label=f"SLO {limit:g} {unit}")
 
 
 def _window(times: Sequence[float]) -> float:

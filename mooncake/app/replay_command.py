@@ -69,6 +69,7 @@ class Meter:
             TextColumn("{task.fields[note]}"),
             console=err,
             transient=True,
+            disable=not err.is_terminal,
         )
         self._task = self._progress.add_task("", total=total, note="")
 

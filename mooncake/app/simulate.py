@@ -55,7 +55,7 @@ class Output:
 def choose_cluster(preset: str, file: Path | None) -> Cluster:
     """Raises ConfigError when both are given, or neither."""
     if bool(preset) == (file is not None):
-        raise ConfigError("give either --preset NAME or --cluster FILE")
+        raise ConfigError("give either --preset NAME (--preset help lists them) or --cluster FILE")
     return load_cluster(file) if file is not None else load_preset(preset)
 
 
@@ -147,7 +147,10 @@ def peak_memory_gb() -> float:
 
 
 def print_summary(summary: Summary, cluster: Cluster) -> None:
-    out.print(f"[bold]{escape(summary.trace)}[/] on [bold]{escape(summary.cluster)}[/] with {escape(summary.policy)}")
+    out.print(
+        f"[bold]{escape(summary.trace)}[/] on [bold]{escape(summary.cluster)}[/], policy {escape(summary.policy)}",
+        soft_wrap=True,
+    )
     if cluster.note:
         out.print(f"[dim]{escape(cluster.note)}[/]")
     out.print()
