@@ -112,7 +112,7 @@ class Experts(ctypes.Structure):
         ("count", LONG),
         ("alpha", FLOAT),
         ("limit", FLOAT),
-        ("is_gelu", INT),
+        ("gate", INT),
     ]
 
 
