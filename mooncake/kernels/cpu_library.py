@@ -114,7 +114,7 @@ class Experts(ctypes.Structure):
         ("count", LONG),
         ("alpha", FLOAT),
         ("limit", FLOAT),
-        ("is_gelu", INT),
+        ("gate", INT),
     ]
 
 

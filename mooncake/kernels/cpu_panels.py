@@ -23,7 +23,7 @@ from mooncake.kernels.cpu_library import (
 )
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import Bounds, Codes, Coding, Gate, Matrix
+from mooncake.kernels.reference import GATES, Bounds, Codes, Coding, Gate, Matrix
 
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 
@@ -148,7 +148,7 @@ class PanelExperts:
         self._addresses = [(POINTER * len(layers))(*(layer.address for layer in layers)) for layers in self._layers]
         both = (ctypes.addressof(addresses) for addresses in self._addresses)
         alpha, limit = (bounds.alpha, bounds.limit) if bounds else (1.0, 0.0)
-        self._experts = Experts(*both, first, len(gate_up), alpha, limit, gate == "gelu_tanh")
+        self._experts = Experts(*both, first, len(gate_up), alpha, limit, GATES.index(gate))
         self._run = library.mc_experts
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,7 @@ class GroupedExperts:
         first: int = 0,
         gate: Gate = "silu",
     ) -> None:
+        assert gate != "relu2", "no family with such experts runs on GPUs"
         self._gate_up, self._down = gate_up, down
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._bounds, self._first, self._gate = bounds, first, gate

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -189,8 +189,9 @@ class Bounds:
     limit: float
 
 
-Gate = Literal["silu", "gelu_tanh"]
-"""What gates of experts go through."""
+Gate = Literal["silu", "gelu_tanh", "relu2"]
+"""What gates of experts go through. With "relu2" there are none: it is what ups go through (Nemotron-H), on CPUs."""
+GATES = get_args(Gate)
 
 
 class Experts:
@@ -225,6 +226,8 @@ class Experts:
         return mixed.to(hidden.dtype)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        if self._gate == "relu2":
+            return torch.nn.functional.relu(gate_up).square()
         if self._gate == "gelu_tanh":
             gate, up = gate_up.float().chunk(2, dim=-1)
             return (torch.nn.functional.gelu(gate, approximate="tanh") * up).to(gate_up.dtype)

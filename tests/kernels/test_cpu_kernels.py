@@ -713,6 +713,20 @@ def test_codes_of_experts_may_meet_codes(cpu: CpuKernels, tokens: int) -> None:
     assert (actual - expected).square().mean() < 1e-5 * expected.square().mean()
 
 
+@pytest.mark.parametrize("tokens", [1, 40, 1500])
+@pytest.mark.parametrize("inner", [50, 96])
+def test_experts_may_have_no_gates(cpu: CpuKernels, inner: int, tokens: int) -> None:
+    mixture = Mixture.random(torch.float32, tokens, 130, 2 * inner, biased=False)
+    ups = replace(mixture, gate_up=mixture.gate_up[:, : 2 * inner].contiguous())
+    expected, actual = (ups.by(kernels, gate="relu2") for kernels in (reference, cpu))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    every = torch.stack(
+        [(ups.hidden @ up.T).relu().square() @ down.T for up, down in zip(ups.gate_up, ups.down, strict=True)]
+    )
+    plain = sum(every[ups.chosen[:, k], torch.arange(tokens)] * ups.shares[:, k, None] for k in range(3))
+    torch.testing.assert_close(expected, plain, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_what_a_mixture_makes_of_a_token_has_the_same_bits_in_any_batch(cpu: CpuKernels, dtype: torch.dtype) -> None:
     mixture = Mixture.random(dtype, 1500, 160, 416, biased=False)

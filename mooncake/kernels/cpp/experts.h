@@ -11,12 +11,15 @@
 
 namespace mooncake {
 
+// What gates go through: gelu is by tanh (Gemma 4). RELU_SQUARED: without gates, that is what ups go through (Nemotron-H).
+enum ExpertGate : int32_t { SILU = 0, GELU = 1, RELU_SQUARED = 2 };
+
 // Mirrored in cpu.py.
 struct Experts {
-    const PackedLinear *const *gate_up, *const *down;  // by expert; all have one shape
+    const PackedLinear *const *gate_up, *const *down;  // by expert; all have one shape; no gates with RELU_SQUARED
     int64_t first, count;  // numbers of the experts held here; other ranks hold the others
     float alpha, limit;  // of a SwiGLU with bounds (gpt-oss); limit 0: none
-    int32_t is_gelu;     // gates go through gelu (tanh), not silu (Gemma 4)
+    int32_t gate;        // an ExpertGate
 };
 
 constexpr int64_t MOST_HELD = 4 << 20;   // numbers held between the products, at least one expert's: a prompt is processed in parts
@@ -28,12 +31,13 @@ public:
     ExpertPass(const Experts& experts, const float* hidden, const int64_t* chosen, const float* shares, int64_t tokens,
                int64_t per_token, float* out, int threads)
         : experts_(experts), hidden_(hidden), shares_(shares), tokens_(tokens), per_token_(per_token), out_(out), threads_(threads),
-          width_(experts.gate_up[0]->inputs), inner_(experts.down[0]->inputs) {
+          width_(experts.gate_up[0]->inputs), inner_(experts.down[0]->inputs),
+          wide_(experts.gate_up[0]->outputs) {
         sort(chosen);
     }
 
     void run() {
-        const int64_t most = MOST_HELD / (2 * inner_ + width_);  // rows
+        const int64_t most = MOST_HELD / (wide_ + width_);  // rows
         std::fill(out_, out_ + tokens_ * width_, 0.0f);
         for (size_t first = 0, end; first < groups_.size(); first = end) {
             for (end = first + 1; end < groups_.size() && groups_[end].end - groups_[first].begin <= most;) end++;
@@ -72,12 +76,12 @@ private:
     void compute(size_t first, size_t end) {
         static thread_local Scratch results;
         const int64_t begin = groups_[first].begin, rows = groups_[end - 1].end - begin;
-        results.start(rows * (2 * inner_ + width_) + 64);
-        float *wide = results.take(rows * 2 * inner_), *parts = results.take(rows * width_);
+        results.start(rows * (wide_ + width_) + 64);
+        float *wide = results.take(rows * wide_), *parts = results.take(rows * width_);
         multiply(first, end, &Group::gate_up, wide, [&](int64_t place, float* row) {
             std::memcpy(row, hidden_ + pairs_[place] / per_token_ * width_, width_ * sizeof(float));
         });
-        multiply(first, end, &Group::down, parts, [&](int64_t place, float* row) { gate(wide + (place - begin) * 2 * inner_, row); });
+        multiply(first, end, &Group::down, parts, [&](int64_t place, float* row) { gate(wide + (place - begin) * wide_, row); });
         parallel(tokens_, rows * width_ < WORK_ALONE ? 1 : threads_, [&](int64_t token) { add(token, begin, begin + rows, parts); });
     }
 
@@ -136,15 +140,19 @@ private:
         fill_strip(layer, x, strip, rows, layer.inputs, nullptr, 0);
     }
 
-    // SwiGLU, or GeGLU, of gates followed by their ups.
+    // SwiGLU, or GeGLU, of gates followed by their ups; or squares of ups above 0.
     void gate(const float* gate_up, float* to) const {
         int64_t i = 0;
+        if (experts_.gate == RELU_SQUARED) {
+            for (; i < inner_; i++) to[i] = gate_up[i] < 0 ? 0.0f : gate_up[i] * gate_up[i];
+            return;
+        }
         for (; i + W <= inner_; i += W) store(to + i, gated(load(gate_up + i), load(gate_up + inner_ + i)));
         for (; i < inner_; i++) to[i] = gated(splat(gate_up[i]), splat(gate_up[inner_ + i]))[0];
     }
 
     vf gated(vf gate, vf up) const {
-        if (experts_.is_gelu) return gelu_tanh(gate) * up;
+        if (experts_.gate == GELU) return gelu_tanh(gate) * up;
         if (!experts_.limit) return silu(gate) * up;
         const vf most = splat(experts_.limit), alpha = splat(experts_.alpha);
         gate = gate > most ? most : gate;
@@ -169,7 +177,7 @@ private:
     const int64_t tokens_, per_token_;
     float* out_;
     const int threads_;
-    const int64_t width_, inner_;
+    const int64_t width_, inner_, wide_;
     std::vector<Group> groups_;
     std::vector<int64_t> pairs_, places_;
 };
