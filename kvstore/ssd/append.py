@@ -11,7 +11,7 @@ import logging
 import mmap
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +20,7 @@ from kvstore.ssd.index import SsdIndex
 from kvstore.ssd.log import Place, SsdLog
 from kvstore.ssd.record import MAX_DROPS, BlockHeader, Drop, block_size, header_size, pack_block, pack_drops
 from kvstore.ssd.stall import Stall
+from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class SsdAppender:
         self._durable = first_sequence - 1
         self._runs: deque[asyncio.Task[None]] = deque()  # in flight, in the order of the log
         self._run_bytes: Counter[str] = Counter()  # by tenant: bytes of blocks in them
+        self._drops_on_way: set[Drop] = set()  # taken from the index, and not yet durable
         self._refusals = 0  # consecutive ones of the disk: logged when they start and end
         self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
 
@@ -130,12 +132,18 @@ class SsdAppender:
     async def write_drops(self, ensure_room: Callable[[int], Awaitable[None]], but_of: int | None = None) -> None:
         """Start writing the drops so far, except those of one segment."""
         while drops := self._index.take_drops(MAX_DROPS, but_of):
+            self._drops_on_way.update(drops)
             try:
                 await ensure_room(len(pack_drops(drops, 0, 0, 0)))
                 await self.start([self._place_drops(drops)], drops=drops)
             except BaseException:  # even an earlier run's: then this one has not started, and keeps nothing
+                self._drops_on_way.difference_update(drops)
                 self._index.keep_drops(drops)
                 raise
+
+    def is_dropping(self, keys: Collection[BlockKey]) -> bool:
+        """Whether a drop of one of these blocks is being written."""
+        return any(drop.key in keys for drop in self._drops_on_way)
 
     async def settle(self) -> None:
         """Return once everything started is durable. Raises what went wrong."""
@@ -191,6 +199,7 @@ class SsdAppender:
                 self._answer(pending, False)
             raise
         finally:
+            self._drops_on_way.difference_update(drops)
             self._run_bytes -= _bytes_by_tenant(blocks)
         if self._refusals:
             log.warning("the SSD takes writes again, after refusing %d times", self._refusals)

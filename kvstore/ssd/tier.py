@@ -239,7 +239,7 @@ class SsdTier:
 
     def is_dropping(self, keys: Collection[BlockKey]) -> bool:
         """Whether a restart now would find one of these blocks although it was dropped."""
-        return self._index.is_dropping(keys)
+        return self._index.is_dropping(keys) or self._appender.is_dropping(keys)
 
     async def committed(self) -> bool:
         """Return once all drops so far are durable: True; or once the disk has refused them: False. They are written

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,8 +35,12 @@ class FailingDisk(PlainIO):
     def __init__(self) -> None:
         self.writes_fail = self.reads_fail = False
         self.refusals = 0
+        self.is_writing, self.may_write = threading.Event(), threading.Event()
+        self.may_write.set()
 
     def write_and_sync(self, fd: int, offset: int, parts: Sequence[memoryview]) -> None:
+        self.is_writing.set()
+        self.may_write.wait(10)
         if self.writes_fail:
             self.refusals += 1
             raise OSError(errno.EROFS, "Read-only file system")
@@ -91,6 +97,24 @@ async def test_who_removes_a_block_is_told_when_a_restart_would_find_it(tmp_path
         assert await store.remove([key(0), key(1)]) == 2
     async with store_on(disk, tmp_path) as (store, segment):
         assert store.exists([key(n) for n in range(4)]) == [False, False, True, True]
+
+
+async def test_who_removes_a_block_again_while_the_disk_writes_the_removal_waits_for_it_too(tmp_path: Path) -> None:
+    """As one does whose first call took too long."""
+    disk = FailingDisk()
+    async with store_on(disk, tmp_path) as (store, segment):
+        assert await put(store, segment, 0)
+        disk.is_writing.clear()
+        disk.may_write.clear()
+        disk.writes_fail = True
+        removals = [asyncio.create_task(store.remove([key(0)]))]
+        await asyncio.to_thread(disk.is_writing.wait, 10)
+        removals.append(asyncio.create_task(store.remove([key(0)])))
+        await asyncio.sleep(0.05)
+        assert not removals[1].done()
+        disk.may_write.set()
+        refused = await asyncio.gather(*removals, return_exceptions=True)
+        assert [type(error) for error in refused] == [NodeUnavailable] * 2
 
 
 async def test_a_removal_that_was_refused_is_written_at_the_stop_if_the_disk_is_well_by_then(tmp_path: Path) -> None:
