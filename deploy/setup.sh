@@ -2,7 +2,7 @@
 # Make the virtual environment that everything else uses: `make setup`, `make demo` and `make test` call this.
 # Safe to run again: what is there already is kept.
 #
-#   PYTHON        interpreter to build on (default: python3.11, then python3 and newer ones)
+#   PYTHON        interpreter to build on (default: the first of python3.11 to 3.13, which are tested, then python3)
 #   TORCH         cpu (default) or cuda
 #   VENV          where to (default: .venv)
 #   TORCH_INDEX   where CPU builds of torch are found when pip's own index has none
@@ -31,7 +31,7 @@ get() {
 is_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
 find_python() {
-    for candidate in ${PYTHON:-} python3.11 python3 python3.12 python3.13 python3.14; do
+    for candidate in ${PYTHON:-} python3.11 python3.12 python3.13 python3 python3.14; do
         if is_python "$candidate"; then
             command -v "$candidate"
             return
