@@ -71,6 +71,11 @@ class Generator(Protocol):
         """
         ...
 
+    def check_room(self) -> None:
+        """Call it before a request is decoded. Raises Overloaded when ``generate`` would refuse any request now; some
+        pass all the same, because the prompts of refused requests are demand too."""
+        ...
+
     def end_choice(self, request_id: str, choice: int) -> None:
         """End one of the answers early: it is complete, and no further delta of it follows. To end the last answer,
         close the generator instead. Idempotent."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
+DEMAND_EVERY_S = 0.05  # between two requests that are read only to be refused: that costs more than refusing them
 MAX_QUEUED_DELTAS = 64  # of answers that continue separately, for a client that reads slowly
 
 
@@ -86,6 +88,7 @@ class Dispatcher:
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._running: dict[str, _RunningRequest] = {}  # by request id
+        self._demand_heard_at = -math.inf  # when a request that was going to be refused was last read
         # called with the nodes between which bytes were corrupted
         self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None
 
@@ -104,6 +107,17 @@ class Dispatcher:
             if self._running.get(request.request_id) is progress:
                 del self._running[request.request_id]
             self._end(progress)
+
+    def check_room(self) -> None:
+        """See ``conductor.api.Generator``."""
+        if self._has_room:
+            return
+        now = self._clock()
+        if now - self._demand_heard_at >= DEMAND_EVERY_S:  # its prompt will be reported, and it refused
+            self._demand_heard_at = now
+            return
+        self.stats.requests += 1
+        raise self._refusal()
 
     def end_choice(self, request_id: str, choice: int) -> None:
         """See ``conductor.api.Generator``."""
@@ -213,15 +227,22 @@ class Dispatcher:
         now = self._clock()
         self.stats.requests += 1
         progress = _RunningRequest.begin(request, now, self._limits.retries)
-        if self.stats.running >= self._limits.max_requests:
-            self.stats.failures[Overloaded.code] += 1
+        if not self._has_room:
             self.placer.report_unplaced(self.placer.facts(progress, now), progress, now)
-            raise Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
+            raise self._refusal()
         if now >= request.deadline:
             self.stats.failures[DeadlineExceeded.code] += 1
             raise DeadlineExceeded("the request's time was over when it arrived")
         self.stats.running += 1
         return progress
+
+    @property
+    def _has_room(self) -> bool:
+        return self.stats.running < self._limits.max_requests
+
+    def _refusal(self) -> Overloaded:
+        self.stats.failures[Overloaded.code] += 1
+        return Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
 
     async def _next_attempt(self, progress: _RunningRequest) -> Attempt:
         """Admit and place, or wait for a missing node. Raises like ``_wait_for_admission`` and ``_start``."""

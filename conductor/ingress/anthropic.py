@@ -40,7 +40,7 @@ from conductor.ingress.anthropic_types import (
 from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
 from conductor.ingress.http_client import unless_gone
 from conductor.ingress.http_errors import error_headers, guarded, json_response
-from conductor.ingress.intake import Intake
+from conductor.ingress.intake import Intake, warning
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
@@ -77,9 +77,10 @@ class MessagesApi:
         ]
 
     async def count(self, request: Request) -> Response:
-        call, body = await self._intake.receive(request, CountRequest, "msg_")
+        body, ignored = await self._intake.decode(request, CountRequest)
+        self._intake.pipeline.model.adapter_of(body.model or "")
         tokens = await self._intake.encode(_conversation(body))
-        return json_response(TokenCount(len(tokens)), headers=call.headers)
+        return json_response(TokenCount(len(tokens)), headers=warning(ignored))
 
     async def answer(self, request: Request) -> Response:
         intake = self._intake

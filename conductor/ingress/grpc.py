@@ -99,6 +99,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         arrived_at = self._pipeline.now()
         deadline = arrived_at + remaining_s(context, self._request_timeout_s)
         self._pipeline.check_open()
+        self._pipeline.check_room()
         self._pipeline.model.adapter_of(request.model)
         tokens, default = await self._prompt(request)
         wanted = common_pb2.SamplingParams()

@@ -65,9 +65,13 @@ class Intake:
         return decode_request(await read_json_body(request), form)
 
     async def receive(self, request: Request, form: type[F], id_prefix: str) -> tuple[Call, F]:
-        """The call, and its fields as the API's own type. Raises like ``decode``, and NotFound for an unknown model."""
+        """The call, and its fields as the API's own type. Raises like ``decode``, NotFound for an unknown model, and
+        Overloaded, before anything is decoded, when no request has room."""
         arrived_at = self.pipeline.now()
-        body, ignored = await self.decode(request, form)
+        self.pipeline.check_open()
+        raw = await read_json_body(request)
+        self.pipeline.check_room()
+        body, ignored = decode_request(raw, form)
         self.pipeline.model.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")

@@ -91,6 +91,14 @@ class Pipeline:
         if len(self._running) >= self._max_running:
             raise Overloaded(f"{len(self._running)} requests are running already")
 
+    def check_room(self) -> None:
+        """Raises Overloaded like ``Generator.check_room``."""
+        try:
+            self._generator.check_room()
+        except Overloaded as error:
+            self._observer.failed(error.code)
+            raise
+
     def job(
         self,
         tokens: TokenIds,

@@ -1,6 +1,7 @@
 """One request's progress against nodes that work, fail, hang, die and come late."""
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from conductor.api import InferenceRequest
+from conductor.dispatch.dispatcher import DEMAND_EVERY_S
 from conductor.registry import NodeState
 from mooncake.errors import (
     ContextTooLong,
@@ -506,6 +508,34 @@ async def test_more_requests_than_allowed_are_refused_with_a_retry_time(start_cl
     gate.set()
     await asyncio.gather(*running)
     await cluster.generate(cluster.request())
+    await cluster.is_quiet()
+
+
+async def test_of_requests_without_room_only_a_few_are_let_through_to_be_counted_as_demand(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1, max_requests=1)
+    dispatcher = cluster.core.dispatcher
+    for _ in range(100):
+        dispatcher.check_room()
+    assert dispatcher.stats.requests == 0, "there is room"
+
+    cluster.prefill[0].script.gate = gate = asyncio.Event()
+    running = asyncio.create_task(cluster.generate(cluster.request()))
+    await cluster.eventually(lambda: cluster.prefill[0].running == 1)
+    begun, refusals = time.monotonic(), []
+    for _ in range(1000):
+        try:
+            dispatcher.check_room()
+        except Overloaded as refusal:
+            refusals.append(refusal)
+    most = 1 + (time.monotonic() - begun) / DEMAND_EVERY_S
+    assert 1 <= 1000 - len(refusals) <= most
+    assert all(refusal.retry_after_s > 0 for refusal in refusals)
+    assert dispatcher.stats.requests == 1 + len(refusals), "a refused request is one that came"
+    assert dispatcher.stats.failures == {"overloaded": len(refusals)}
+
+    gate.set()
+    await running
+    dispatcher.check_room()
     await cluster.is_quiet()
 
 

@@ -109,6 +109,7 @@ class Script:
     first_delay_s: float = 0.0
     error: Exception | None = None
     error_after: int = 0  # tokens
+    refusal: Exception | None = None  # of any request, whatever it asks
     cached_tokens: int = 0
     blended_tokens: int = 0
     asked: list = field(default_factory=list)
@@ -162,6 +163,10 @@ class Script:
         top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(request.sampling.prompt_logprobs))
         tokens = enumerate(request.tokens.tolist()[1:], 1)
         return tuple(SampledToken(index, token_id, TokenLogprob(-0.25 * index, top)) for index, token_id in tokens)
+
+    def check_room(self):
+        if self.refusal is not None:
+            raise self.refusal
 
     def end_choice(self, request_id, choice):
         self.ended_choices.append((request_id, choice))

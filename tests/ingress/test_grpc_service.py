@@ -255,6 +255,13 @@ async def test_errors_of_the_core_arrive_as_they_left(front, error):
     assert getattr(caught.value, "retry_after_s", None) == getattr(error, "retry_after_s", None)
 
 
+async def test_a_request_that_has_no_room_is_refused_before_it_is_tokenized(front):
+    front.script.refusal = Overloaded("full", 2.5)
+    with pytest.raises(Overloaded, match="full") as caught:
+        await say(front, prompt="")  # an empty prompt would be refused for another reason
+    assert caught.value.retry_after_s == 2.5
+
+
 async def test_a_model_that_is_not_served_is_not_found(stub):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.Tokenize(pb.TokenizeRequest(model="other", text="x"))
