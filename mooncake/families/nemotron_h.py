@@ -32,6 +32,9 @@ _USUAL = {
 }
 
 
+_STILL = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}  # no head rotates
+
+
 def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """A ``time_step_min`` is for training alone."""
     refuse_biases(settings)
@@ -39,7 +42,8 @@ def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str
     mixers = [letter for letter in pattern if letter in (MAMBA, ATTENTION)]
     recurrent = tuple(layer for layer, letter in enumerate(mixers) if letter == MAMBA)
     renamed = {_AS_MAMBA[key]: value for key, value in settings.tree.items() if key in _AS_MAMBA}
-    settings = Settings({**_USUAL, **settings.tree, **renamed, "num_hidden_layers": len(mixers)}, settings.source)
+    own = {**renamed, **_STILL, "num_hidden_layers": len(mixers)}
+    settings = Settings({**_USUAL, **settings.tree, **own}, settings.source)
     inner = settings.integer("mamba_n_heads") * settings.integer("mamba_d_head")
     states = read_mamba(Settings({**settings.tree, "mamba_d_ssm": inner}, settings.source), recurrent)
     mamba = states["mamba"]

@@ -319,6 +319,13 @@ def test_what_a_family_does_not_have_is_one_sentence(
         read_config(given["model_type"], Settings(given | change, "config.json"), None, (), {})
 
 
+def test_where_no_head_rotates_settings_of_rotation_say_nothing(models: dict[str, Model]) -> None:
+    given = json.loads((models["nemotron-h"].folder / "config.json").read_text())
+    rotating = {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "unheard of"}}
+    plain, told = (read_config("nemotron_h", Settings(each, ""), None, (), {}) for each in (given, given | rotating))
+    assert told == plain and len(told.still_layers) == told.num_layers
+
+
 def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
     model = either
     with pytest.raises(ConfigError, match="takes a token back"):
