@@ -121,6 +121,8 @@ class Mamba:
     has_conv_bias: bool = True
     has_biases: bool = False  # of projections
     norms_first: bool = False  # and what the norm gives is gated
+    pattern: str = ""  # Nemotron-H: of published layers (``families.nemotron_h``)
+    latent_size: int = 0  # of what experts compute with, smaller than the hidden state; 0: that
     factors: Factors | None = None  # Falcon-H1, whose layers each have attention beside Mamba-2: here they are two
 
 

@@ -67,7 +67,8 @@ _ACTIVATIONS = {
 class Family:
     """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
     without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise;
-    none, where published layers are not those of the cache: ``top_shapes`` then has them."""
+    none, where published layers are not those of the cache: ``top_shapes`` then has them. ``renamed``: other starts of
+    names, and those here, the first that fits."""
 
     read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
@@ -76,6 +77,7 @@ class Family:
     prefix: str = ""
     dense_shapes: Callable[[ModelConfig], Shapes] | None = None
     own_shapes: Callable[[ModelConfig, int], Shapes] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
 
 
 def num_layers_of(settings: Settings) -> int:

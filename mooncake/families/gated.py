@@ -168,6 +168,12 @@ _NAMES = {
     "exaone_moe": ExpertNames(choice_bias="mlp.e_score_correction_bias"),
     "hy_v3": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared="mlp.shared_mlp"),
     "ernie4_5_moe": ExpertNames(choice_bias="mlp.moe_statics.e_score_correction_bias"),
+    "nemotron_h": ExpertNames(
+        "mixer.gate",
+        "mixer.experts",
+        choice_bias="mixer.gate.e_score_correction_bias",
+        shared="mixer.shared_experts",
+    ),
     "minimax_m2": ExpertNames(
         "block_sparse_moe.gate",
         "block_sparse_moe.experts",

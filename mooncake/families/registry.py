@@ -24,6 +24,7 @@ from mooncake.families.llama4 import LLAMA4_FAMILIES
 from mooncake.families.mamba import MAMBA_FAMILIES
 from mooncake.families.mixtures import MIXTURE_FAMILIES
 from mooncake.families.multimodal import name_of_text
+from mooncake.families.nemotron_h import NEMOTRON_H_FAMILIES
 from mooncake.families.routed import ROUTED_FAMILIES
 from mooncake.families.routed_members import ROUTED_MEMBERS
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
@@ -45,6 +46,7 @@ OTHER_FAMILIES: dict[str, Family] = {
     **HYBRID_FAMILIES,
     **MAMBA_FAMILIES,
     **FALCON_H1_FAMILIES,
+    **NEMOTRON_H_FAMILIES,
 }
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 
@@ -103,9 +105,13 @@ def without_unused_keys(config: ModelConfig, shapes: Shapes) -> Shapes:
 
 
 def published_name(architecture: str, name: str) -> str:
-    """A weight's full name, if its publisher omitted the family's prefix or published more than the language model."""
+    """A weight's full name, if its publisher omitted the family's prefix, published more than the language model, or
+    has other names for what all models have."""
     name = name_of_text(name)
     family = OTHER_FAMILIES.get(architecture)
+    for given, ours in family.renamed if family else ():
+        if name.startswith(given):
+            return ours + name.removeprefix(given)
     if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
         return name
     return family.prefix + name

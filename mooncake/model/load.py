@@ -32,6 +32,7 @@ from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
 from mooncake.model.mamba import Bamba, GraniteMamba
 from mooncake.model.moe import FlexOlmo, GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
+from mooncake.model.nemotron_h import NemotronH
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
@@ -107,6 +108,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "lfm2": Lfm2,
     "bamba": Bamba,
     "falcon_h1": FalconH1,
+    "nemotron_h": NemotronH,
 }
 
 

@@ -18,6 +18,7 @@ from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder, Layer, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import heads_in_order, rotary_order
+from mooncake.model_config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +62,34 @@ class RoutedDecoder(GatedDecoder[Layer]):
         return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
 
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self._route(mlp, normed)
+        weights, chosen = choose_experts(self.config, mlp.router, mlp.choice_bias, normed)
         mixed = mlp.experts(normed, chosen, weights)
         if mlp.shared is None:
             return mixed
         assert self.config.routing is not None
         return torch.add(mixed, self._dense(mlp.shared, normed), alpha=self.config.routing.shared_factor)
 
-    def _route(self, mlp: Mixture, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights and numbers ``[T, k]`` of each token's experts. The bias affects the choice, not the weights."""
-        routing, count = self.config.routing, self.config.experts_per_token
-        assert routing is not None
-        logits = mlp.router(normed.float())
-        scores = logits.sigmoid() if routing.scoring.endswith("sigmoid") else logits.softmax(-1)
-        ranks = scores if mlp.choice_bias is None else scores + mlp.choice_bias
-        if routing.num_groups > 1:
-            grouped = ranks.view(len(ranks), routing.num_groups, -1)
-            # a group counts as its best expert does, or with a bias as its best two
-            best = grouped.topk(1 if mlp.choice_bias is None else min(2, grouped.shape[2]), dim=-1).values.sum(-1)
-            allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups).indices, True)
-            ranks = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
-        chosen = ranks.topk(count, dim=-1).indices
-        weights = scores.gather(1, chosen)
-        if self.config.norm_expert_weights:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * routing.factor, chosen
+
+def choose_experts(
+    config: ModelConfig, router: Linear, choice_bias: torch.Tensor | None, normed: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and numbers ``[T, k]`` of each token's experts. The bias affects the choice, not the weights."""
+    routing, count = config.routing, config.experts_per_token
+    assert routing is not None
+    logits = router(normed.float())
+    scores = logits.sigmoid() if routing.scoring.endswith("sigmoid") else logits.softmax(-1)
+    ranks = scores if choice_bias is None else scores + choice_bias
+    if routing.num_groups > 1:
+        grouped = ranks.view(len(ranks), routing.num_groups, -1)
+        # a group counts as its best expert does, or with a bias as its best two
+        best = grouped.topk(1 if choice_bias is None else min(2, grouped.shape[2]), dim=-1).values.sum(-1)
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(routing.top_groups).indices, True)
+        ranks = grouped.masked_fill(~allowed[..., None], float("-inf")).flatten(1)
+    chosen = ranks.topk(count, dim=-1).indices
+    weights = scores.gather(1, chosen)
+    if config.norm_expert_weights:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routing.factor, chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dra
         ("lfm2", ()),
         ("granite-4-moe", ()),
         ("falcon-h1", ()),
+        ("nemotron-3", ()),
     ],
     ids=str,
 )

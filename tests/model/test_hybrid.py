@@ -29,21 +29,14 @@ from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
 
-GROUPS = {
-    "lfm2": (5, 1),
-    "granite-4": (4, 4),
-    "granite-4-moe": (4, 4),
-    "bamba": (4, 4),
-    "falcon-h1": (4, 4),
-    "falcon-h1-with-norms": (4, 4),
-}  # groups, rows of a state
+GROUPS = {"lfm2": (5, 1), "nemotron-h": (5, 4), "nemotron-3": (5, 4)}  # groups, and rows of a state
 CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))
 
 
 class Model:
     def __init__(self, name: str, folder: Path) -> None:
         self.folder = folder
-        self.is_convolution = name == "lfm2"
+        self.has_five_groups = name in GROUPS
         self.theirs = write_hybrid(name, folder)
         self._known: dict[tuple[int, ...], list[int]] = {}
 
@@ -68,9 +61,10 @@ def model(models: dict[str, Model]) -> Model:
     return models["qwen3-next"]
 
 
-@pytest.fixture(params=["qwen3-next", "lfm2", "granite-4", "falcon-h1"])
+@pytest.fixture(params=["qwen3-next", "lfm2", "granite-4", "falcon-h1", "nemotron-3"])
 def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
-    """With matrices of the delta rule, convolutions alone, state spaces, and both state and KV in each layer."""
+    """With matrices of the delta rule, convolutions alone, state spaces, both state and KV in each layer, and layers
+    with neither."""
     return models[request.param]
 
 
@@ -82,7 +76,7 @@ def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chun
     prompts = {f"r{length}": prompt_of(length) for length in (1, 7, 8, 9, 40, 70)}
     engine = hybrid_engine(model.folder, chunk_tokens=chunk_tokens, kernels=kernels or choose_kernels())
     groups = engine.config.groups
-    assert (groups.num_groups, max(groups.rows, default=1)) == GROUPS.get(name, (4, 3))
+    assert (groups.num_groups, max(groups.rows, default=1)) == GROUPS.get(name, (4, 3 if "qwen" in name else 4))
     for request, prompt in prompts.items():
         engine.add(sequence(request, prompt))
     found = run(engine)
@@ -146,7 +140,7 @@ def test_prompts_share_what_they_have_in_common(either: Model, shared: int) -> N
 @pytest.mark.parametrize("num_places", [0, 300], ids=["recomputed", "swapped"])
 def test_preempted_sequences_go_on_as_they_were(either: Model, num_places: int) -> None:
     engine = hybrid_engine(
-        either.folder, num_pages=62 if either.is_convolution else 58, num_places=num_places, max_model_len=120
+        either.folder, num_pages=62 if either.has_five_groups else 58, num_places=num_places, max_model_len=120
     )
     prompts = {f"r{i}": prompt_of(10 + 3 * i, i) for i in range(7)}
     for name, prompt in prompts.items():
@@ -309,6 +303,12 @@ def test_an_engine_of_benchmarks_takes_no_token_twice(model: Model) -> None:
         ("falcon-h1", {"mlp_multipliers": [1.0]}, "must be 2 numbers"),
         ("falcon-h1", {"ssm_multipliers": [1.0, 1.0, 0.0, 1.0, 1.0]}, "a number other than 0"),
         ("falcon-h1", {"mamba_d_ssm": 100}, "6 heads of Mamba of 16 are not 100"),
+        ("nemotron-h", {"layers_block_type": ["mlp", "mamba"]}, r"of the letters M\*-E, the first M or \*"),
+        ("nemotron-h", {"hybrid_override_pattern": "M?*"}, r"of the letters M\*-E"),
+        ("nemotron-h", {"layers_block_type": None, "layer_types": None}, "of which kind its layers are"),
+        ("nemotron-h", {"hybrid_override_pattern": "M-M-"}, "some of 2 layers must attend"),
+        ("nemotron-3", {"mlp_hidden_act": "silu"}, "an activation other than relu2"),
+        ("nemotron-3", {"n_group": 3}, "8 experts cannot be chosen from"),
     ],
 )
 def test_what_a_family_does_not_have_is_one_sentence(
@@ -317,6 +317,13 @@ def test_what_a_family_does_not_have_is_one_sentence(
     given = json.loads((models[name].folder / "config.json").read_text())
     with pytest.raises(ModelError, match=sentence):
         read_config(given["model_type"], Settings(given | change, "config.json"), None, (), {})
+
+
+def test_where_no_head_rotates_settings_of_rotation_say_nothing(models: dict[str, Model]) -> None:
+    given = json.loads((models["nemotron-h"].folder / "config.json").read_text())
+    rotating = {"partial_rotary_factor": 0.5, "rope_scaling": {"rope_type": "unheard of"}}
+    plain, told = (read_config("nemotron_h", Settings(each, ""), None, (), {}) for each in (given, given | rotating))
+    assert told == plain and len(told.still_layers) == told.num_layers
 
 
 def test_what_does_not_go_with_states_is_refused(either: Model) -> None:

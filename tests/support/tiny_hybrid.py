@@ -48,6 +48,15 @@ FALCON: dict[str, Any] = {
     **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5, "mlp_multipliers": [0.8, 1.2]},
     **{"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8]},
 }
+NEMOTRON: dict[str, Any] = {
+    **{"hidden_size": 48, "head_dim": 16, "mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 16},
+    **{"n_groups": 2, "initializer_range": 0.3, "intermediate_size": 64, "chunk_size": 16},
+    **{"time_step_min": 1e-9, "num_hidden_layers": None},
+}
+NEMOTRON_MIXED: dict[str, Any] = {
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2},
+    **{"moe_shared_expert_intermediate_size": 40, "routed_scaling_factor": 1.5},
+}
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", STATES | MIXED),
     "qwen3.5": ("qwen3_5_text", STATES),
@@ -60,6 +69,14 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": ("bamba", SPACES | {"attn_layer_indices": [2, 4], "intermediate_size": 64, "pad_token_id": None}),
     "falcon-h1": ("falcon_h1", SPACES | FALCON),
     "falcon-h1-with-norms": ("falcon_h1", SPACES | FALCON | {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron-h": ("nemotron_h", NEMOTRON | {"hybrid_override_pattern": "M-M*-M-M*"}),
+    "nemotron-3": ("nemotron_h", NEMOTRON | NEMOTRON_MIXED | {"hybrid_override_pattern": "MEM*EMEM*E-"}),
+    "nemotron-3-latent": (
+        "nemotron_h",
+        NEMOTRON
+        | NEMOTRON_MIXED
+        | {"hybrid_override_pattern": "MEM*EM*E", "moe_latent_size": 32, "use_bias": True, "initializer_range": 0.2},
+    ),
     "qwen3.5-moe": ("qwen3_5_moe_text", STATES | MIXED),
 }
 
@@ -68,12 +85,14 @@ def write_hybrid(name: str, folder: Path) -> Any:
     """Returns transformers' own model."""
     family, changes = HYBRIDS[name]
     model = write_tiny_model(folder, family, **changes)
-    if rates := [
-        weight for key, weight in model.named_parameters() if key.endswith("A_log") and "mamba_n_heads" in changes
-    ]:
-        with torch.no_grad():
-            for rate in rates:
-                rate.sub_(4)  # as they are, they forget all within a few tokens
+    changed = False
+    with torch.no_grad():
+        for key, weight in model.state_dict().items():
+            if key.endswith("A_log") and "mamba_n_heads" in changes:
+                changed, _ = True, weight.sub_(4)  # as they are, they forget all within a few tokens
+            if key.endswith("e_score_correction_bias"):
+                changed, _ = True, weight.normal_(std=0.3)  # it is 0
+    if changed:
         model.save_pretrained(folder)
     return model
 
