@@ -19,7 +19,7 @@ Observe = Callable[[str, int], None]  # (route, status)
 
 class EdgeMiddleware:
     """Limits the POSTs that are open, and apart from them those whose body is still arriving; adds the request id to
-    every response, and counts it."""
+    every response, and counts it. A connection whose client was not told to send its body ends with the answer."""
 
     def __init__(self, app: ASGIApp, observe: Observe, max_posts: int) -> None:
         self._app = app
@@ -33,19 +33,27 @@ class EdgeMiddleware:
             return
         request_id = _client_request_id(scope) or uuid.uuid4().hex.encode()
         status = Cancelled.http_status
+        is_body_held_back = _expects_continue(scope)
+
+        async def receive_body() -> Message:
+            nonlocal is_body_held_back
+            is_body_held_back = False  # uvicorn tells the client to send it
+            return await receive()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                if is_body_held_back:  # it may never come, and the next request would be taken for it
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
             if scope["method"] == "POST":
-                await self._post(scope, receive, send_with_id)
+                await self._post(scope, receive_body, send_with_id)
             else:
-                await self._app(scope, receive, send_with_id)
+                await self._app(scope, receive_body, send_with_id)
         finally:
             route = scope.get("route")
             self._observe(getattr(route, "path", "unknown"), status)
@@ -64,6 +72,11 @@ class EdgeMiddleware:
 
     def _count(self) -> None:
         self._posts += 1
+
+
+def _expects_continue(scope: Scope) -> bool:
+    """Whether the client waits to be told to send the body (RFC 9110, 10.1.1)."""
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
 
 
 def _client_request_id(scope: Scope) -> bytes | None:
