@@ -21,6 +21,7 @@ from conductor.service import ClusterServicer
 from mooncake.adapters import parse_adapters
 from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
+from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config
 from mooncake.directory import Directory
@@ -58,6 +59,8 @@ class ConductorNode:
         checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
         tokenizer = checkpoint.load_tokenizer()
         facts = model_facts(config, checkpoint)
+        if advice := block_size_advice(checkpoint.config, config.block.tokens, config.precision().kv_dtype):
+            log.warning("%s", advice)
         core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))
         if config.conductor.calibration:
             core.costs.start_from(read_calibration(Path(config.conductor.calibration)))

@@ -12,6 +12,7 @@ It keeps its paged cache between calls, so a second call reuses the blocks of th
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake import types
 from mooncake.adapters import open_adapter, open_adapters
+from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
@@ -56,6 +58,8 @@ from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
 from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds, check_type
+
+log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -380,6 +384,8 @@ def _fit(
     groups, page = plan_pages(checkpoint, block, limits.max_model_len, device, num_processes)
     num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
     longest = groups.max_model_len(num_blocks, limits.max_step_tokens, limits.block_tokens, limits.max_model_len)
+    if advice := block_size_advice(checkpoint.config, limits.block_tokens, precision.kv_dtype):
+        log.warning("%s", advice.replace("block.tokens", "block_tokens"))
     if longest < 1:
         raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
     size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences)

@@ -161,6 +161,8 @@ class EngineConfig:
         check_least({name: (getattr(self, name), least) for name, least in _LEAST.items()})
         if self.tbt_limit_ms and not self.chunk_tokens:
             raise ConfigError("tbt_limit_ms cuts prompts, and chunk_tokens = 0 says that none is cut: set one of them")
+        if self.speculative_tokens and self.groups.has_states:
+            raise ConfigError("speculative_tokens is not for models with recurrent layers: no state takes a token back")
 
 
 def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:

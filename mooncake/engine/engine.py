@@ -80,13 +80,11 @@ class Engine:
         """``guides`` compiles guides for the model's vocabulary; without it, guided requests are refused.
         ``draft_model`` replaces prompt lookup where ``config.speculative_tokens`` allows drafts. Raises ConfigError
         if the model cannot compute ``config.own_layers`` alone, or keeps states that ``config.groups`` does not know
-        of or from which drafts cannot be taken back."""
+        of."""
         if config.own_layers and not isinstance(model, RecomputingModel):
             raise ConfigError("prefill.variant is for the Llama family on CPUs")
         if isinstance(model.config, ModelConfig) and model.config.recurrence and not config.groups.has_states:
             raise ConfigError("the groups are not those of a model with recurrent layers: states would change twice")
-        if config.speculative_tokens and config.groups.has_states:
-            raise ConfigError("speculative_tokens is not for models with recurrent layers: no state takes a token back")
         self.config = config
         self.cache = cache
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)

@@ -113,14 +113,14 @@ class EngineHost:
         if self._section.threads:
             use_threads(self._section.threads)
             torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
-        started_s = time.monotonic()
+        started_s, settings = time.monotonic(), self._engine_config
         log.info("reading %s for %s", self._checkpoint.name, self.device)
         backend = self._backend = await asyncio.to_thread(self._open_backend, self._cache_size, memory)
         drafter = await asyncio.to_thread(self._drafter) if self._section.draft_model else None
         backend.watch(self._tell_failure)
         assert backend.mirror is not None
         self.mirror = backend.mirror
-        self.engine = Engine(backend.model, backend.cache, self._engine_config, self._guides, drafter)
+        self.engine = Engine(backend.model, backend.cache, settings, self._guides, drafter)
         await asyncio.to_thread(self._warm_up)
         node_hook = NodeHook(hook, self.samples, self._publish_events)
         self.thread = EngineThread(self.engine, node_hook)

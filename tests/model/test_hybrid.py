@@ -14,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from tiny_hybrid import BLOCK, HYBRIDS, STATES, greedy, hybrid_engine, prompt_of, run, sequence, write_hybrid
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from mooncake import LLM
 from mooncake.app.bench.peers.own import OwnEngine
+from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import ALONE, CacheSize, Processes, draft_on, open_backend, open_for_node
@@ -24,7 +26,7 @@ from mooncake.errors import ConfigError, KVLoadFailed, ModelError
 from mooncake.families.registry import read_config
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model import load_model
-from mooncake.model_config import Settings
+from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
 from mooncake.types import BeamSearch
@@ -259,15 +261,27 @@ def test_the_language_model_of_a_multimodal_checkpoint_opens(tmp_path: Path) -> 
     assert run(engine)["r"] == greedy(whole, prompt_of(30), 12)
 
 
+def large_qwen() -> ModelConfig:
+    """Qwen3-Next 80B: 36 states of 2.2 MB, and 12 layers with 2 KB of KV a token in bfloat16."""
+    shape = {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2}
+    given = {**shape, "intermediate_size": 512, "vocab_size": 320, "max_position_embeddings": 262_144}
+    return read_config("qwen3_5_text", Settings(given, "config.json"), None, (), {})
+
+
+def test_who_chooses_small_blocks_for_large_states_is_told_the_size_to_choose(model: Model) -> None:
+    config = large_qwen()
+    advice = block_size_advice(config, 64, "bfloat16")
+    assert "208,896 bytes of cache in blocks of 64" in advice and "24,576 with block.tokens=544" in advice
+    assert not block_size_advice(config, 544, "bfloat16") and not block_size_advice(config, 512, "bfloat16")
+    assert not block_size_advice(open_checkpoint("smollm2").config, 64, "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("block_tokens", "rows_of_state", "num_groups", "num_empty"),
     [(64, 17, 7, 90), (512, 3, 7, 6), (544, 2, 7, 0), (1024, 2, 7, 0)],
 )
 def test_large_blocks_waste_nothing(block_tokens: int, rows_of_state: int, num_groups: int, num_empty: int) -> None:
-    """Qwen3-Next 80B: 36 states of 2.2 MB, and 12 layers with 2 KB of KV a token in bfloat16."""
-    shape = {"num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2}
-    given = {**shape, "intermediate_size": 512, "vocab_size": 320, "max_position_embeddings": 262_144}
-    config = read_config("qwen3_5_text", Settings(given, "config.json"), None, (), {})
+    config = large_qwen()
     block = block_layout(config, block_tokens, "bfloat16")
     groups = groups_of(config, config.max_model_len, block)
     assert config.recurrence is not None and config.recurrence.state_bytes == 2_195_456
@@ -329,7 +343,7 @@ def test_where_no_head_rotates_settings_of_rotation_say_nothing(models: dict[str
 def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
     model = either
     with pytest.raises(ConfigError, match="takes a token back"):
-        hybrid_engine(model.folder, speculative_tokens=2)
+        LLM(str(model.folder), speculative_tokens=2)
     size = CacheSize(model.checkpoint.kv_layout(BLOCK, "float32"), 50, 120)
     with pytest.raises(ConfigError, match="take no token back"):
         draft_on("cpu", str(model.folder), "float32", size, 320, 2, 16)
