@@ -37,7 +37,7 @@ _MISSING = {
     ),
     **dict.fromkeys(("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text", "zaya"), _CONVOLVED),
     **dict.fromkeys(("mamba", "mamba2", "jamba", "zamba2", "rwkv"), _RECURRENT),
-    **dict.fromkeys(("lfm2_moe", "minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
+    **dict.fromkeys(("minimax", "kimi_linear", "recurrent_gemma", "olmo_hybrid"), _RECURRENT),
     "mllama": "attention to encoded images",
     "mimo_v2_flash": "keys and values of different sizes",
     "bitnet": "weights of three values",

@@ -160,6 +160,14 @@ class ExpertNames:
 _NAMES = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", "w1", "w3", "w2"),
     **dict.fromkeys(("granitemoe", "granitemoehybrid"), ExpertNames(router="block_sparse_moe.router.layer")),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"),
+        ExpertNames(
+            *("feed_forward.gate", "feed_forward.experts", "w1", "w3", "w2"),
+            choice_bias="feed_forward.expert_bias",
+            dense="feed_forward",
+        ),
+    ),
     "afmoe": ExpertNames(router="mlp.router.gate", choice_bias="mlp.expert_bias"),
     "hunyuan_v1_moe": ExpertNames(router="mlp.gate.wg", shared="mlp.shared_mlp"),
     "llama4_text": ExpertNames(

@@ -1,4 +1,5 @@
-"""LFM2 (Liquid AI 2025): most layers are short convolutions, the others attend. Torch-free."""
+"""LFM2 (Liquid AI 2025): most layers are short convolutions, the others attend. MLPs are dense, or mixtures behind the
+first layers. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, head_shapes, num_layers_of
-from mooncake.families.gated import read_silu
+from mooncake.families.gated import expert_names, expert_shapes, read_silu, router_shape
 from mooncake.families.hybrid import layers_of_kind, state_windows
+from mooncake.families.routed import read_mixture
 from mooncake.model_config import ModelConfig, Recurrence, Settings
 
 
@@ -33,6 +35,19 @@ def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
     }
 
 
+def _read_lfm2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+    usual = {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True, "intermediate_size": 7168}
+    settings = Settings({**usual, **settings.tree}, settings.source)
+    counts = {
+        "n_routed_experts": settings.integer("num_experts", 32),
+        "first_k_dense_replace": settings.integer("num_dense_layers", 2),
+    }
+    scoring = "sigmoid" if settings.flag("use_expert_bias", True) else "unbiased_sigmoid"
+    mixture = read_mixture(Settings({**settings.tree, **counts}, settings.source), scoring, 1.0, is_grouped=False)
+    own = {"intermediate_size": settings.integer("intermediate_size"), "shared_expert_size": 0}
+    return {**_read_lfm2(settings, shapes), **mixture, **own}
+
+
 def _mlp_size(settings: Settings) -> int:
     size = settings.integer("block_ff_dim", settings.integer("intermediate_size", 12_288))
     if not settings.flag("block_auto_adjust_ff_dim", True):
@@ -45,10 +60,12 @@ def _mlp_size(settings: Settings) -> int:
 
 def _layer(config: ModelConfig, layer: int) -> Shapes:
     assert config.recurrence is not None
-    return _convolving_layer(config) if layer in config.recurrence.layers else _attending_layer(config)
+    mixer = _convolution(config) if layer in config.recurrence.layers else _attention(config)
+    is_dense = config.routing is None or layer in config.routing.dense_layers
+    return mixer | _norms(config) | (_dense(config) if is_dense else _mixture(config))
 
 
-def _attending_layer(config: ModelConfig) -> Shapes:
+def _attention(config: ModelConfig) -> Shapes:
     hidden, dim = config.hidden_size, config.head_dim
     query, kv = config.num_heads * dim, config.num_kv_heads * dim
     return {
@@ -58,26 +75,34 @@ def _attending_layer(config: ModelConfig) -> Shapes:
         "self_attn.out_proj.weight": (hidden, query),
         "self_attn.q_layernorm.weight": (dim,),
         "self_attn.k_layernorm.weight": (dim,),
-        **_rest_of_layer(config),
     }
 
 
-def _convolving_layer(config: ModelConfig) -> Shapes:
+def _convolution(config: ModelConfig) -> Shapes:
     hidden = config.hidden_size
     assert config.recurrence is not None
     return {
         "conv.in_proj.weight": (3 * hidden, hidden),
         "conv.conv.weight": (hidden, 1, config.recurrence.taps),
         "conv.out_proj.weight": (hidden, hidden),
-        **_rest_of_layer(config),
     }
 
 
-def _rest_of_layer(config: ModelConfig) -> Shapes:
+def _norms(config: ModelConfig) -> Shapes:
+    return {"operator_norm.weight": (config.hidden_size,), "ffn_norm.weight": (config.hidden_size,)}
+
+
+def _mixture(config: ModelConfig) -> Shapes:
+    assert config.routing is not None
+    shapes = router_shape(config) | expert_shapes(config, config.routing.expert_size)
+    return shapes | (
+        {expert_names(config).choice_bias: (config.num_experts,)} if config.routing.has_choice_bias else {}
+    )
+
+
+def _dense(config: ModelConfig) -> Shapes:
     hidden, inner = config.hidden_size, config.intermediate_size
     return {
-        "operator_norm.weight": (hidden,),
-        "ffn_norm.weight": (hidden,),
         "feed_forward.w1.weight": (inner, hidden),
         "feed_forward.w3.weight": (inner, hidden),
         "feed_forward.w2.weight": (hidden, inner),
@@ -90,5 +115,6 @@ def _top(config: ModelConfig) -> Shapes:
 
 
 LFM2_FAMILIES: dict[str, Family] = {
-    "lfm2": Family(_read_lfm2, _attending_layer, "model.layers", _top, own_shapes=_layer)
+    "lfm2": Family(_read_lfm2, _attention, "model.layers", _top, own_shapes=_layer),
+    "lfm2_moe": Family(_read_lfm2_moe, _attention, "model.layers", _top, own_shapes=_layer),
 }

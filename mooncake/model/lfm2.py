@@ -9,6 +9,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
 from mooncake.model.hybrid import HybridDecoder
+from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +32,23 @@ class _Layer:
     norm: torch.Tensor
     mixer: _Attention | _Convolution
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp | Mixture
 
 
-class Lfm2(HybridDecoder[_Layer]):
+class Lfm2(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
     def _take_norm(self, name: str) -> torch.Tensor:
         return super()._take_norm("model.embedding_norm" if name == "model.norm" else name)
 
     def _take(self, prefix: str) -> _Layer:
-        mlp = prefix + "feed_forward."
         return _Layer(
             self._take_norm(prefix + "operator_norm"),
             self._take_mixer(prefix),
             self._take_norm(prefix + "ffn_norm"),
-            self.linear(mlp + "w1", mlp + "w3"),
-            self.linear(mlp + "w2"),
+            self._take_mlp(prefix),
         )
+
+    def _take_gated(self, prefix: str) -> Mlp:
+        return Mlp(self.linear(prefix + "w1", prefix + "w3"), self.linear(prefix + "w2"))
 
     def _take_mixer(self, prefix: str) -> _Attention | _Convolution:
         if f"{prefix}conv.conv.weight" in self._weights:
@@ -72,7 +73,7 @@ class Lfm2(HybridDecoder[_Layer]):
         else:
             mixed = self._convolve(index, mixer, normed, step)
         hidden = hidden + mixed
-        return hidden + layer.down(self.kernels.silu_mul(layer.gate_up(self._norm(hidden, layer.mlp_norm))))
+        return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
 
     def _convolve(self, index: int, layer: _Convolution, normed: torch.Tensor, step: Step) -> torch.Tensor:
         before, behind, values = layer.inputs(normed).float().chunk(3, dim=-1)

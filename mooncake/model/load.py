@@ -105,7 +105,7 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "qwen3_next": Qwen3Next,
     "qwen3_5_text": Qwen3Next,
     "qwen3_5_moe_text": Qwen3Next,
-    "lfm2": Lfm2,
+    **dict.fromkeys(("lfm2", "lfm2_moe"), Lfm2),
     "bamba": Bamba,
     "falcon_h1": FalconH1,
     "nemotron_h": NemotronH,

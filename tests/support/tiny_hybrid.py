@@ -61,6 +61,12 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": ("qwen3_next", STATES | MIXED),
     "qwen3.5": ("qwen3_5_text", STATES),
     "lfm2": ("lfm2", CONVOLUTIONS),
+    "lfm2-moe": (
+        "lfm2_moe",
+        CONVOLUTIONS
+        | {"num_dense_layers": 2, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"intermediate_size": 64, "pad_token_id": None},
+    ),
     "granite-4": ("granitemoehybrid", SPACES | GRANITE),
     "granite-4-moe": (
         "granitemoehybrid",
@@ -90,7 +96,7 @@ def write_hybrid(name: str, folder: Path) -> Any:
         for key, weight in model.state_dict().items():
             if key.endswith("A_log") and "mamba_n_heads" in changes:
                 changed, _ = True, weight.sub_(4)  # as they are, they forget all within a few tokens
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 changed, _ = True, weight.normal_(std=0.3)  # it is 0
     if changed:
         model.save_pretrained(folder)
