@@ -169,7 +169,9 @@ def write_begun(file: Path | None, begun: Begun) -> None:
 
 
 def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:
-    return weight_bytes(checkpoint.config, 1 if precision.coding else 4 if precision.dtype == "float32" else 2)
+    itemsize = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
+    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups == "a8" else (0, 0)
+    return itemsize * (weight_bytes(checkpoint.config, 1) - in_groups) + group_bytes
 
 
 def text_windows(checkpoint: Checkpoint, num_tokens: int, window: int) -> npt.NDArray[np.int64]:
