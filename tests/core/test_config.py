@@ -107,7 +107,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("prefill.device=gpu", 'prefill.device must be "cpu", "cuda" or "cuda:N", got \'gpu\''),
         ("model.dtype=int4", "model.dtype must be one of auto, float32, bfloat16, got 'int4'"),
         ("model.kv_dtype=int4", "model.kv_dtype must be one of auto, float32, bfloat16, int8, got 'int4'"),
-        ("model.weights=w4a4", "model.weights must be one of auto, plain, stored, int8, w8a8, got 'w4a4'"),
+        ("model.weights=w4a4", "model.weights must be one of auto, plain, stored, stored_a8, int8, w8a8, got 'w4a4'"),
         ("model.max_model_len=-1", "model.max_model_len must not be negative"),
         ("block.tokens=0", "block.tokens must be between 1 and 1024"),
         ("transfer.transports=[]", "must name at least one"),
