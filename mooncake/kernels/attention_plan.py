@@ -113,9 +113,9 @@ def plan_attention(
     if block_tables is not None and not window:
         groups, own_begin = _shared_groups(starts, contexts, block_tables, block_tokens)
     own = [
-        _Tile(b, first, min(tile_tokens, end - first), contexts[b] - (end - first), begin, 0)
+        _Tile(b, first, count, contexts[b] - (end - first), begin, 0)
         for b, ((start, end), begin) in enumerate(zip(pairwise(starts), own_begin, strict=True))
-        for first in range(start, end, tile_tokens)
+        for first, count in _runs(start, end, contexts[b] - end, tile_tokens, window)
     ]
     parts = [(tile_tokens, [_with_keys(tile, window, block_tokens) for tile in own])]
     programs = num_processors
@@ -129,6 +129,18 @@ def plan_attention(
     if groups:
         splits[0] = _shared_piece_tokens(parts[0][1], block_tokens, num_kv_heads, programs)
     return _cut([(size, tiles, piece_tokens or split) for (size, tiles), split in zip(parts, splits, strict=True)])
+
+
+def _runs(start: int, end: int, offset: int, tile_tokens: int, window: int) -> Iterator[tuple[int, int]]:
+    """Query tokens ``start … end`` in runs of ``(first, count)``. A run ends where a chunk does (``window`` < 0), so
+    that all its queries see the same first key. Token ``t`` is at position ``offset + t``."""
+    first = start
+    while first < end:
+        count = min(tile_tokens, end - first)
+        if window < 0:
+            count = min(count, -window - (offset + first) % -window)
+        yield first, count
+        first += count
 
 
 def _tiles(group: _Tile, size: int) -> Iterator[_Tile]:

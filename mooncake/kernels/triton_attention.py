@@ -91,16 +91,17 @@ def put(
 
 
 @triton.jit
-def last_unseen(positions, window, WINDOWED: tl.constexpr):
-    """The position before ``windows.first_seen``; ``WINDOWED``: 1 if the window slides, -1 if it is a chunk. Computed
-    anew for each tile of keys: there is no register to keep it in."""
-    return positions // -window * -window - 1 if WINDOWED < 0 else positions - window
+def in_window(keys, row_positions, chunk_begin, window, WINDOWED: tl.constexpr):
+    """Which keys are no earlier than ``windows.first_seen``. ``WINDOWED``: 1 if the window slides with each row, -1 if
+    it is a chunk, whose begin is the same for all rows of a tile."""
+    return (keys >= chunk_begin)[None, :] if WINDOWED < 0 else keys[None, :] > (row_positions - window)[:, None]
 
 
 @triton.jit
 def _visit(
     query,
     row_positions,
+    chunk_begin,
     accumulated,
     peak,
     total,
@@ -160,7 +161,7 @@ def _visit(
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
-            visible = visible & (keys[None, :] > last_unseen(row_positions, window, WINDOWED)[:, None])
+            visible = visible & in_window(keys, row_positions, chunk_begin, window, WINDOWED)
         scores = tl.where(visible, scores, float("-inf"))
     # Without a cap, scores are scaled when the peak is subtracted, in one instruction; the scale is positive.
     new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
@@ -236,17 +237,20 @@ def attend(
         at = (first + row_token).to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         rows_query = tl.load(query + at, mask=row_mask, other=0.0)
         row_positions = position + row_token
+        chunk_begin = position // -window * -window if WINDOWED < 0 else 0
 
         accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
         total = tl.zeros([TILE_TOKENS * GROUP_PAD], dtype=tl.float32)
         # Keys that every row sees need no mask: those up to the first query's own position, in whole iterations.
         whole = tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
-        if WINDOWED:
+        if WINDOWED > 0:
             whole = 0
+        elif WINDOWED < 0:  # then a page before the chunk, or a part of it, is in the piece
+            whole = tl.where(begin < chunk_begin, 0, whole)
         for start in range(begin, begin + whole, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, chunk_begin, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
                 softmax_scale, window, softcap,
@@ -254,7 +258,7 @@ def attend(
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
-                rows_query, row_positions, accumulated, peak, total, cache, scales, table, start, end,
+                rows_query, row_positions, chunk_begin, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
                 softmax_scale, window, softcap,

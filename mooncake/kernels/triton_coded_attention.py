@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.attention_plan import PIECE_FIELDS
-from mooncake.kernels.triton_attention import capped, divisor, last_unseen, pages_of, product, put
+from mooncake.kernels.triton_attention import capped, divisor, in_window, pages_of, product, put
 from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
@@ -61,6 +61,7 @@ def _visit_codes(
     query_even,
     query_odd,
     row_positions,
+    chunk_begin,
     even,
     odd,
     peak,
@@ -128,7 +129,7 @@ def _visit_codes(
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
-            visible = visible & (keys[None, :] > last_unseen(row_positions, window, WINDOWED)[:, None])
+            visible = visible & in_window(keys, row_positions, chunk_begin, window, WINDOWED)
         scores = tl.where(visible, scores, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(scores + _about_log2(value_scale)[None, :], 1) - _SPREAD)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
@@ -204,25 +205,28 @@ def attend_codes(
         query_even = (tl.load(query + at, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         query_odd = (tl.load(query + at + 1, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         row_positions = position + row_token
+        chunk_begin = position // -window * -window if WINDOWED < 0 else 0
 
         even = tl.zeros([TILE_TOKENS * GROUP_PAD, half_pad], dtype=tl.float32)
         odd = tl.zeros([TILE_TOKENS * GROUP_PAD, half_pad], dtype=tl.float32)
         peak = tl.full([TILE_TOKENS * GROUP_PAD], float("-inf"), dtype=tl.float32)
         weights = tl.zeros([TILE_TOKENS * GROUP_PAD, KEYS], dtype=tl.float32)
         whole = tl.maximum(tl.minimum(end, position + 1) - begin, 0) // KEYS * KEYS
-        if WINDOWED:
+        if WINDOWED > 0:
             whole = 0
+        elif WINDOWED < 0:  # then a page before the chunk, or a part of it, is in the piece
+            whole = tl.where(begin < chunk_begin, 0, whole)
         for start in range(begin, begin + whole, KEYS):
             even, odd, peak, weights = _visit_codes(
-                query_even, query_odd, row_positions, even, odd, peak, weights, cache, scales, table, start, end,
-                block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
+                query_even, query_odd, row_positions, chunk_begin, even, odd, peak, weights, cache, scales, table,
+                start, end, block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
                 window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
                 half, half_pad, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             even, odd, peak, weights = _visit_codes(
-                query_even, query_odd, row_positions, even, odd, peak, weights, cache, scales, table, start, end,
-                block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
+                query_even, query_odd, row_positions, chunk_begin, even, odd, peak, weights, cache, scales, table,
+                start, end, block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
                 window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
                 half, half_pad, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, WIDE,
             )  # fmt: skip

@@ -163,6 +163,15 @@ def test_a_chunk_reads_only_the_blocks_it_touches(chunk: int) -> None:
     assert int(plan_of([1], [1_000], window=-chunk).pieces[:, 4].min()) == first // BLOCK_TOKENS * BLOCK_TOKENS
 
 
+@pytest.mark.parametrize("chunk", [1, 10, 16, 998])
+def test_the_queries_of_a_piece_are_in_one_chunk(chunk: int) -> None:
+    """The kernel takes the begin of the chunk of a piece's first query for that of all of them."""
+    pieces = plan_of([90, 1, 33], [1_000, 17, 33], window=-chunk, tile_tokens=16).pieces
+    assert (pieces[:, 3] // chunk == (pieces[:, 3] + pieces[:, 2] - 1) // chunk).all()
+    queries = {first + offset for first, count in pieces[:, 1:3].tolist() for offset in range(count)}
+    assert queries == set(range(124))
+
+
 def test_a_fixed_split_makes_a_sequence_independent_of_its_batch() -> None:
     alone = plan_of([1], [5_000], piece_tokens=1_024)
     batched = plan_of([1] * 30, [5_000] * 30, piece_tokens=1_024)
