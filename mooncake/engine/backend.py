@@ -306,7 +306,7 @@ def over_gpus(
 
 def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
     """Raises ConfigError without Triton, or without so many GPUs from ``device`` on; ModelError for latent rows that
-    are too wide, and for Gemma 3n and 4."""
+    are too wide."""
     try:
         from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
         from mooncake.kernels.triton_launch import INTERPRETED
@@ -314,8 +314,6 @@ def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
     if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
         raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
-    if checkpoint.config.gemma:
-        raise ModelError(f"{checkpoint.name} is for CPUs, like all of Gemma 3n and 4")
     if INTERPRETED:
         return
     found, first = torch.cuda.device_count(), torch.device(device).index or 0

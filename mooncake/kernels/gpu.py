@@ -89,7 +89,7 @@ class GpuKernels:
         return matrices.to(self.device).contiguous()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm(hidden, None, weight, eps)
+        return self._norm(hidden.flatten(0, -2), None, weight, eps).view(hidden.shape)
 
     def add_rms_norm(
         self, residual: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float

@@ -43,16 +43,18 @@ def attention_launch(tile_rows: int, head_dim: int, block_tokens: int, wide: boo
     The pipeline is deep because a page's address must itself be loaded: of five stages two hold keys and values in
     flight. Tiles of few rows are bound by memory, and two programs share a multiprocessor; tiles of many rows are bound
     by computation and need all its registers. With pages of 64, or multiples of 128, joining two iterations into one
-    needs a quarter fewer instructions per key. Heads beyond 128 leave room for half of everything.
+    needs a quarter fewer instructions per key. Heads beyond 128 leave room for half of everything, those beyond 256
+    for half of that.
     """
     if wide:
         return Launch(tile_rows, keys=16, num_warps=4, num_stages=2, per_processor=2)
     if tile_rows == PREFILL_ROWS and not scaled and (block_tokens == 64 or block_tokens % 128 == 0):
         return Launch(tile_rows, keys=128, num_warps=8, num_stages=4, per_processor=1)
     if tile_rows >= most_rows(head_dim, scaled):
-        return Launch(tile_rows, keys=64, num_warps=8, num_stages=5 if head_dim <= 128 else 2, per_processor=1)
-    stages = 5 if tile_rows < SHARED_ROWS else 4  # with 4, two programs fit
-    return Launch(tile_rows, keys=64 if head_dim <= 128 else 32, num_warps=4, num_stages=stages, per_processor=2)
+        keys, stages = 64 if head_dim <= 256 else 32, 5 if head_dim <= 128 else 2
+        return Launch(tile_rows, keys, num_warps=8, num_stages=stages, per_processor=1)
+    keys, stages = 64 if head_dim <= 128 else 32 if head_dim <= 256 else 16, 5 if tile_rows < SHARED_ROWS else 4
+    return Launch(tile_rows, keys, num_warps=4, num_stages=stages, per_processor=2)  # with 4 stages, two programs fit
 
 
 def most_rows(head_dim: int, scaled: bool) -> int:

@@ -75,7 +75,7 @@ class Gemma4(LateGemma):
         return _Mixture(
             vector(scale, self.kernels),
             self.linear(prefix + "router.proj"),
-            self.weight(prefix + "router.per_expert_scale").float(),
+            vector(self.weight(prefix + "router.per_expert_scale").float(), self.kernels),
             self.vector(prefix + "pre_feedforward_layernorm_2.weight"),
             self.kernels.experts(gate_up, down, gate="silu" if self.config.activation == "silu" else "gelu_tanh"),
             self.vector(prefix + "post_feedforward_layernorm_2.weight"),

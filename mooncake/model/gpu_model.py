@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.device_sampler import Draws, choose
 from mooncake.model.llama import CausalLM
-from mooncake.model.planned_kernels import PlannedKernels, Plans
+from mooncake.model.planned_kernels import Kind, PlannedKernels, Plans
 from mooncake.model_config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class GpuModel:
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory that graphs share
         self._stream: torch.cuda.Stream | None = None  # that all are captured on
-        self._windows = sorted({self.config.window_of(layer) for layer in range(self.config.num_layers)})
+        layers = range(self.config.num_layers)
+        self._kinds = sorted({Kind(self.config.window_of(layer), *self.config.heads_of(layer)) for layer in layers})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
         self.cascade_bytes = CASCADE_BYTES
@@ -254,8 +256,9 @@ class GpuModel:
         differs = tables[1:] != tables[:-1]
         same = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
         blocks = np.minimum(same, np.minimum(full_blocks[1:], full_blocks[:-1])).sum()
-        layers = sum(not self.config.window_of(layer) for layer in range(self.config.num_layers))
-        return float(blocks) * cache[0, 0].nbytes * layers
+        whole = [layer for layer in range(self.config.num_layers) if not self.config.window_of(layer)]
+        elements = sum(math.prod(self.config.heads_of(layer)) for layer in whole)
+        return float(blocks) * cache[0, 0].nbytes * elements / math.prod(self.config.row_heads)
 
     def _newest(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens sampled by these rows of the last started step, and ``tokens`` where a row is negative. For a row
@@ -291,22 +294,22 @@ class GpuModel:
     def _plan(self, batch: ForwardBatch, cache: torch.Tensor, buffers: Plans | None = None) -> Plans:
         config = self.config
         return {
-            window: self.kernels.plan(
+            kind: self.kernels.plan(
                 batch.query_starts.numpy(),
                 batch.context_lens.numpy(),
                 num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
-                head_dim=config.head_dim,
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.head_dim,
                 block_tokens=cache.shape[4],
-                window=window,
+                window=kind.window,
                 # A captured plan is one pass, and a cascade has another one.
                 block_tables=None if buffers is not None else batch.block_tables.numpy(),
                 wide=self._dtype is torch.float32,
                 scaled=cache.dtype is torch.int8,
                 latent=config.latent is not None,
-                buffers=None if buffers is None else buffers[window],
+                buffers=None if buffers is None else buffers[kind],
             )
-            for window in self._windows
+            for kind in self._kinds
         }
 
     def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
@@ -324,7 +327,7 @@ class GpuModel:
         if captured is None:
             captured = self._graphs[bucket] = self._capture(bucket, cache)
         plans = self._plan(batch, cache, self._decode_plans)
-        assert all(plans[window] is plan for window, plan in self._decode_plans.items()), "a plan outgrew its buffers"
+        assert all(plans[kind] is plan for kind, plan in self._decode_plans.items()), "a plan outgrew its buffers"
         self._fill(captured, batch, newest)
         captured.graph.replay()
         return captured.logits[:size]
@@ -355,7 +358,7 @@ class GpuModel:
         """Run the step once normally, for lazy initialisation, and capture it the second time."""
         numbers = torch.zeros((4, bucket), dtype=torch.int64, device=self._device)
         buffers = self._empty_batch(numbers)
-        self._decode_plans = self._decode_plans or {window: self._largest_decode_plan() for window in self._windows}
+        self._decode_plans = self._decode_plans or {kind: self._largest_decode_plan(kind) for kind in self._kinds}
         for plan in self._decode_plans.values():  # the recorded run computes nothing and writes nowhere
             plan.passes[0].num_pieces.zero_()
             plan.num_merged.zero_()
@@ -422,11 +425,11 @@ class GpuModel:
             logit_rows=torch.arange(2),
         )
 
-    def _largest_decode_plan(self) -> DevicePlan:
+    def _largest_decode_plan(self, kind: Kind) -> DevicePlan:
         """Room for any decode plan: each sequence may have one piece more than with equal shares of the whole."""
         config = self.config
         is_latent, is_wide = config.latent is not None, self._dtype is torch.float32
-        heads = pack(config.num_heads, config.num_kv_heads, is_wide, is_latent)
+        heads = pack(config.num_heads, kind.num_kv_heads, is_wide, is_latent)
         most = self._buckets[-1]
         pieces = most + self.kernels.num_processors * PIECES_PER_PROCESSOR
         return DevicePlan.empty(
@@ -435,6 +438,6 @@ class GpuModel:
             most,
             pieces,
             config.num_heads,
-            config.head_dim,
+            kind.head_dim,
             self._device,
         )

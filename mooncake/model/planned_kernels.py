@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.gpu_attention import DevicePlan
 
-Plans = Mapping[int, DevicePlan]
-"""A step's plan for each window in use, as ``reference.paged_attention`` takes it: 0 for none, negative for chunks."""
+
+class Kind(NamedTuple):
+    """Of attention. Layers of one kind share a step's plan."""
+
+    window: int  # as ``reference.paged_attention`` takes it: 0 for none, negative for chunks
+    num_kv_heads: int
+    head_dim: int
+
+
+Plans = Mapping[Kind, DevicePlan]
+"""A step's plan for each kind of attention in the model."""
 
 
 class PlannedKernels(GpuKernels):
@@ -19,7 +29,7 @@ class PlannedKernels(GpuKernels):
 
     def __init__(self, device: torch.device | str | None = None) -> None:
         super().__init__(device)
-        self.step_plans: dict[int, DevicePlan] = {}
+        self.step_plans: dict[Kind, DevicePlan] = {}
         self._planned: torch.Tensor | None = None  # the query starts that they are for
 
     def follow(self, plans: Plans, query_starts: torch.Tensor) -> None:
@@ -42,9 +52,10 @@ class PlannedKernels(GpuKernels):
     ) -> torch.Tensor:
         if query_starts is not self._planned:
             self.follow({}, query_starts)
-        if plan is None and window not in self.step_plans and len(query):
+        kind = Kind(window, cache_layer.shape[2], query.shape[2])
+        if plan is None and kind not in self.step_plans and len(query):
             is_coded = cache_layer.dtype is torch.int8
-            self.step_plans[window] = self.plan_call(
+            self.step_plans[kind] = self.plan_call(
                 query, cache_layer, query_starts, context_lens, window, scaled=is_coded
             )
         return super().paged_attention(
@@ -57,6 +68,6 @@ class PlannedKernels(GpuKernels):
             window,
             softcap,
             sinks,
-            plan or self.step_plans.get(window),
+            plan or self.step_plans.get(kind),
             scales,
         )

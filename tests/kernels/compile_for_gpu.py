@@ -69,6 +69,7 @@ def attention_cases() -> Iterator[Case]:
         "smollm2": (3, 64, 64),
         "mqa": (16, 128, 64),
         "gemma3": (2, 256, 64),
+        "gemma4": (8, 512, 64),
     }
     for shape, (group, head_dim, block_tokens) in shapes.items():
         for query, pages in (
@@ -111,7 +112,7 @@ def attention_cases() -> Iterator[Case]:
                 programs=launch.per_processor,
                 targets=(90,),
             )
-    for head_dim, sinks in ((64, False), (128, False), (256, False), (576, False), (64, True)):
+    for head_dim, sinks in ((64, False), (128, False), (256, False), (512, False), (576, False), (64, True)):
         yield Case(
             f"merge-{head_dim}{'-sinks' if sinks else ''}",
             triton_attention.merge,
@@ -305,12 +306,13 @@ def elementwise_cases() -> Iterator[Case]:
     )
     for pages, kv_heads, half in (
         *(("bfloat16", 8, 64), ("int8", 8, 64), ("float8", 8, 64)),
+        *(("bfloat16", 4, 256), ("int8", 4, 256)),  # Gemma 4's global layers
         *(("bfloat16", 0, 64), ("bfloat16", 1, 288), ("int8", 1, 288)),  # 0: queries alone; 288: latent rows
     ):
         name = f"rope-write-{pages}" if kv_heads else "rope-queries"
         half_pad = triton.next_power_of_2(half)
         yield Case(
-            name if half == 64 else f"{name}-latent",
+            f"{name}{'-latent' if half == 288 else '-wide' if half == 256 else ''}",
             triton_elementwise.rope_write_kv,
             {
                 "qkv": "*bf16",
@@ -329,7 +331,7 @@ def elementwise_cases() -> Iterator[Case]:
             },
             {
                 **{"NUM_HEADS": 32, "HEADS": TURNED_PAIRS // half_pad, "HALF": half, "HALF_PAD": half_pad},
-                **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1), "HAS_VALUES": half == 64},
+                **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1), "HAS_VALUES": half != 288},
                 **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "ROTATED": True, "SCALED": pages != "bfloat16"},
                 "MAX_CODE": 448.0 if pages == "float8" else 127.0,
             },

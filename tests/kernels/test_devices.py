@@ -10,8 +10,10 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tiny_families import VOCAB, Published
+from tiny_gemma4 import GEMMA3N, GEMMA4
 from tiny_lora import activated, greedy, write_adapter
-from tiny_model import LATENT, write_tiny_model
+from tiny_model import LATENT, write_tiny_model, write_tokenizer
 
 from mooncake import LLM, LoRARequest, SamplingParams
 from mooncake.errors import InvalidRequest, ModelError
@@ -19,6 +21,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4), (2, 30))]
+FEW = [np.random.default_rng(seed).integers(2, VOCAB, length).tolist() for seed, length in ((3, 45), (4, 1), (5, 18))]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,30 @@ def test_latent_attention_on_a_gpu_gives_the_tokens_of_a_cpu(kv_dtype: str, tmp_
         options = {"kv_gb": 0.005, "block_tokens": 16, "chunk_tokens": 32, "kv_dtype": kv_dtype}
         with LLM(str(tmp_path), device=device, **options) as llm:
             found.append([answer.token_ids for answer in llm.generate(PROMPTS[:2], GREEDY)])
+    assert found[1] == found[0]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
+@pytest.mark.parametrize(
+    ("family", "kv_dtype"),
+    [
+        ("small", "float32"),
+        pytest.param("mixture", "int8", marks=pytest.mark.slow),
+        pytest.param("unified", "float32", marks=pytest.mark.slow),
+        pytest.param("3n", "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_heads_of_two_sizes_on_a_gpu_give_the_tokens_of_a_cpu(
+    family: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    """Gemma 4, and 3n: on a CPU they give those of transformers (tests/model/test_gemma4.py)."""
+    Published(family, tmp_path, GEMMA4 | GEMMA3N)
+    write_tokenizer(tmp_path)
+    found = []
+    for device in ("cpu", "cuda"):
+        options = {"kv_gb": 0.01, "block_tokens": 8, "chunk_tokens": 24, "kv_dtype": kv_dtype}
+        with LLM(str(tmp_path), device=device, **options) as llm:
+            found.append([answer.token_ids for answer in llm.generate(FEW, GREEDY)])
     assert found[1] == found[0]
 
 

@@ -6,6 +6,7 @@ On a GPU in float32, where decode steps are replayed as graphs; else in Triton's
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ import torch
 from asked import Asked
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+from tiny_families import VOCAB, Published
+from tiny_gemma4 import GEMMA4
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
 from mooncake.engine.cache.device_cache import DeviceCache
@@ -27,7 +31,7 @@ from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gpu_model import GpuModel
 from mooncake.model.llama import CausalLM
-from mooncake.model.load import OTHER_FAMILIES
+from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, Routing
 from mooncake.types import KVLayout, SamplingParams
@@ -146,8 +150,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def tokens_of(model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None) -> dict[str, list[int]]:
-    layout = KVLayout(
+def tokens_of(
+    model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None, layout: KVLayout | None = None
+) -> dict[str, list[int]]:
+    layout = layout or KVLayout(
         num_layers=len(model.config.kv_owners),
         num_kv_heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
@@ -317,3 +323,21 @@ def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(
     expected = tokens_of(made(config, weights, kernels=reference), prompts, sampling)
     assert tokens_of(model, prompts, sampling) == expected
     assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
+def test_steps_of_layers_with_heads_of_two_sizes_are_replayed(tmp_path: Path) -> None:
+    """Gemma 4's. Nothing of such a step is computed or looked up on the host."""
+    folder = Published("small", tmp_path, GEMMA4)
+    layout, random = folder.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), np.random.default_rng(2)
+    prompts = [random.integers(2, VOCAB, length, dtype=np.uint32) for length in (15, 3)]
+    model = Counting(
+        lambda kernels: load_model(folder.checkpoint, "float32", kernels=kernels), 16, torch.float32, buckets=(2,)
+    )
+    few = replace(GREEDY, max_tokens=3)
+    expected = tokens_of(load_model(folder.checkpoint, "float32", kernels=reference), prompts, few, layout)
+    assert tokens_of(model, prompts, few, layout) == expected
+    assert model.num_replays
+    with torch.inference_mode(), Asked() as asked:
+        model._graphs[2].graph.replay()
+    assert not asked.found
