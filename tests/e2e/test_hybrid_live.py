@@ -50,7 +50,9 @@ async def test_a_cluster_answers_as_transformers_do(name: str, settings: tuple[s
             turns = [[*prompt, *answer.tokens, 7, 8] for prompt, answer in zip(prompts, answers, strict=True)]
             again = await ask_all(channel, turns, NEW, at_once=3)
             assert [answer.tokens for answer in again] == [greedy(model, turn, NEW) for turn in turns]
-            assert all(answer.cached_tokens for answer in again)
+            # What only the pool has is read if that is predicted to be faster, so of the shortest prompt, which filled
+            # no block in the prefill node, nothing may be.
+            assert all(answer.cached_tokens for answer in again[1:])
             await wait_idle(channel)
             assert not leaks(await status(channel))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -38,7 +37,7 @@ SETTINGS = [
     "prefill.threads=1",
     "decode.threads=1",
 ]
-BAD_NODE = Path(__file__).parents[1] / "support" / "bad_prefill_node.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(scope="module")
@@ -72,44 +71,41 @@ async def wait_health(channel: grpc.aio.Channel, node_id: str, *wanted: str) -> 
 
 
 @contextlib.asynccontextmanager
-async def slowed(pid: int) -> AsyncIterator[None]:
-    """Let the process run only a small part of the time, so that every step is interrupted."""
-
-    async def stop_and_go() -> None:
-        while True:
-            os.kill(pid, signal.SIGSTOP)
-            await asyncio.sleep(0.06)
-            os.kill(pid, signal.SIGCONT)
-            await asyncio.sleep(0.002)
-
-    task = asyncio.create_task(stop_and_go())
+async def sick_node(script: str, config_file: Path, node_id: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process beside the cluster that joins it."""
+    node = ["--config", str(config_file), "--set", f"node.id={node_id}"]
+    process = await asyncio.create_subprocess_exec(sys.executable, str(SUPPORT / script), *node)
     try:
-        yield
+        yield process
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        os.kill(pid, signal.SIGCONT)
+        process.terminate()
+        await process.wait()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Path) -> None:
     # Alternately: a scheduler that has seen one node do better may leave the other idle, which then has no samples.
-    async with cluster(model, "cluster.prefill=2", "conductor.policy=round_robin") as (running, channel):
+    async with (
+        cluster(model, "cluster.prefill=1", "conductor.policy=round_robin") as (running, channel),
+        sick_node("slow_prefill_node.py", running.config_file, "slow") as slow,
+    ):
+        await wait_health(channel, "slow", "healthy")
         # Long enough for each node to show what is usual of it, and one at a time on each: only a chunk that is
         # computed alone is a measurement.
         usual = await ask_all(channel, prompts(8, 0, tokens=768), 2, at_once=2)
-        assert {answer.timings.prefill_node for answer in usual} == {"prefill-0", "prefill-1"}
-        async with slowed(running.pids["prefill-1"]):
-            under_way = asyncio.create_task(ask_all(channel, prompts(6, 24, tokens=768), 2, at_once=2))
-            why = await wait_health(channel, "prefill-1", "suspected", "draining", "isolated")
-            assert "times as long as usual" in why
-            answers = await under_way
-            await wait_health(channel, "prefill-1", "isolated")
-            elsewhere = await ask_all(channel, prompts(4, 48), 2, at_once=4)
-            assert {answer.timings.prefill_node for answer in elsewhere} == {"prefill-0"}
-        await wait_health(channel, "prefill-1", "healthy")
-        again = await ask_all(channel, prompts(6, 24, tokens=768), 2, at_once=2)
+        assert {answer.timings.prefill_node for answer in usual} == {"prefill-0", "slow"}
+        slow.send_signal(signal.SIGUSR1)
+        under_way = asyncio.create_task(ask_all(channel, prompts(4, 24, tokens=768), 2, at_once=2))
+        why = await wait_health(channel, "slow", "suspected", "draining", "isolated")
+        assert "times as long as usual" in why
+        answers = await under_way
+        await wait_health(channel, "slow", "isolated")
+        elsewhere = await ask_all(channel, prompts(4, 48), 2, at_once=4)
+        assert {answer.timings.prefill_node for answer in elsewhere} == {"prefill-0"}
+        slow.send_signal(signal.SIGUSR2)
+        await wait_health(channel, "slow", "healthy")
+        again = await ask_all(channel, prompts(4, 24, tokens=768), 2, at_once=2)
         assert [answer.tokens for answer in again] == [answer.tokens for answer in answers]
         await wait_idle(channel)
 
@@ -119,15 +115,7 @@ async def test_a_slow_node_is_taken_out_and_comes_back_when_it_is_well(model: Pa
 async def test_a_node_that_sends_wrong_bytes_is_isolated_and_no_answer_is_wrong(model: Path) -> None:
     async with cluster(model, "cluster.prefill=1") as (running, channel):
         right = await ask_all(channel, prompts(8, 0), 4, at_once=4, salt="a")
-        bad = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(BAD_NODE),
-            "--config",
-            str(running.config_file),
-            "--set",
-            "node.id=bad",
-        )
-        try:
+        async with sick_node("bad_prefill_node.py", running.config_file, "bad"):
             await wait_health(channel, "bad", "healthy")
             asked = 0
             async with asyncio.timeout(120):
@@ -139,8 +127,5 @@ async def test_a_node_that_sends_wrong_bytes_is_isolated_and_no_answer_is_wrong(
                     assert [answer.tokens for answer in answers] == [answer.tokens for answer in right]
                     asked += 1
             assert "checksum" in await wait_health(channel, "bad", "isolated", "probation")
-        finally:
-            bad.terminate()
-            await bad.wait()
         last = await ask(channel, prompts(1, 0)[0], 4, salt="c")
         assert last.tokens == right[0].tokens
