@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
+from mooncake.addresses import join_address
 from mooncake.api_keys import HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
@@ -255,9 +256,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def conductor_address(self) -> str:
-        host = self.conductor.host
-        host = f"[{host}]" if ":" in host else host  # IPv6
-        return self.node.conductor or f"{host}:{self.conductor.grpc_port}"
+        return self.node.conductor or join_address(self.conductor.host, self.conductor.grpc_port)
 
     def precision(self, stored: Coding = "") -> Precision:
         """The precision that all nodes use, with "auto" resolved. ``stored`` is ``Checkpoint.coding``; it only

@@ -27,8 +27,8 @@ from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Statu
 from kvstore.transfer.server_connection import NOWHERE, Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.sockets import Wire, tune
 from kvstore.transfer.transport import Exporter, PathFailed
+from mooncake.addresses import join_address
 from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
-from mooncake.rpc.server import join_address
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from types import TracebackType
 
 from conductor.api import DRAIN_S
 from mooncake.adapters import open_adapters, parse_adapters
+from mooncake.addresses import join_address
 from mooncake.app.preflight import (
     check_choices,
     check_memory,
@@ -37,7 +38,6 @@ from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
-from mooncake.rpc.server import join_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
