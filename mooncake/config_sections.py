@@ -88,6 +88,14 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "https" if self.ssl_certfile else "http"
 
     @property
+    def http_address(self) -> str:
+        return join_address(self.host, self.http_port)
+
+    @property
+    def grpc_address(self) -> str:
+        return join_address(self.host, self.grpc_port)
+
+    @property
     def api_key(self) -> str:
         """The key that the cluster's own processes present; "" for none."""
         return self.api_keys[0] if self.api_keys else ""
@@ -256,7 +264,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def conductor_address(self) -> str:
-        return self.node.conductor or join_address(self.conductor.host, self.conductor.grpc_port)
+        return self.node.conductor or self.conductor.grpc_address
 
     def precision(self, stored: Coding = "") -> Precision:
         """The precision that all nodes use, with "auto" resolved. ``stored`` is ``Checkpoint.coding``; it only

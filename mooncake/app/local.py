@@ -22,7 +22,6 @@ from types import TracebackType
 
 from conductor.api import DRAIN_S
 from mooncake.adapters import open_adapters, parse_adapters
-from mooncake.addresses import join_address
 from mooncake.app.preflight import (
     check_choices,
     check_memory,
@@ -122,11 +121,11 @@ class LocalCluster:
     @property
     def http_url(self) -> str:
         section = self.config.conductor
-        return f"{section.http_scheme}://{join_address(section.host, section.http_port)}"
+        return f"{section.http_scheme}://{section.http_address}"
 
     @property
     def grpc_address(self) -> str:
-        return join_address(self.config.conductor.host, self.config.conductor.grpc_port)
+        return self.config.conductor.grpc_address
 
     @property
     def config_file(self) -> Path:
