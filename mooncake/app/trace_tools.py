@@ -25,7 +25,7 @@ def faster(trace: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
     return [replace(request, timestamp_ms=request.timestamp_ms / speed) for request in trace]
 
 
-def one_after_another(traces: Sequence[Sequence[TraceRequest]], pause_ms: float = 0.0) -> list[TraceRequest]:
+def one_after_another(traces: Sequence[Sequence[TraceRequest]]) -> list[TraceRequest]:
     """Traces played one after the other, each with its own ids: a shift of load."""
     joined: list[TraceRequest] = []
     start_ms, first_id = 0.0, 0
@@ -33,7 +33,7 @@ def one_after_another(traces: Sequence[Sequence[TraceRequest]], pause_ms: float 
         for request in trace:
             ids = tuple(block + first_id for block in request.hash_ids)
             joined.append(replace(request, timestamp_ms=request.timestamp_ms + start_ms, hash_ids=ids))
-        start_ms = joined[-1].timestamp_ms + pause_ms
+        start_ms = joined[-1].timestamp_ms
         first_id += 1 + max(max(request.hash_ids) for request in trace)
     return joined
 
