@@ -19,6 +19,7 @@ from conductor.placement.placer import ModelFacts
 from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from mooncake.adapters import parse_adapters
+from mooncake.addresses import join_address
 from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
 from mooncake.block_size import block_size_advice
@@ -28,7 +29,7 @@ from mooncake.directory import Directory
 from mooncake.errors import MooncakeError
 from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
-from mooncake.rpc.server import RpcServer, join_address
+from mooncake.rpc.server import RpcServer
 from mooncake.tls import check_tls, server_credentials
 
 log = logging.getLogger(__name__)

@@ -30,6 +30,19 @@ class RecentMean:
 
 
 @dataclass(slots=True)
+class AdmissionStats:
+    """Decisions since the conductor started. One owner writes: ``Admission``."""
+
+    admitted: int = 0
+    refused: int = 0  # or held back (again), or only counted, as ``conductor.admission_mode`` says
+    refused_after_prefill: int = 0
+    refusals_checked: int = 0  # refusals for decode load, looked at again when the request would have decoded
+    refusals_unneeded: int = 0  # of those: there was room then
+    returned_on_time: int = 0  # clients that came back at the time an earlier refusal had given
+    refused_again: int = 0  # of those
+
+
+@dataclass(slots=True)
 class DispatchStats:
     """Totals since the conductor started, and a few recent means. One owner writes: the dispatcher."""
 
@@ -47,6 +60,7 @@ class DispatchStats:
     block_queries: int = 0  # full prompt blocks looked up
     block_hits: int = 0  # of them, found in a cache
     output_tokens: int = 0
+    admission: AdmissionStats = field(default_factory=AdmissionStats)
     recent_ttft_errors_ms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_durations_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     recent_output_tokens: RecentMean = field(default_factory=RecentMean)

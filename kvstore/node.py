@@ -24,6 +24,7 @@ from kvstore.tiers import TierRules
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
 from kvstore.wire_puts import LOOK_S, WirePuts
+from mooncake.addresses import join_address
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
@@ -31,7 +32,7 @@ from mooncake.membership import Membership
 from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
-from mooncake.rpc.server import RpcServer, join_address
+from mooncake.rpc.server import RpcServer
 from mooncake.types import Role, SegmentAddress
 
 log = logging.getLogger(__name__)

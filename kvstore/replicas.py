@@ -20,11 +20,12 @@ from kvstore.service import checked_key
 from kvstore.store import Store
 from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
 from kvstore.writing import Sealing
+from mooncake.addresses import check_address
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import InvalidRequest, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.rpc import replica_pb2 as pb
 from mooncake.rpc import replica_pb2_grpc
-from mooncake.rpc.server import Channels, check_address, remaining_s
+from mooncake.rpc.server import Channels, remaining_s
 from mooncake.types import BlockKey
 
 COPIER = f"{OWN}copies"  # the writer of blocks copied from other stores

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import grpc
 
+from mooncake.addresses import check_address
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.rpc import cluster_pb2, cluster_pb2_grpc, inference_pb2_grpc
@@ -31,7 +32,7 @@ from mooncake.rpc.convert import (
 )
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.limits import pings
-from mooncake.rpc.server import KEEPALIVE_S, MAX_MESSAGE_BYTES, check_address
+from mooncake.rpc.server import KEEPALIVE_S, MAX_MESSAGE_BYTES
 from mooncake.sampling_params import SamplingParams
 from mooncake.tls import Tls, own_tls
 from mooncake.types import PrefillReport, SampledToken, Usage, check_type

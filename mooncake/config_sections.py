@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 from msgspec.structs import replace
 
+from mooncake.addresses import join_address
 from mooncake.api_keys import HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
@@ -85,6 +86,14 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def http_scheme(self) -> str:
         return "https" if self.ssl_certfile else "http"
+
+    @property
+    def http_address(self) -> str:
+        return join_address(self.host, self.http_port)
+
+    @property
+    def grpc_address(self) -> str:
+        return join_address(self.host, self.grpc_port)
 
     @property
     def api_key(self) -> str:
@@ -255,9 +264,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def conductor_address(self) -> str:
-        host = self.conductor.host
-        host = f"[{host}]" if ":" in host else host  # IPv6
-        return self.node.conductor or f"{host}:{self.conductor.grpc_port}"
+        return self.node.conductor or self.conductor.grpc_address
 
     def precision(self, stored: Coding = "") -> Precision:
         """The precision that all nodes use, with "auto" resolved. ``stored`` is ``Checkpoint.coding``; it only

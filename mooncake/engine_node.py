@@ -14,6 +14,7 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.report import add_transports
 from mooncake.adapter_keeper import AdapterKeeper
 from mooncake.adapter_loads import load_from_wire, load_to_wire
+from mooncake.addresses import join_address
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.engine import StepHook
@@ -23,7 +24,7 @@ from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership, check_settings, first_end
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
-from mooncake.rpc.server import Channels, RpcServer, join_address
+from mooncake.rpc.server import Channels, RpcServer
 from mooncake.types import Role
 
 

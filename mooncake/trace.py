@@ -50,7 +50,7 @@ class _Line(msgspec.Struct, frozen=True):
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)], ...]
 
 
-def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS) -> list[TraceRequest]:
+def load_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first ``limit`` requests (or all) of a JSONL file, plain, .gz or .xz, in the order of the file.
 
     Raises InvalidRequest with the file and line for anything that is not such a trace.
@@ -68,7 +68,7 @@ def load_trace(path: Path, limit: int | None = None, block_tokens: int = TRACE_B
                 "whose hash_ids say which prompts begin alike"
             )
         try:
-            request = _request(decoder.decode(text), block_tokens)
+            request = _request(decoder.decode(text))
             if requests and request.timestamp_ms < requests[-1].timestamp_ms:
                 raise ValueError(f"timestamp {request.timestamp_ms:g} is before that of the request above")
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
@@ -148,27 +148,25 @@ def _open(path: Path, mode: Literal["rb", "wb"] = "rb") -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, mode)) if path.suffix == ".gz" else path.open(mode)
 
 
-def _request(line: _Line, block_tokens: int) -> TraceRequest:
-    num_blocks = _ceil_div(line.input_length, block_tokens)
+def _request(line: _Line) -> TraceRequest:
+    num_blocks = _ceil_div(line.input_length, TRACE_BLOCK_TOKENS)
     if len(line.hash_ids) != num_blocks:
         raise ValueError(
-            f"{line.input_length} tokens are {num_blocks} blocks of {block_tokens}, "
+            f"{line.input_length} tokens are {num_blocks} blocks of {TRACE_BLOCK_TOKENS}, "
             f"but there are {len(line.hash_ids)} hash_ids"
         )
     return TraceRequest(line.timestamp, line.input_length, line.output_length, line.hash_ids)
 
 
-def scale(
-    request: TraceRequest, tokens_per_block: int, max_output: int | None = None, block_tokens: int = TRACE_BLOCK_TOKENS
-) -> TraceRequest:
+def scale(request: TraceRequest, tokens_per_block: int, max_output: int | None = None) -> TraceRequest:
     """The same request with ``tokens_per_block`` tokens per id, so that it fits a smaller context.
 
     Blocks, and so the shared prefixes, stay exactly the same; a partial block keeps its proportion.
     """
-    output_length = max(1, _ceil_div(request.output_length * tokens_per_block, block_tokens))
+    output_length = max(1, _ceil_div(request.output_length * tokens_per_block, TRACE_BLOCK_TOKENS))
     return replace(
         request,
-        input_length=_ceil_div(request.input_length * tokens_per_block, block_tokens),
+        input_length=_ceil_div(request.input_length * tokens_per_block, TRACE_BLOCK_TOKENS),
         output_length=output_length if max_output is None else min(output_length, max_output),
     )
 

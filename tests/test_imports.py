@@ -40,7 +40,7 @@ BENCHES = {
         for name in (
             *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
             *("gpu", "gpu_device", "gpu_engine", "gpu_experts", "gpu_kernels", "gpu_latent", "gpu_model", "gpu_ranks"),
-            *("quality", "variants"),
+            *("engine_options", "quality", "variants"),
         )
     ),
     *(f"mooncake.app.variants.{name}" for name in ("comparison", "profile", "training")),

@@ -7,7 +7,6 @@ placement to their end, because they determine how busy decoding will be when a 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from conductor.admission.rules import Candidate, Limits, Rule, baseline, no_rule
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.placement.view import NONE, PlacementQuery, RequestFacts
+from conductor.stats import AdmissionStats
 
 MIN_RETRY_S = 0.05
 MAX_REFUSALS = 1024  # that are checked in hindsight
@@ -49,17 +49,6 @@ class Verdict(NamedTuple):
         return max(self.prefill_load, self.decode_load)
 
 
-@dataclass(slots=True)
-class AdmissionStats:
-    admitted: int = 0
-    refused: int = 0
-    refused_after_prefill: int = 0
-    refusals_checked: int = 0  # refusals for decode load, looked at again when the request would have decoded
-    refusals_unneeded: int = 0  # of those: there was room then
-    returned_on_time: int = 0  # clients that came back at the time an earlier refusal had given
-    refused_again: int = 0  # of those
-
-
 class _Refusal(NamedTuple):
     """A request refused for decode load: when and where it would have started to decode."""
 
@@ -76,6 +65,7 @@ class Admission:
         limits: Limits,
         mode: Mode = Mode.HARD,
         rng: np.random.Generator | None = None,
+        stats: AdmissionStats | None = None,
     ) -> None:
         self.rule = rule
         self.limits = limits
@@ -85,7 +75,7 @@ class Admission:
         self.inflight = InflightRequests()
         self.retry_after = RetryAfterEstimator()
         self.reservations = RetryReservations()
-        self.stats = AdmissionStats()
+        self.stats = stats or AdmissionStats()
         self.rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # running mean of a request's decode time
         self._refusals: deque[_Refusal] = deque(maxlen=MAX_REFUSALS)

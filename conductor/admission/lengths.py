@@ -22,7 +22,6 @@ TRUST = 30.0  # samples at which a kind's own histogram counts as much as the on
 STEPS_AN_OCTAVE = 4
 NUM_BINS = 20 * STEPS_AN_OCTAVE  # lengths up to 2^20
 _UPPER = np.ceil(2.0 ** (np.arange(1, NUM_BINS + 1) / STEPS_AN_OCTAVE))  # the longest answer in each bin
-_LOWER = np.concatenate(([0.0], _UPPER[:-1]))  # just below the shortest
 
 
 class Kind(NamedTuple):
@@ -91,18 +90,9 @@ class OutputLengths:
             found = (1.0 - own) * found + own * histogram.counts / histogram.total
         return found
 
-    def mean(self, kind: Kind, limit: int) -> float:
-        """Expected tokens; ``limit`` when nothing is known."""
-        share = self.distribution(kind)
-        return float(share @ np.minimum((_LOWER + _UPPER) / 2, limit)) if share.any() else float(limit)
-
-    def sample(self, kind: Kind, limit: int, count: int, rng: np.random.Generator, generated: int = 0) -> Floats:
-        """``count`` possible final lengths of such an answer, given that it has ``generated`` tokens and continues."""
-        return sample_beyond(self.distribution(kind), np.full(count, float(generated)), limit, rng)
-
-    def quantile(self, kind: Kind, share: float, limit: int, generated: int = 0) -> float:
-        """The length that a fraction ``share`` of such answers does not exceed."""
-        return float(_inverse(self.distribution(kind), np.array([share]), np.array([float(generated)]), limit)[0])
+    def sample(self, kind: Kind, limit: int, count: int, rng: np.random.Generator) -> Floats:
+        """``count`` possible lengths of such an answer."""
+        return sample_beyond(self.distribution(kind), np.zeros(count), limit, rng)
 
     def _forget_one(self) -> None:
         """Forget the kind not seen for longest, but never the one of all requests."""
@@ -134,16 +124,14 @@ class Turns:
 def sample_beyond(
     distribution: Floats, generated: Floats, limit: int, rng: np.random.Generator
 ) -> npt.NDArray[np.float64]:
-    """One length each, above ``generated``; ``limit`` if nothing is known or nothing that long was seen."""
-    return _inverse(distribution, rng.random(len(generated)), generated, limit)
+    """One length each, above ``generated``; ``limit`` if nothing is known or nothing that long was seen.
 
-
-def _inverse(distribution: Floats, share: Floats, generated: Floats, limit: int) -> Floats:
-    """Inverse CDF, conditional on lengths above ``generated``; linear within a bin."""
+    By the inverse of the cumulative distribution, conditional on lengths above ``generated``; linear within a bin.
+    """
     edges = np.concatenate(([0.0], _UPPER))
     below = np.concatenate(([0.0], distribution.cumsum()))
     reached = np.interp(generated, edges, below)
-    wanted = reached + share * (below[-1] - reached)
+    wanted = reached + rng.random(len(generated)) * (below[-1] - reached)
     found = np.interp(wanted, below + np.arange(len(below)) * 1e-15, edges)
     nothing = below[-1] - reached <= 1e-12
     found = np.where(nothing, float(limit), np.maximum(found, generated + 1.0))

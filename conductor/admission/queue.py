@@ -16,6 +16,7 @@ from conductor.admission.rules import ADMISSIONS, Limits
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement, Scheduler
 from conductor.placement.view import RequestFacts
+from conductor.stats import AdmissionStats
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
 
@@ -37,7 +38,9 @@ class _Queued:
 class AdmissionQueue:
     """One owner, one event loop. Without limits every request is admitted at once."""
 
-    def __init__(self, scheduler: Scheduler, section: ConductorSection, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, section: ConductorSection, clock: Callable[[], float], stats: AdmissionStats
+    ) -> None:
         """Raises ConfigError for an unknown rule or mode."""
         if section.admission not in ADMISSIONS:
             raise ConfigError(f"conductor.admission must be one of {', '.join(ADMISSIONS)}, got {section.admission!r}")
@@ -46,7 +49,7 @@ class AdmissionQueue:
             raise ConfigError(f"conductor.admission_mode must be one of {modes}, got {section.admission_mode!r}")
         limits = Limits(section.ttft_limit_ms or float("inf"), section.tbt_limit_ms or float("inf"))
         self.is_unlimited = limits == Limits()
-        self.admission = Admission(ADMISSIONS[section.admission], limits, Mode(section.admission_mode))
+        self.admission = Admission(ADMISSIONS[section.admission], limits, Mode(section.admission_mode), stats=stats)
         self._scheduler = scheduler
         self._clock = clock
         self._queue = FairQueue[_Queued](section.max_waiting)

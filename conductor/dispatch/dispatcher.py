@@ -81,7 +81,7 @@ class Dispatcher:
         self._fleet = fleet
         self.stats = DispatchStats()
         self.placer = Placer(config, model, fleet, self.stats)
-        self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock)
+        self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock, self.stats.admission)
         self.node_wait = NodeWait(config.conductor.node_wait_s, clock)
         self._channels = channels
         self._clock = clock

@@ -7,6 +7,7 @@ The names vLLM dashboards expect (prefix ``vllm:``, labels ``model_name`` and ``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -201,6 +202,7 @@ class _ClusterCollector(Collector):
             ("mooncake_requests_failed", "Requests that the conductor ended in an error", "code", stats.failures),
             ("mooncake_attempts_failed", "Failed attempts, retried or not", "code", stats.failed_attempts),
             ("mooncake_handoffs", "Hand-offs by their end", "state", stats.handoffs),
+            ("mooncake_admission", "What admission under a limit decides", "decision", asdict(stats.admission)),
         ):
             family = CounterMetricFamily(name, text, labels=(label,))
             for value, count in sorted(counts.items()):

@@ -1,9 +1,9 @@
 """The accounts of a store's DRAM: who may write which slot, what is readable, who reads it until when, and what is
 evicted.
 
-A slot's life is in ``slots``, eviction in ``room``; the calls here keep both in step. Pure: it takes the
-time as an argument, uses no randomness, does no I/O, and returns what happened as values and events. It knows neither
-segments, sockets and disks, nor what checksums mean. One owner; not thread-safe.
+A slot's life is in ``slots``, eviction in ``room``, readers in ``leases``; the calls here keep them in step. Pure: it
+takes the time as an argument, uses no randomness, does no I/O, and returns what happened as values and events. It knows
+no segments, sockets or disks, nor what checksums mean. One owner; not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,49 +12,20 @@ import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from kvstore.checksum import Checksums
 from kvstore.eviction import EvictionPolicy, make_policy
+from kvstore.index.leases import Leases
+from kvstore.index.listing import Listing, Unlisted
 from kvstore.index.pins import Pins
 from kvstore.index.room import Room
 from kvstore.index.slots import SlotState, SlotTable
 from kvstore.index.tenants import Tenants
 from kvstore.index.types import NO_NAME, BlockName, Counts, Grant, Held, Lease, Offer, Reserved
-from mooncake.errors import OutOfBlocks, Overloaded
+from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
 
-MAX_LEASES = 65536
 _HELD = (SlotState.RESERVED, SlotState.QUARANTINED)
-
-
-class Listing(Protocol):
-    """Where readable blocks are listed for clients that look without asking. Called in step with every change."""
-
-    def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
-
-    def hide(self, slot: int) -> None:
-        """From now on the slot's bytes may change."""
-        ...
-
-    def mark(self, key: bytes, is_marked: bool) -> None:
-        """A writer has started or stopped writing this block."""
-        ...
-
-
-class _Unlisted:
-    def show(self, slot: int, epoch: int, key: bytes, length: int, checksums: Checksums) -> None: ...
-
-    def hide(self, slot: int) -> None: ...
-
-    def mark(self, key: bytes, is_marked: bool) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenLease:
-    expires_s: float
-    content: tuple[tuple[Grant, BlockKey], ...]
 
 
 def _never(name: BlockName) -> bool:
@@ -67,8 +38,7 @@ class StoreIndex:
     Epochs and lease ids count from ``first_id``: no two incarnations of a store may share them, or the second would
     accept a late message to the first. ``must_save`` says whether a block has to be saved before its slot is reused,
     ``is_elsewhere`` whether it can be read without this slot, ``can_wait`` whether saving takes a moment only; they
-    return immediately. ``tenant_bytes`` limits what one
-    tenant may store here (0: no limit).
+    return immediately. ``tenant_bytes`` limits what one tenant may store here (0: no limit).
     """
 
     def __init__(
@@ -87,19 +57,17 @@ class StoreIndex:
         if policy is None:  # an empty policy is falsy
             policy = make_policy("lru", num_slots)
         self.counters: Counter[str] = Counter()
-        self._lease_s = lease_s
         self._reserve_timeout_s = reserve_timeout_s
         self._policy = policy
         self._is_elsewhere = is_elsewhere
         self._can_wait = can_wait
-        self._listing = listing or _Unlisted()
+        self._listing = listing or Unlisted()
         self._table = SlotTable(num_slots, first_id)
         self._tenants = Tenants(tenant_bytes)
         self._pins = Pins(policy, num_slots)
         self._room = Room(self._table, policy, self._pins, self._tenants, must_save, is_elsewhere)
+        self._leases = Leases(self._table, self._room, lease_s, first_id)
         self._timeouts: deque[tuple[float, Grant]] = deque()  # in order of time; entries may be stale
-        self._leases: dict[int, _OpenLease] = {}  # in order of expiry
-        self._lease_ids = itertools.count(first_id)
         self._events: list[BlockEvent] = []
 
     # Writing
@@ -160,10 +128,6 @@ class StoreIndex:
         wanted = set(numbers) - {0}
         held = self._table.held_by(writer) if wanted else []
         return [grant for grant in held if self._table.slots[grant.slot].number in wanted]
-
-    def reservation(self, grant: Grant) -> Reserved | None:
-        """What is reserved under this grant, or None when it is over."""
-        return self._table.reservation(grant)
 
     def seal(self, grant: Grant, checksums: Checksums, now: float) -> bool:
         """Make a written block readable. False when the grant is over (timed out, aborted, or never given)."""
@@ -252,19 +216,7 @@ class StoreIndex:
         run = [sealed[key] for key in (filter(here, keys) if scattered else itertools.takewhile(here, keys))]
         self.counters["hits"] += len(run)
         self.counters["misses"] += len(keys) - len(run)
-        expires_s = now + self._lease_s
-        if not run:
-            return Lease(0, expires_s, ())
-        if len(self._leases) >= MAX_LEASES:
-            raise Overloaded(f"{MAX_LEASES} read leases are open", self._lease_s)
-        for index in reversed(run):  # so that a parent counts as used after its children, and outlives them
-            self._room.touch(index, now)
-            self._room.lease(index)
-        lease_id = next(self._lease_ids)
-        blocks = tuple(map(self._table.leased, run))
-        content = tuple((self._table.grant_of(block.slot), block.key) for block in blocks)
-        self._leases[lease_id] = _OpenLease(expires_s, content)
-        return Lease(lease_id, expires_s, blocks)
+        return self._leases.open(run, now)
 
     def touch(self, key: BlockKey, now: float) -> None:
         """A block was offered again: that counts as a use of it, if it is here."""
@@ -284,34 +236,7 @@ class StoreIndex:
 
     def release(self, lease_id: int) -> None:
         """End a lease. No effect if it has expired or never existed."""
-        lease = self._leases.pop(lease_id, None)
-        for grant, key in lease.content if lease else ():
-            self._room.end_lease(grant, key)
-
-    def writer_of(self, grant: Grant) -> str:
-        """Who still holds this slot, reserved or quarantined; "" when nobody does."""
-        slot = self._table.find(grant)
-        return slot.writer if slot is not None and slot.state in _HELD else ""
-
-    def num_held(self, writer: str) -> int:
-        """Number of slots that this writer still holds."""
-        return self._table.num_held(writer)
-
-    def is_reserved(self, key: BlockKey) -> bool:
-        """Whether this block is being written."""
-        return key in self._table.reserved
-
-    def reserved_name(self, grant: Grant) -> BlockName:
-        """The block a slot was reserved for under this grant; an empty name when that is over."""
-        slot = self._table.find(grant)
-        return slot.name if slot is not None else NO_NAME
-
-    def stored_keys(self) -> list[BlockKey]:
-        """Readable blocks."""
-        return list(self._table.sealed)
-
-    def exists(self, keys: Iterable[BlockKey]) -> list[bool]:
-        return [key in self._table.sealed for key in keys]
+        self._leases.release(lease_id)
 
     # Dropping
 
@@ -392,6 +317,37 @@ class StoreIndex:
         meanwhile."""
         self._room.let_go(held)
 
+    # Looking
+
+    def reservation(self, grant: Grant) -> Reserved | None:
+        """What is reserved under this grant, or None when it is over."""
+        return self._table.reservation(grant)
+
+    def reserved_name(self, grant: Grant) -> BlockName:
+        """The block a slot was reserved for under this grant; an empty name when that is over."""
+        slot = self._table.find(grant)
+        return slot.name if slot is not None else NO_NAME
+
+    def writer_of(self, grant: Grant) -> str:
+        """Who still holds this slot, reserved or quarantined; "" when nobody does."""
+        slot = self._table.find(grant)
+        return slot.writer if slot is not None and slot.state in _HELD else ""
+
+    def num_held(self, writer: str) -> int:
+        """Number of slots that this writer still holds."""
+        return self._table.num_held(writer)
+
+    def is_reserved(self, key: BlockKey) -> bool:
+        """Whether this block is being written."""
+        return key in self._table.reserved
+
+    def exists(self, keys: Iterable[BlockKey]) -> list[bool]:
+        return [key in self._table.sealed for key in keys]
+
+    def stored_keys(self) -> list[BlockKey]:
+        """Readable blocks."""
+        return list(self._table.sealed)
+
     def is_built_on(self, key: BlockKey) -> bool:
         """Whether a block here, readable or being written, directly follows ``key``."""
         return self._table.is_built_on(key)
@@ -429,7 +385,7 @@ class StoreIndex:
         readable = [table.slots[index] for index in table.sealed.values()]
         self._tenants.check([*readable, *(table.slots[index] for index in table.reserved.values())], readable)
         self._pins.check(table.sealed)
-        self._room.check(Counter(grant for lease in self._leases.values() for grant, _ in lease.content))
+        self._room.check(self._leases.by_slot)
 
     # State changes
 
@@ -524,10 +480,6 @@ class StoreIndex:
 
     def _expire(self, now: float) -> None:
         """End expired leases and pins."""
-        while self._leases:
-            lease_id, lease = next(iter(self._leases.items()))
-            if lease.expires_s > now:
-                break
-            self.counters["expired_leases"] += 1
-            self.release(lease_id)
+        if num_expired := self._leases.expire(now):
+            self.counters["expired_leases"] += num_expired
         self._pins.expire(now)

@@ -4,8 +4,9 @@ A write carries an epoch, and lands only if the block is granted to that epoch. 
 ``revoke`` has returned, no TCP write can land any more. Over shared memory the writer itself checks the grants table
 before and after each copy, and the owner cannot stop a copy in progress. So the rule for owners is: after ``revoke``, a
 block may be reused at once if ``maps_memory(writer)`` is False, and otherwise only after the writer has said that it is
-done (seal, commit, abort, close) or ``on_peer_gone`` has named it. This module knows neither what blocks hold nor why
-they are granted. RDMA is fenced by its own hardware: see ``Exporter.revoke``.
+done (seal, commit, abort, close) or ``on_peer_gone`` has named it. RDMA is fenced by its own hardware: see
+``Exporter.revoke``. What peers send is handled in ``server_frames``. This module knows neither what blocks hold nor why
+they are granted.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.greeting import Door
-from kvstore.transfer.native import Event, Listing, NativeConnection, NativeOwner, load
-from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
-from kvstore.transfer.server_connection import NOWHERE, Counts, Put, ServerConnection, ServerStats
+from kvstore.transfer.native import Listing, NativeConnection, NativeOwner, load
+from kvstore.transfer.protocol import ProtocolViolation, Status
+from kvstore.transfer.server_connection import Counts, Put, ServerConnection, ServerStats
+from kvstore.transfer.server_frames import FrameServer
 from kvstore.transfer.sockets import Wire, tune
 from kvstore.transfer.transport import Exporter, PathFailed
-from mooncake.errors import ConfigError, DeadlineExceeded, MooncakeError
-from mooncake.rpc.server import join_address
+from mooncake.addresses import join_address
+from mooncake.errors import ConfigError, DeadlineExceeded
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -36,10 +38,6 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 512
 HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # writes in flight to this owner, over all connections
-FRAME_TIMEOUT_S = 30.0  # from a frame's first byte to its last, and for a peer to accept a reply
-_BY_KEY = (Operation.FETCH, Operation.PUT, Operation.COMMIT, Operation.ASK)
-_FOUND_BYTES = {Operation.FETCH: protocol.FOUND_BYTES, Operation.ASK: 1}  # in the answer, per key
-_ZEROS = memoryview(bytes(1 << 16))
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for half-received frames before it cuts their connections
 _JOIN_TIMEOUT_S = 5.0
@@ -73,9 +71,7 @@ class SegmentServer:
         called, on threads of the server, with those that may have to be refused, must answer each, and must not
         block. ``advertise`` is the name or address of ``host`` told to peers, if they know another one."""
         self.on_peer_gone = on_peer_gone
-        self._on_put = on_put
         self._credit_bytes = credit_bytes
-        self._credit_each = 0  # per connection
         self._segment = segment
         self._node_id = node_id
         self._door = Door(segment, node_id, secret.encode())
@@ -94,7 +90,8 @@ class SegmentServer:
         self._threads: set[threading.Thread] = set()
         self._ended = Counts()  # of connections that have ended
         self._listeners: list[socket.socket] = []
-        self._exporters: list[Exporter] = []
+        self._exporters: list[Exporter] = []  # from ``start`` on
+        self._frames = FrameServer(segment, node_id, self._grants, self._changed, self._exporters, on_put)
         self._unix_path = ""
         self._tcp_address = ""
         self._stopping = False
@@ -110,7 +107,7 @@ class SegmentServer:
             listener = _tcp_listener(self._host)
             host, port = listener.getsockname()[:2]
             self._tcp_address = join_address(self._advertise or host, port)
-            self._exporters = self._make_exporters()
+            self._exporters += self._make_exporters()
             self._listen(listener, is_local=False)
 
     @property
@@ -279,7 +276,7 @@ class SegmentServer:
                 connection.native = NativeConnection(connection.wire.sock)
                 connection.head = connection.native.head
             while connection.peer:
-                self._serve_frame(connection)
+                self._frames.serve(connection, self._native)
         except ProtocolViolation as error:
             connection.counts.violations += 1
             log.info("segment of %s: closing a connection: %s", self._node_id, error.message)
@@ -301,133 +298,12 @@ class SegmentServer:
         files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
         socket.send_fds(wire.sock, [self._door.welcome(Status.OK)], files)
 
-    def _serve_frame(self, connection: ServerConnection) -> None:
-        wire, head = connection.wire, connection.head
-        if self._native is not None and connection.native is not None and connection.attachment is None:
-            event = self._native.serve(connection.native)
-            if event is Event.LANDED:
-                self._tell_of_put(connection, self._native, connection.native)
-                return
-        else:
-            wire.receive_when_it_comes(head, FRAME_TIMEOUT_S)
-        if connection.is_local:
-            raise ProtocolViolation("a frame over the unix socket")
-        if connection.attachment is not None:
-            raise ProtocolViolation("a frame over the connection of an attachment")
-        frame = protocol.unpack_frame(head)
-        deadline = time.monotonic() + FRAME_TIMEOUT_S
-        if frame.operation in _BY_KEY:  # native code would have answered it if possible
-            _discard(wire, frame.payload_bytes, deadline)
-            found = bytes(frame.num_ranges * _FOUND_BYTES.get(frame.operation, 0))
-            reply = self._reply(Status.NOT_OFFERED, 0, len(found), frame.frame_id)
-            wire.send([reply + found], deadline)
-            return
-        rows = head[protocol.FRAME_BYTES :]
-        if frame.num_ranges > 1:
-            rest = wire.receive((frame.num_ranges - 1) * protocol.RANGE_BYTES, deadline)
-            rows = memoryview(bytes(rows) + rest)
-        ranges = protocol.unpack_ranges(rows, frame)
-        if frame.operation is Operation.WRITE:
-            self._serve_write(connection, frame, ranges, deadline)
-        elif frame.operation is Operation.READ:
-            self._serve_read(connection, frame, ranges, deadline)
-        else:
-            self._serve_attach(connection, frame, deadline)
-
-    def _tell_of_put(self, connection: ServerConnection, owner: NativeOwner, native: NativeConnection) -> None:
-        if self._on_put is None:
-            return
-        frame = protocol.unpack_frame(connection.head)
-        try:
-            landed = native.landed()
-        except ProtocolViolation:
-            if frame.operation is Operation.PUT:  # then the slot was ours, and contains nothing with a name
-                owner.give_ahead(*native.landed_in)
-            raise
-
-        def answer(status: Status) -> None:
-            reply = self._reply(status, 0, 0, frame.frame_id)
-            try:
-                is_sent = connection.wire.sock.send(reply, socket.MSG_DONTWAIT) == len(reply)
-            except OSError:
-                is_sent = False
-            if not is_sent:  # the peer has gone, or accepts no answers
-                connection.wire.shut()
-
-        self._on_put(Put(landed, answer))
-
-    def _serve_write(
-        self, connection: ServerConnection, frame: Frame, ranges: list[WireRange], deadline: float
-    ) -> None:
-        status, refused = self._begin_landing(connection, ranges)
-        if status is Status.OK:
-            try:
-                connection.wire.receive_into([self._view(item) for item in ranges], deadline)
-            finally:
-                self._end_landing(connection)
-            connection.counts.bytes_in += frame.payload_bytes
-        else:
-            _discard(connection.wire, frame.payload_bytes, deadline)
-            connection.counts.refused += 1
-        connection.wire.send([self._reply(status, refused, 0, frame.frame_id)], deadline)
-
-    def _serve_read(self, connection: ServerConnection, frame: Frame, ranges: list[WireRange], deadline: float) -> None:
-        size, wire = frame.payload_bytes, connection.wire
-        outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
-        if outside is not None:
-            connection.counts.refused += 1
-            wire.send([self._reply(Status.BAD_RANGE, outside, size, frame.frame_id)], deadline, more=True)
-            for start in range(0, size, len(_ZEROS)):
-                wire.send([_ZEROS[: size - start]], deadline)
-            return
-        wire.send([self._reply(Status.OK, 0, size, frame.frame_id), *map(self._view, ranges)], deadline)
-        connection.counts.bytes_out += size
-
-    def _serve_attach(self, connection: ServerConnection, frame: Frame, deadline: float) -> None:
-        """The peer continues over another transport; this connection stays open, silently, as long as that one."""
-        name, request = protocol.unpack_attach(connection.wire.receive(frame.payload_bytes, deadline))
-        exporter = next((each for each in self._exporters if each.name == name), None)
-        try:
-            if exporter is None:
-                raise PathFailed("it is not offered here")
-            connection.attachment = exporter.attach(request)
-            connection.attachment.on_broken = connection.wire.shut
-            status, answer = Status.OK, connection.attachment.reply
-        except (PathFailed, MooncakeError) as error:
-            log.warning("segment of %s: cannot attach %s by %s: %s", self._node_id, connection.peer, name, error)
-            status, answer = Status.NOT_OFFERED, str(error).encode()
-        answer = answer[: protocol.MAX_ATTACH_BYTES]
-        connection.wire.send([self._reply(status, 0, len(answer), frame.frame_id), answer], deadline)
-
-    def _reply(self, status: Status, refused: int, payload_bytes: int, frame_id: int) -> bytes:
-        return protocol.pack_reply(status, refused, payload_bytes, frame_id, self._credit_each)
-
     def _share_credit(self) -> None:
         """Connections have come or gone; called under the lock."""
         credit = max(protocol.SLICE_BYTES, self._credit_bytes // max(1, len(self._connections)))
-        self._credit_each = min(credit, protocol.MAX_CREDIT_BYTES)
+        self._frames.credit_bytes = min(credit, protocol.MAX_CREDIT_BYTES)
         if self._native is not None:
-            self._native.set_credit(self._credit_each)
-
-    def _begin_landing(self, connection: ServerConnection, ranges: list[WireRange]) -> tuple[Status, int]:
-        """Check a write as a whole, under the lock that ``revoke`` takes, and record where it is about to land."""
-        outside = protocol.first_outside(ranges, self._segment.block_bytes, self._segment.num_blocks)
-        if outside is not None:
-            return Status.BAD_RANGE, outside
-        with self._changed:
-            for index, item in enumerate(ranges):
-                if item.epoch == 0 or self._grants.table[item.block] != item.epoch:
-                    return Status.STALE_EPOCH, index
-            connection.landing_here = frozenset([item.block for item in ranges])
-        return Status.OK, 0
-
-    def _end_landing(self, connection: ServerConnection) -> None:
-        with self._changed:
-            connection.landing_here = NOWHERE
-
-    def _view(self, item: WireRange) -> memoryview:
-        start = item.block * self._segment.block_bytes + item.offset
-        return self._segment.buffer[start : start + item.length]
+            self._native.set_credit(self._frames.credit_bytes)
 
     def _end(self, connection: ServerConnection) -> None:
         with self._changed:
@@ -454,13 +330,6 @@ def _tcp_listener(host: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"node.host: cannot listen on {host!r} for transfers: {error.strerror}") from None
     return listener
-
-
-def _discard(wire: Wire, size: int, deadline: float) -> None:
-    """Read the payload of a refused write, so that the next frame can be found."""
-    scratch = memoryview(bytearray(min(size, 1 << 16)))
-    for start in range(0, size, len(scratch)):
-        wire.receive_into([scratch[: size - start]], deadline)
 
 
 def _shut(sock: socket.socket) -> None:

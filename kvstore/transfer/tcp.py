@@ -19,8 +19,8 @@ from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Reply, Status
 from kvstore.transfer.sockets import Wire, has_ended, time_left, tune
 from kvstore.transfer.transport import Caller, PathFailed, Slice, Work
+from mooncake.addresses import split_address
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, StaleEpoch
-from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
 _READ, _OK = Operation.READ, Status.OK  # enum members are slow to look up

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
 from mooncake.app.cache_lab_report import PUBLISHED, cells, markdown
-from mooncake.app.console import counted, err, out, plain_table, print_json
+from mooncake.app.console import amount, counted, err, out, plain_table, print_json
 from mooncake.app.extras import require
 from mooncake.errors import ConfigError
 from mooncake.trace import HitCount, expected_hits, load_trace
@@ -175,7 +175,7 @@ def _serve(task: Task, options: LabOptions) -> Done:
 
 def _print(path: Path, endless: HitCount, options: LabOptions, done: dict[Task, Done]) -> None:
     out.print(
-        f"\n[bold]{escape(path.name)}[/]: {endless.requests:,} requests; prompt blocks found in a cache, "
+        f"\n[bold]{escape(path.name)}[/]: {amount(endless.requests, 'request')}; prompt blocks found in a cache, "
         f"share of {endless.blocks:,}; endless cache {endless.block_rate:.4f} (by token {endless.token_rate:.4f}, "
         f"mean of requests {endless.request_mean_rate:.4f}); rules: {options.rules}",
         soft_wrap=True,

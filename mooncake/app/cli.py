@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mooncake.app.cli_adapters import app as adapters_app
-from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, load
+from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, http_url_of, load
 from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
@@ -212,13 +212,24 @@ def run_batch(
     output_file: Annotated[
         Path, typer.Option("-o", "--output-file", metavar="FILE", help="A result a line.", callback=writable)
     ],
-    url: Annotated[str, typer.Option(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at once.")] = 32,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    address: Annotated[
+        str,
+        typer.Option(
+            "--address",
+            "--url",
+            metavar="HOST:PORT",
+            help="HTTP address of the cluster, or the URL of another server.",
+            show_default="from the configuration",
+        ),
+    ] = "",
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Maximum requests in flight.")] = 32,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format."""
     from mooncake.app.run_batch import run_batch as run
 
-    if not run(input_file, output_file, url, concurrency):
+    if not run(input_file, output_file, http_url_of(address, config, overrides), concurrency):
         raise typer.Exit(1)
 
 

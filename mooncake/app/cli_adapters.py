@@ -12,14 +12,14 @@ from mooncake.app.cli_traces import AsJson
 
 app = typer.Typer(help="LoRA adapters that a cluster loads while it serves.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(help="As requests name it.", show_default=False)]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="As requests name it.", show_default=False)]
 
 
 @app.command("list")
 def list_loaded(
     config: ConfigFile = None, overrides: Overrides = None, address: Address = "", as_json: AsJson = False
 ) -> None:
-    """Show the adapters that were loaded while the cluster served, and which nodes have each."""
+    """Show adapters loaded while serving, and the nodes that have each."""
     from mooncake.app.show import show_adapters
 
     show_adapters(address_of(address, config, overrides), as_json)
@@ -28,7 +28,10 @@ def list_loaded(
 @app.command()
 def load(
     name: Name,
-    folder: Annotated[Path, typer.Argument(help="Its PEFT folder, at the same place for every node.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Its PEFT folder, at the same place for every node.", show_default=False),
+    ],
     config: ConfigFile = None,
     overrides: Overrides = None,
     address: Address = "",
@@ -44,7 +47,7 @@ def load(
 
 @app.command()
 def unload(name: Name, config: ConfigFile = None, overrides: Overrides = None, address: Address = "") -> None:
-    """Refuse new requests for an adapter, and drop it once those that use it have ended."""
+    """Take a loaded adapter away. New requests for it are refused; it goes once those that use it have ended."""
     from mooncake.app.reach import reach
 
     with reach(address_of(address, config, overrides)) as client:

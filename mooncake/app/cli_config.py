@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from mooncake.addresses import check_address
 from mooncake.api_keys import API_KEY_ENV
 from mooncake.config import Config, load_config
 
@@ -40,7 +41,11 @@ def load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str
 
 
 def address_of(address: str, path: Path | None, overrides: list[str] | None) -> str:
-    from mooncake.rpc.server import check_address
-
     settings = load(path, overrides, {})  # also with an address: the configuration may have the API key
     return check_address(address or settings.conductor_address)
+
+
+def http_url_of(address: str, path: Path | None, overrides: list[str] | None) -> str:
+    """``address`` may also be a URL, of any server."""
+    section = load(path, overrides, {}).conductor
+    return address if "://" in address else f"{section.http_scheme}://{address or section.http_address}"

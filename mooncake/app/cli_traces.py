@@ -105,7 +105,12 @@ def sweep(
     limit: Limit = None,
     max_output: MaxOutput = None,
     tokens_per_block: TokensPerBlock = 512,
-    plot: Page = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report", "--plot", metavar="FILE", help="Write an HTML page.", show_default=False, callback=writable
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a trace once per value of one parameter."""
@@ -115,13 +120,13 @@ def sweep(
 
     chosen = choose_cluster(preset, cluster)
     setting = chosen, Run(seed, speed, max_output=max_output, tokens_per_block=tokens_per_block)
-    run_all(load_scaled(trace, limit, tokens_per_block), trace.name, setting, vary, values.split(","), as_json, plot)
+    run_all(load_scaled(trace, limit, tokens_per_block), trace.name, setting, vary, values.split(","), as_json, report)
 
 
 @app.command()
 def reproduce(
     traces: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder with the published traces.", show_default=False)
+        Path, typer.Argument(metavar="DIR", help="The folder with the published traces.", show_default=False)
     ],
     target: Annotated[
         Path, typer.Option("--out", metavar="DIR", help="Where results and the table go.", callback=writable_folder)

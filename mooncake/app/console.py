@@ -82,6 +82,11 @@ def duration(value_ms: float) -> str:
     return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:,.1f} s"
 
 
+def amount(count: int, thing: str, things: str = "") -> str:
+    """Such as "1 request" and "2,000 requests"."""
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {things or thing + 's'}"
+
+
 def gigabytes(value: float) -> str:
     return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 

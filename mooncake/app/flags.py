@@ -37,7 +37,8 @@ class Flags:
         return self._parser.parse_args(arguments)
 
     def model(self, default: str = "smollm2") -> None:
-        self.add("--model", default=default, help="an HF folder, a .gguf file, or smollm2")
+        what = "an HF folder, a .gguf file, or smollm2"
+        self.add("--model", default=default, help=what if default else f"{what} (default: from the configuration)")
 
     def plain_dtype(self) -> None:
         self.add("--dtype", default="float32", choices=("float32", "bfloat16"))

@@ -37,7 +37,6 @@ from mooncake.app.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
-from mooncake.rpc.server import join_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
@@ -122,11 +121,11 @@ class LocalCluster:
     @property
     def http_url(self) -> str:
         section = self.config.conductor
-        return f"{section.http_scheme}://{join_address(section.host, section.http_port)}"
+        return f"{section.http_scheme}://{section.http_address}"
 
     @property
     def grpc_address(self) -> str:
-        return join_address(self.config.conductor.host, self.config.conductor.grpc_port)
+        return self.config.conductor.grpc_address
 
     @property
     def config_file(self) -> Path:

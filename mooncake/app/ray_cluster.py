@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, cast
 import msgspec
 from msgspec.structs import replace
 
+from mooncake.addresses import join_address, split_address
 from mooncake.app.extras import require
 from mooncake.app.local import children_of
 from mooncake.app.preflight import (
@@ -35,7 +36,6 @@ from mooncake.app.ray_node import RayNode
 from mooncake.app.readiness import Readiness
 from mooncake.config import Config
 from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
-from mooncake.rpc.server import join_address, split_address
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 

@@ -23,10 +23,10 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2
 
+from mooncake.addresses import check_address, join_address, split_address
 from mooncake.app.preflight import free_port, port_holder
 from mooncake.app.role_main import PARENT_ENV
 from mooncake.errors import ConfigError, NodeUnavailable
-from mooncake.rpc.server import check_address, join_address, split_address
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80_000_000  # the minimum that Ray accepts; we do not use it

@@ -6,10 +6,10 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
+from mooncake.addresses import split_address
 from mooncake.api_keys import API_KEY_ENV
 from mooncake.client import Client
 from mooncake.errors import NodeUnavailable, Unauthenticated
-from mooncake.rpc.server import split_address
 
 
 @contextlib.contextmanager

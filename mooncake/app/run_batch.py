@@ -162,7 +162,7 @@ class BatchServer:
             if isinstance(error, HTTPException):
                 what = f"who answers at {self._url} does not speak HTTP; with TLS its address is https://HOST:PORT"
                 raise NodeUnavailable(what) from None
-            what = f"no server answers at {self._url}; start one with `mooncake serve`, or name another with --url"
+            what = f"no server answers at {self._url}; start one with `mooncake serve`, or name another with --address"
             raise NodeUnavailable(what) from None
 
     def send(self, request: BatchRequest) -> BatchAnswer:

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from mooncake.app.config_file import toml_literal, toml_text
-from mooncake.app.console import gigabytes, out, plain_table, print_json
+from mooncake.app.console import amount, gigabytes, out, plain_table, print_json
 from mooncake.app.latency import mean, percentile
 from mooncake.app.origins import settings
 from mooncake.app.reach import reach
@@ -40,13 +40,15 @@ def show_status(address: str, as_json: bool) -> None:
         out.print(_link_table(links))
     if status.role_switches:
         out.print(
-            f"\n{status.role_switches} changes of role, the last with {status.last_switch_ms:.1f} ms of control work"
+            f"\n{amount(status.role_switches, 'role switch', 'role switches')}, "
+            f"the last with {status.last_switch_ms:.1f} ms of control work"
         )
     queries, prompt = max(1, status.block_queries), max(1, status.prompt_tokens)
     out.print(
-        f"\n{status.requests_total:,} requests, {status.requests_running} running, {status.requests_failed} failed\n"
-        f"{status.prompt_tokens:,} prompt tokens, {status.cached_tokens / prompt:.1%} reused; "
-        f"{status.block_queries:,} prompt blocks, {status.block_hits / queries:.1%} found in cache"
+        f"\n{amount(status.requests_total, 'request')}, {status.requests_running} running, "
+        f"{status.requests_failed} failed\n"
+        f"{amount(status.prompt_tokens, 'prompt token')}, {status.cached_tokens / prompt:.1%} reused; "
+        f"{amount(status.block_queries, 'prompt block')}, {status.block_hits / queries:.1%} found in cache"
     )
 
 

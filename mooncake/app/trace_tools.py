@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from mooncake.app.console import out
+from mooncake.app.console import amount, out
 from mooncake.app.trace_shapes import SHAPES, generate
 from mooncake.errors import ConfigError
 from mooncake.trace import ResampledTrace, TraceRequest, load_azure, load_trace, save_trace
@@ -25,7 +25,7 @@ def faster(trace: Sequence[TraceRequest], speed: float) -> list[TraceRequest]:
     return [replace(request, timestamp_ms=request.timestamp_ms / speed) for request in trace]
 
 
-def one_after_another(traces: Sequence[Sequence[TraceRequest]], pause_ms: float = 0.0) -> list[TraceRequest]:
+def one_after_another(traces: Sequence[Sequence[TraceRequest]]) -> list[TraceRequest]:
     """Traces played one after the other, each with its own ids: a shift of load."""
     joined: list[TraceRequest] = []
     start_ms, first_id = 0.0, 0
@@ -33,7 +33,7 @@ def one_after_another(traces: Sequence[Sequence[TraceRequest]], pause_ms: float 
         for request in trace:
             ids = tuple(block + first_id for block in request.hash_ids)
             joined.append(replace(request, timestamp_ms=request.timestamp_ms + start_ms, hash_ids=ids))
-        start_ms = joined[-1].timestamp_ms + pause_ms
+        start_ms = joined[-1].timestamp_ms
         first_id += 1 + max(max(request.hash_ids) for request in trace)
     return joined
 
@@ -42,7 +42,7 @@ def scale_trace(path: Path, target: Path, requests: int | None, speed: float, se
     trace = load_any(path)
     found: Sequence[TraceRequest] = trace if requests is None else ResampledTrace(trace, requests, seed)
     save_trace(faster(found, speed), target)
-    out.print(f"wrote {len(found):,} requests to {escape(str(target))}")
+    out.print(f"wrote {amount(len(found), 'request')} to {escape(str(target))}")
 
 
 def generate_trace(shape: str, target: Path, requests: int | None, seed: int) -> None:
@@ -51,4 +51,4 @@ def generate_trace(shape: str, target: Path, requests: int | None, seed: int) ->
         raise ConfigError(f"no shape is called {shape!r}; there are: {', '.join(SHAPES)}")
     trace = generate(shape, requests, seed)
     save_trace(trace, target)
-    out.print(f"wrote {len(trace):,} requests of the shape {shape} to {escape(str(target))}")
+    out.print(f"wrote {amount(len(trace), 'request')} of the shape {shape} to {escape(str(target))}")

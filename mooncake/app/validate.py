@@ -199,7 +199,7 @@ def parse(args: list[str]) -> Options:
     add("--link", type=positive("--link"), default=160.0, metavar="MB/S", help="limit on what each node sends")
     flags.seed()
     flags.overrides()
-    add("--out", type=output_folder, metavar="FOLDER", help="write the figures and the plot there")
+    add("--out", type=output_folder, metavar="DIR", help="write the figures and the plot there")
     flags.json_line()
     given = flags.read(args)
     if min(given.requests, given.tokens_per_block, given.output_per_block) < 1:

@@ -137,8 +137,8 @@ class OverlappedSteps:
         return self._start(entries, newest, current.hook)
 
     def _next_entries(self, current: _InFlight) -> tuple[list[StepEntry], list[int]]:
-        """The decodes of the step after ``current``, and the row of ``current`` that samples each one's token. None
-        when that step may contain anything else."""
+        """The decodes of the step after ``current``, and the row of ``current`` that samples each one's token. No
+        entries when that step may contain anything else."""
         rows = {id(entry.sequence): row for row, entry in enumerate(current.entries)}
         entries: list[StepEntry] = []
         newest: list[int] = []

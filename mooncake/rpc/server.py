@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from mooncake.addresses import join_address, split_address
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
@@ -272,31 +273,10 @@ def remaining_s(context: Any, most_s: float) -> float:
     return most_s if left is None else max(0.0, min(left, most_s))
 
 
-def join_address(host: str, port: int) -> str:
-    """``"host:port"``, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """``"host:port"`` or ``"[::1]:port"`` to its parts."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def check_address(address: str) -> str:
-    """Returns an address from outside: a person, a message. Raises InvalidRequest for an invalid one."""
-    host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():
-        raise InvalidRequest(f"an address is HOST:PORT, such as 127.0.0.1:50051; got {address!r}", "address")
-    return address
-
-
 __all__: Sequence[str] = (
     "MAX_MESSAGE_BYTES",
     "Channels",
     "RpcServer",
-    "check_address",
-    "join_address",
     "opener",
     "remaining_s",
     "split_address",

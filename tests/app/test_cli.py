@@ -528,7 +528,8 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     lines.insert(5, batch_line("chat", "/v1/chat/completions", messages=messages, max_tokens=4))
     lines.append(batch_line("wrong", prompt="x", max_tokens=-1))
     asked.write_text("\n".join(lines) + "\n\n")
-    done = run("run-batch", "-i", str(asked), "-o", str(told), "--url", cluster.http_url, "--concurrency", "6")
+    address = cluster.http_url.removeprefix("http://")
+    done = run("run-batch", "-i", str(asked), "-o", str(told), "--address", address, "--concurrency", "6")
     assert done.returncode == 1 and done.stderr.startswith("21 of 22 requests were answered in ")
     assert "\nnot answered, for one: wrong: max_tokens " in done.stderr
 
@@ -666,7 +667,8 @@ def test_an_answer_that_takes_long_keeps_no_other_from_an_interrupted_batch(tmp_
 def test_a_batch_may_be_answered_into_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "in").write_text(batch_line("r", prompt="x"))
     with one_that_answers([], lambda _: False) as url:
-        done = run("run-batch", "-i", str(tmp_path / "in"), "-o", "/dev/stdout", "--url", url)
+        port = url.rpartition(":")[2]  # the address comes from the configuration
+        done = run("run-batch", "-i", str(tmp_path / "in"), "-o", "/dev/stdout", "--set", f"conductor.http_port={port}")
     assert done.returncode == 0 and json.loads(done.stdout)["custom_id"] == "r"
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mooncake.app.bench import report as bench_report
 from mooncake.app.bench.report import progress, tell
-from mooncake.app.console import answer_line, duration, plain_table
+from mooncake.app.console import amount, answer_line, duration, plain_table
 from mooncake.app.latency import HitRates, Outcome, RequestResult, summarize
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
 from mooncake.app.replay_command import print_report
@@ -87,3 +87,8 @@ def test_without_a_terminal_a_long_benchmark_says_now_and_then_what_it_does(
 def test_long_durations_are_seconds() -> None:
     shown = [duration(value_ms) for value_ms in (0, 9.94, 9.96, 999.4, 999.6, 9_994, 41_234, 4_123_400)]
     assert shown == ["0.0 ms", "9.9 ms", "10 ms", "999 ms", "1.00 s", "9.99 s", "41.2 s", "4,123.4 s"]
+
+
+def test_one_thing_is_no_plural() -> None:
+    assert [amount(count, "request") for count in (0, 1, 2000)] == ["0 requests", "1 request", "2,000 requests"]
+    assert amount(2, "role switch", "role switches") == "2 role switches"

@@ -20,6 +20,7 @@ from tiny_model import LATENT, write_tiny_model
 
 from mooncake.app import calibrate
 from mooncake.app.bench import chunked, conductor, engine, kernels, quality, serve, speculation, ssd
+from mooncake.app.bench.engine_options import parse
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.spawned import START_S, spawned
 from mooncake.app.bench.report import Figure, Report, progress
@@ -158,7 +159,7 @@ def test_a_peer_rests_between_its_turns_and_leaves_nothing_behind(tiny: Path) ->
 
 @pytest.mark.slow
 def test_a_peer_that_dies_loses_nothing_that_others_measure(tiny: Path) -> None:
-    options = engine.parse(["--model", str(tiny), "--batch", "1", "--prompt", "8", "--new", "2", "--long", "16"])
+    options = parse(["--model", str(tiny), "--batch", "1", "--prompt", "8", "--new", "2", "--long", "16"])
     report = Report("engine", {}, seed=0)
     peers = [PeerEngine("transformers", sys.executable, str(tiny), "float32", threads=1) for _ in range(2)]
     peers[1].name = "mortal"
@@ -230,6 +231,11 @@ def test_a_process_that_ends_before_it_is_ready_is_not_waited_for() -> None:
 def test_a_prompt_that_the_model_has_no_room_for_is_refused_at_once(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="prompt and answer would have 2081 tokens, and the model takes 1024"):
         engine.main(["--model", str(tiny)])
+
+
+def test_llama_cpp_is_compared_on_the_same_file(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape("--against llama.cpp needs a .gguf file as --model")):
+        engine.main(["--model", str(tiny), "--long", "16", "--against", "llama.cpp", "--llama-python", sys.executable])
 
 
 @pytest.mark.parametrize(

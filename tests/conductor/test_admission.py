@@ -8,7 +8,7 @@ from placing import Cluster
 
 from conductor.admission.admission import Admission, Mode
 from conductor.admission.fair_queue import Band
-from conductor.admission.lengths import Kind, OutputLengths, Turns
+from conductor.admission.lengths import Kind, OutputLengths, Turns, sample_beyond
 from conductor.admission.rules import ADMISSIONS, TBT_ROOM, Limits, peak_tokens
 from conductor.placement.bookings import Booking
 from conductor.placement.view import RequestFacts
@@ -191,18 +191,19 @@ class TestLengths:
         answers = np.exp(rng.normal(5.0, 0.8, 4000)).astype(int) + 1
         for answer in answers[:2000]:
             lengths.observe(CHAT, int(answer))
+        sampled = lengths.sample(CHAT, 100_000, 20_000, rng)
         for share in (0.25, 0.5, 0.75, 0.95):
-            limit = lengths.quantile(CHAT, share, 100_000)
-            assert np.mean(answers[2000:] <= limit) == pytest.approx(share, abs=0.03)
-        assert lengths.mean(CHAT, 100_000) == pytest.approx(answers.mean(), rel=0.1)
+            assert np.mean(answers[2000:] <= np.quantile(sampled, share)) == pytest.approx(share, abs=0.03)
+        assert sampled.mean() == pytest.approx(answers.mean(), rel=0.1)
 
     def test_sampled_lengths_exceed_the_tokens_already_generated(self) -> None:
         lengths, rng = OutputLengths(), np.random.default_rng(2)
         for answer in (10, 10, 10, 1000) * 50:
             lengths.observe(CHAT, answer)
         assert np.median(lengths.sample(CHAT, 4096, 200, rng)) < 15
-        assert lengths.sample(CHAT, 4096, 200, rng, generated=50).min() > 800
-        assert (lengths.sample(CHAT, 4096, 20, rng, generated=3000) == 4096).all(), "longer than anything seen"
+        assert sample_beyond(lengths.distribution(CHAT), np.full(200, 50.0), 4096, rng).min() > 800
+        beyond_all = sample_beyond(lengths.distribution(CHAT), np.full(20, 3000.0), 4096, rng)
+        assert (beyond_all == 4096).all(), "longer than anything seen"
 
     def test_the_kind_of_a_turn_includes_the_previous_answer_s_length(self) -> None:
         turns, chain = Turns(), [b"system", b"query", b"and more"]
@@ -212,14 +213,14 @@ class TestLengths:
         assert turns.kind([b"system", b"another query"], 700) == Kind(b"system", 700)
 
     def test_kinds_differ_and_unknown_ones_fall_back_on_all(self) -> None:
-        lengths = OutputLengths()
+        lengths, rng = OutputLengths(), np.random.default_rng(3)
         for _ in range(300):
             lengths.observe(Kind(b"tool", 1000), 20)
             lengths.observe(Kind(b"chat", 1000), 400)
-        assert lengths.quantile(Kind(b"tool", 1000), 0.5, 4096) < 30
-        assert lengths.quantile(Kind(b"chat", 1000), 0.5, 4096) > 300
-        assert 100 < lengths.mean(Kind(b"new", 50), 4096) < 300
-        assert lengths.mean(Kind(b"new", 50), 64) <= 64
+        assert np.median(lengths.sample(Kind(b"tool", 1000), 4096, 200, rng)) < 30
+        assert np.median(lengths.sample(Kind(b"chat", 1000), 4096, 200, rng)) > 300
+        assert 100 < lengths.sample(Kind(b"new", 50), 4096, 2000, rng).mean() < 300
+        assert lengths.sample(Kind(b"new", 50), 64, 200, rng).max() <= 64
 
     def test_the_distribution_follows_a_change(self) -> None:
         lengths = OutputLengths()
@@ -227,10 +228,9 @@ class TestLengths:
             lengths.observe(Kind(b"a", 100), 50)
         for _ in range(4000):
             lengths.observe(Kind(b"a", 100), 500)
-        assert lengths.quantile(Kind(b"a", 100), 0.5, 4096) > 400
+        assert np.median(lengths.sample(Kind(b"a", 100), 4096, 200, np.random.default_rng(4))) > 400
 
     def test_without_samples_the_length_is_the_limit(self) -> None:
-        assert OutputLengths().mean(CHAT, 77) == 77.0
         assert (OutputLengths().sample(CHAT, 77, 4, np.random.default_rng(0)) == 77.0).all()
 
 

@@ -10,10 +10,13 @@ from placing import Cluster
 
 from conductor.admission.queue import AdmissionQueue
 from conductor.api import InferenceRequest
+from conductor.ingress.metrics import Metrics
 from conductor.placement.scheduler import Scheduler
+from conductor.stats import AdmissionStats
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
 from mooncake.hashing import chain_seed, extend_chain
+from mooncake.rpc.cluster_pb2 import StatusResponse
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -44,11 +47,22 @@ async def test_a_hard_limit_refuses_with_a_retry_time_and_costs_nothing(start_cl
     await cluster.is_quiet()
 
 
+async def test_what_is_only_counted_is_told(start_cluster: Any) -> None:
+    cluster, running = await full_cluster(start_cluster, admission_mode="off")
+    tokens, _ = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    page = Metrics("m", StatusResponse, cluster.core.dispatcher.stats).render().decode()
+    assert 'mooncake_admission_total{decision="refused"} 1.0' in page
+    assert 'mooncake_admission_total{decision="admitted"} 2.0' in page
+    await asyncio.gather(*running)
+    await cluster.is_quiet()
+
+
 @pytest.mark.parametrize("mode", ["hard", "soft"])
 async def test_the_baseline_refuses_after_the_prefill(start_cluster: Any, mode: str) -> None:
     """In soft mode the request is not refused, although it is counted."""
     cluster, running = await full_cluster(start_cluster, admission="baseline", admission_mode=mode)
-    stats = cluster.core.dispatcher.admission_queue.admission.stats
+    stats = cluster.core.dispatcher.stats.admission
     assert stats.refused_after_prefill == 0
     prefills = cluster.prefill[0].calls
     if mode == "hard":
@@ -186,13 +200,13 @@ async def test_without_limits_every_request_is_admitted(start_cluster: Any) -> N
     cluster = await start_cluster(1, 1)
     assert cluster.core.dispatcher.admission_queue.is_unlimited
     await cluster.generate(cluster.request(PROMPT, 4))
-    assert cluster.core.dispatcher.admission_queue.admission.stats.admitted == 0
+    assert cluster.core.dispatcher.stats.admission.admitted == 0
 
 
 @pytest.mark.parametrize("wrong", [{"admission": "maybe"}, {"admission_mode": "rude"}])
 def test_a_wrong_name_is_one_sentence(wrong: dict[str, str], scheduler: Scheduler) -> None:
     with pytest.raises(ConfigError, match="must be one of"):
-        AdmissionQueue(scheduler, ConductorSection(**wrong), lambda: 0.0)
+        AdmissionQueue(scheduler, ConductorSection(**wrong), lambda: 0.0, AdmissionStats())
 
 
 @pytest.fixture

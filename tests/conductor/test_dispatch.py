@@ -306,7 +306,7 @@ async def test_an_uncounted_retry_is_not_a_new_request(start_cluster: Any) -> No
     assert tokens == cluster.answer(PROMPT, 8)
     assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d1", 0)
     assert arrivals == ["d0"], "whoever counts demand hears of it once"
-    assert dispatcher.admission_queue.admission.stats.admitted == 1, "who was let in once may try again"
+    assert dispatcher.stats.admission.admitted == 1, "who was let in once may try again"
     await cluster.is_quiet()
 
 

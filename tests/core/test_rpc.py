@@ -14,11 +14,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from mooncake import errors
+from mooncake.addresses import join_address, split_address
 from mooncake.errors import MooncakeError
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.errors import error_from_rpc, status_of
-from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer, join_address, remaining_s, split_address
+from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer, remaining_s
 
 SERVICE = "mooncake.v1.Inference"
 

@@ -23,8 +23,8 @@ from kvstore.transfer.engine import ReadRange, Request, TransferEngine, Transfer
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.tcp import TcpTransport
+from mooncake.addresses import split_address
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
-from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
 BLOCK = 3 << 20  # more than a slice

@@ -19,9 +19,9 @@ from kvstore.transfer.engine import Priority, ReadRange, Request, TransferEngine
 from kvstore.transfer.fake import FakeRail, FakeTransport
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed, Wire, tune
+from mooncake.addresses import split_address
 from mooncake.app.bench.peers.rails import Rails
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
-from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
 BLOCK = 1 << 20

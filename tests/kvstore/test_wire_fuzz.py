@@ -21,7 +21,7 @@ from kvstore.transfer.engine import ReadRange, TransferEngine
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
-from mooncake.rpc.server import split_address
+from mooncake.addresses import split_address
 
 BLOCK, NUM, GRANTED, AHEAD, EPOCH = 4096, 5, 2, 4, 9
 PATTERN = bytes(range(256)) * (BLOCK // 256)

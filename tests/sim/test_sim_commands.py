@@ -169,7 +169,7 @@ def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
     assert plot.read_text().count("<svg") == 4
     split = ("--preset", "paper-16", "--limit", "2", "--vary", "split")
     for values, last in (("5:11,8:8", "8:8"), (",".join(["8:8"] * 30), "29")):  # of many, the marks are numbers
-        call("sweep", trace, *split, "--values", values, "--plot", plot)
+        call("sweep", trace, *split, "--values", values, "--report", plot)
         assert plot.read_text().count(f">{last}</text>") == 4
 
 

@@ -20,28 +20,24 @@ from typing import Protocol, TypeVar
 import torch
 from rich.progress import Progress
 
+from mooncake.app.bench.engine_options import MAX_MODEL_LEN, Options, parse
 from mooncake.app.bench.kernels import SPIN_S, Memory, decode_attention_s, gemm_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import write_hf_folder
 from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.extras import require
-from mooncake.app.flags import Flags, names, numbers
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.config import EngineSection
 from mooncake.engine.engine import EngineConfig
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 from mooncake.model.pages import TORCH_DTYPES
-from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, has_native_bf16, resolve_precision
+from mooncake.precision import has_native_bf16, resolve_precision
 
 OURS = "mooncake"
-PEERS = ("transformers", "vllm", "llama.cpp")
-MAX_MODEL_LEN = 4096
 KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
 TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
-ALSO = ("stored", "stored_a8", "int8", "w8a8")
 SINGLE_STEPS = "decode, single steps"
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
@@ -68,143 +64,17 @@ class Subject(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    model: str
-    dtype: str  # also of the peers
-    precision: Precision
-    threads: int
-    batches: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
-    long_tokens: int  # length of the prompt that is repeated to hit the prefix cache
-    reps: int
-    chunk_tokens: int
-    also: tuple[str, ...]  # other weights to measure our engine with
-    against: tuple[str, ...]
-    vllm_python: str
-    vllm_dtype: str
-    llama_python: str
-    peer_model: str
-    seed: int
-    json: Path | None
-
-
 def main(args: list[str]) -> None:
     """Raises ConfigError; ModelError; NodeUnavailable when a peer does not start, and once all other results are
     reported when it ended later; Cancelled after Ctrl-C, once the results so far are reported."""
-    options, lost = parse(args), list[str]()
-    report = Report("engine", _config(options), options.seed)
+    options, lost = parse(args, __doc__), list[str]()
+    report = Report("engine", options.config, options.seed)
     with report.measuring("measuring") as shown:
         lost = measure(options, report, shown)
     compare(report, options)
     report.finish(options.json)
     if lost:
         raise NodeUnavailable(f"{'; '.join(lost)}: the rest was measured without")
-
-
-def _flags() -> Flags:
-    flags = Flags("bench engine", __doc__)
-    add = flags.add
-    flags.model()
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="bfloat16",
-        help="type of weights; auto: what the processor multiplies natively",
-    )
-    add("--kv-dtype", choices=KV_DTYPES, default="auto", help="type of our cache; auto: as --dtype")
-    add(
-        "--weights",
-        choices=WEIGHTS,
-        default="plain",
-        help="our weights, if not as --dtype; stored: keep codes",
-    )
-    flags.threads()
-    add("--batch", default="1,8,32", help="batch sizes, comma-separated")
-    add("--prompt", type=int, default=256, metavar="TOKENS")
-    add("--new", type=int, default=32, metavar="TOKENS", help="tokens to generate for the decode rate")
-    add(
-        "--long",
-        type=int,
-        default=2048,
-        metavar="TOKENS",
-        help="length of the prompt that is repeated to hit the prefix cache",
-    )
-    flags.reps(3)
-    add(
-        "--chunk-tokens",
-        type=int,
-        default=EngineSection().chunk_tokens,
-        help="our engine's prompt tokens per step; 0: whole prompts",
-    )
-    add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
-    add("--against", default="", help=f"other engines, comma-separated: {', '.join(PEERS)}")
-    flags.vllm_python("the interpreter of an environment that has vLLM")
-    add("--vllm-dtype", default="", help="vLLM's dtype, if not --dtype")
-    flags.llama_python("the interpreter of an environment that has llama-cpp-python")
-    flags.peer_model()
-    flags.seed()
-    flags.quick("a minute instead of ten: batch 1 and 8, one repetition, short prompts")
-    flags.json_file()
-    return flags
-
-
-def parse(args: list[str]) -> Options:
-    given = _flags().read(args)
-    if given.quick:
-        given.batch, given.prompt, given.new, given.long, given.reps = "1,8", 64, 8, 512, 1
-    against = names("--against", given.against.replace("vllm-cpu", "vllm"), PEERS, may_be_none=True)
-    also = names("--also", given.also, ALSO, may_be_none=True)
-    if "vllm" in against and not given.vllm_python:
-        raise ConfigError("--against vllm needs --vllm-python: the interpreter of an environment that has vLLM")
-    if "llama.cpp" in against and not given.llama_python:
-        raise ConfigError("--against llama.cpp needs --llama-python: one that has llama-cpp-python")
-    if given.new < 1:
-        raise ConfigError("--new must be at least 1")
-    longest = max(given.long, given.prompt) + given.new + 1
-    if min(given.long, given.prompt) < 1 or longest > MAX_MODEL_LEN:
-        raise ConfigError(f"prompt and answer must have 2 to {MAX_MODEL_LEN} tokens")
-    precision = resolve_precision(given.dtype, given.kv_dtype, given.weights)
-    return Options(
-        model=given.model,
-        dtype=precision.dtype,
-        precision=precision,
-        threads=given.threads or torch.get_num_threads(),
-        batches=numbers("--batch", given.batch, 1, EngineConfig().max_sequences),
-        prompt_tokens=given.prompt,
-        new_tokens=given.new,
-        long_tokens=given.long,
-        reps=given.reps,
-        chunk_tokens=given.chunk_tokens,
-        also=also,
-        against=against,
-        vllm_python=given.vllm_python,
-        vllm_dtype=given.vllm_dtype or precision.dtype,
-        llama_python=given.llama_python,
-        peer_model=given.peer_model,
-        seed=given.seed,
-        json=given.json,
-    )
-
-
-def _config(options: Options) -> dict[str, object]:
-    """Everything that affects the results, without paths."""
-    return {
-        "model": Path(options.model).name,
-        "dtype": options.dtype,
-        "kv_dtype": options.precision.kv_dtype,
-        "weights": options.precision.coding or options.dtype,
-        "threads": options.threads,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        "long_tokens": options.long_tokens,
-        "reps": options.reps,
-        "chunk_tokens": options.chunk_tokens,
-        "also": list(options.also),
-        "against": list(options.against),
-        "vllm_dtype": options.vllm_dtype if "vllm" in options.against else "",
-    }
 
 
 def measure(options: Options, report: Report, shown: Progress) -> list[str]:
@@ -214,6 +84,8 @@ def measure(options: Options, report: Report, shown: Progress) -> list[str]:
     longest, room = max(options.long_tokens, options.prompt_tokens) + options.new_tokens + 1, _room(checkpoint)
     if longest > room:
         raise ConfigError(f"prompt and answer would have {longest} tokens, and the model takes {room}: lower --long")
+    if "llama.cpp" in options.against and checkpoint.path.suffix != ".gguf":
+        raise ConfigError("--against llama.cpp needs a .gguf file as --model")
     own = _start_own(checkpoint, options, report)
     others = [_own_with(checkpoint, options, weights) for weights in options.also]
     measure_machine(own, checkpoint, options, report, shown)
@@ -257,8 +129,6 @@ def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack,
         model = options.peer_model or str(checkpoint.path)
         return PeerEngine(name, sys.executable, model, options.dtype, options.threads)
     if name == "llama.cpp":
-        if checkpoint.path.suffix != ".gguf":
-            raise ConfigError("--against llama.cpp needs --llama-python: one that has llama-cpp-python")
         return PeerEngine(name, options.llama_python, str(checkpoint.path), options.dtype, options.threads)
     model = options.peer_model or str(checkpoint.path)
     if model.endswith(".gguf"):

@@ -80,8 +80,8 @@ def _flags() -> Flags:
     flags.model("")  # default: the configuration's model
     flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
-    add("--prompt", type=int, default=256, metavar="TOKENS")
-    add("--new", type=int, default=48, metavar="TOKENS")
+    add("--prompt", type=int, default=256, metavar="TOKENS", help="length of each prompt")
+    add("--new", type=int, default=48, metavar="TOKENS", help="tokens of each answer")
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
     add("--requests", type=int, default=2, help="requests per client, one after the other")
     add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")

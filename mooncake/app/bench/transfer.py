@@ -26,6 +26,7 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import tune
+from mooncake.addresses import split_address
 from mooncake.app.bench.memory import Memory, pages, random_pages
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.rails import Rails
@@ -33,7 +34,6 @@ from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags, names
 from mooncake.prefault import prefault
-from mooncake.rpc.server import split_address
 from mooncake.types import SegmentAddress
 
 BLOCK_BYTES = 16 << 20

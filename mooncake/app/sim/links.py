@@ -15,15 +15,13 @@ from mooncake.app.sim.events import Agenda
 class Port:
     """One direction of one host's network."""
 
-    __slots__ = ("_binds_above", "busy_bytes", "capacity", "demand", "flows", "name")
+    __slots__ = ("_binds_above", "capacity", "demand", "flows")
 
-    def __init__(self, name: str, capacity: float) -> None:
-        self.name = name
+    def __init__(self, capacity: float) -> None:
         self.capacity = capacity  # bytes/s
         self._binds_above = capacity * (1 + 1e-9)
         self.flows: dict[Flow, None] = {}  # in order of start
         self.demand = 0.0  # what its flows would use without competition
-        self.busy_bytes = 0.0  # carried so far
 
     @property
     def binds(self) -> bool:
@@ -62,8 +60,8 @@ class Network:
         self.bytes_moved = 0.0
 
     def join(self, host: str, bytes_per_s: float) -> None:
-        self._out[host] = Port(f"{host} out", bytes_per_s)
-        self._in[host] = Port(f"{host} in", bytes_per_s)
+        self._out[host] = Port(bytes_per_s)
+        self._in[host] = Port(bytes_per_s)
 
     def send(
         self, source: str, target: str, num_bytes: float, on_done: Callable[[Flow], None], limit: float = float("inf")
@@ -176,8 +174,6 @@ class Network:
         flow.left -= moved
         flow.since = now
         self.bytes_moved += moved
-        flow.source.busy_bytes += moved
-        flow.target.busy_bytes += moved
 
     def _arrive(self, flow: Flow, version: int) -> None:
         if version != flow.version:

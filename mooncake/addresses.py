@@ -1,0 +1,25 @@
+"""Addresses as people and messages write them: ``"host:port"``, with brackets around an IPv6 host. Pure text: it knows
+neither sockets nor gRPC."""
+
+from __future__ import annotations
+
+from mooncake.errors import InvalidRequest
+
+
+def join_address(host: str, port: int) -> str:
+    """``"host:port"``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``"host:port"`` or ``"[::1]:port"`` to its parts."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def check_address(address: str) -> str:
+    """Returns an address from outside: a person, a message. Raises InvalidRequest for an invalid one."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():
+        raise InvalidRequest(f"an address is HOST:PORT, such as 127.0.0.1:50051; got {address!r}", "address")
+    return address
