@@ -12,6 +12,7 @@ from mooncake.errors import ModelError
 from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.gemma4 import gemma4
+from mooncake.gguf.hybrid import falcon_h1, granite_states, lfm2, nemotron_h, qwen_next
 from mooncake.gguf.latent import deepseek
 from mooncake.gguf.metadata import Metadata
 from mooncake.gguf.mixtures import (
@@ -153,7 +154,7 @@ def _apertus(meta: Metadata) -> Fields:
 
 
 def _granite(meta: Metadata) -> Fields:
-    """Granite 4 without Mamba, too. Whether heads rotate is said by a key that elsewhere means something else."""
+    """Granite 4, too. Whether heads rotate is said by a key that elsewhere means something else."""
     factors = {
         "attention_scale": meta.positive("attention.scale", 1.0),
         "embedding_factor": meta.positive("embedding_scale", 1.0),
@@ -163,6 +164,8 @@ def _granite(meta: Metadata) -> Fields:
     values = {**decoder_fields(meta), **factors, "architecture": "granite"}
     if not meta.flag("rope.scaling.finetuned", True):
         values["still_layers"] = tuple(range(min(meta.integer("block_count"), MAX_LAYERS)))
+    if meta.prefix == "granitehybrid":
+        return {**values, **granite_states(meta)}
     if not meta.integer("expert_count", 0):
         return values
     if meta.integer("expert_shared_feed_forward_length", 0):
@@ -321,6 +324,7 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "apertus": _apertus,
     "granite": _granite,
     "granitemoe": _granite,
+    "granitehybrid": _granite,
     "olmo2": _olmo2,
     "exaone4": _exaone4,
     "command-r": _cohere,
@@ -336,4 +340,12 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "nemotron": _nemotron,
     "gptneox": _gpt_neox,
     "gpt2": _gpt2,
+    "lfm2": lfm2,
+    "lfm2moe": lfm2,
+    "qwen3next": qwen_next,
+    "qwen35": qwen_next,
+    "qwen35moe": qwen_next,
+    "falcon-h1": falcon_h1,
+    "nemotron_h": nemotron_h,
+    "nemotron_h_moe": nemotron_h,
 }

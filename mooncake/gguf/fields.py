@@ -34,7 +34,7 @@ def decoder_fields(
     return {
         "num_layers": meta.integer("block_count"),
         "hidden_size": hidden,
-        "intermediate_size": meta.integer("feed_forward_length"),
+        "intermediate_size": meta.uniform("feed_forward_length"),
         "num_heads": heads,
         "num_kv_heads": meta.uniform("attention.head_count_kv", heads),
         "head_dim": head_dim,

@@ -25,13 +25,15 @@ class Metadata:
         return value
 
     def uniform(self, key: str, default: int | None = None) -> int:
-        """An integer that may be given once for each layer, as converters of models with layers of several kinds do."""
+        """An integer that may be given once for each layer, as converters of models with layers of several kinds do;
+        0 for layers that have no such thing."""
         given = self.get(key)
         if not isinstance(given, list):
             return self.integer(key, default)
-        if len(set(given)) != 1 or type(given[0]) is not int:
+        found = {value for value in given if value != 0}
+        if len(found) != 1 or type(value := found.pop()) is not int:
             raise self.wrong(key, "must be the same integer for all layers")
-        return given[0]
+        return value
 
     def of_layers(self, key: str, num_layers: int) -> list[int]:
         """An integer of each layer, given once or for each."""

@@ -61,6 +61,47 @@ _LATENT = {
 _HUNYUAN_NORMS = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
 _GLM = {**LLAMA, "mlp.gate_up_proj": "ffn_up"}
 
+_LFM2 = {
+    **{f"self_attn.{name}_proj": f"attn_{name}" for name in "qkv"},
+    "operator_norm": "attn_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+}
+_SHARED_EXPERT = {
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+
+
+def _mamba(name: str) -> dict[str, str]:
+    """Of layers that are called so."""
+    tensors = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+    return {f"{name}.{part}": tensor for part, tensor in tensors.items()}
+
+
+_QWEN_NEXT = {
+    **_GATED,
+    **_EXPERTS,
+    **_SHARED_EXPERT,
+    **_mamba("linear_attn"),
+    "post_attention_layernorm": "post_attention_norm",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+}
+
 LAYERS: dict[str, Mapping[str, str]] = {
     "phi3": {**LLAMA, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "gemma2": _GEMMA,
@@ -88,13 +129,7 @@ LAYERS: dict[str, Mapping[str, str]] = {
     "deepseek_v3": _LATENT,
     "qwen3_moe": _EXPERTS,
     "olmoe": _EXPERTS,
-    "qwen2_moe": {
-        **_EXPERTS,
-        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-        "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-        "mlp.shared_expert.up_proj": "ffn_up_shexp",
-        "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    },
+    "qwen2_moe": {**_EXPERTS, **_SHARED_EXPERT},
     "gpt_oss": {
         **_ATTENTION,
         "post_attention_layernorm": "post_attention_norm",
@@ -126,6 +161,40 @@ LAYERS: dict[str, Mapping[str, str]] = {
         "mlp.dense_h_to_4h": "ffn_up",
         "mlp.dense_4h_to_h": "ffn_down",
     },
+    "lfm2": _LFM2,
+    "lfm2_moe": {
+        **_LFM2,
+        "feed_forward.gate": "ffn_gate_inp",
+        "feed_forward.experts.*.w1": "ffn_gate_exps",
+        "feed_forward.experts.*.w3": "ffn_up_exps",
+        "feed_forward.experts.*.w2": "ffn_down_exps",
+    },
+    "qwen3_next": _QWEN_NEXT,
+    "qwen3_5_text": _QWEN_NEXT,
+    "qwen3_5_moe_text": _QWEN_NEXT,
+    "granitemoehybrid": {**_ATTENTION, **_mamba("mamba"), "block_sparse_moe.router.layer": "ffn_gate_inp"},
+    "falcon_h1": {
+        **_ATTENTION,
+        **_mamba("mamba"),
+        "feed_forward.gate_proj": "ffn_gate",
+        "feed_forward.up_proj": "ffn_up",
+        "feed_forward.down_proj": "ffn_down",
+    },
+    "nemotron_h": {
+        **_mamba("mixer"),
+        **{f"mixer.{name}_proj": f"attn_{name}" for name in "qkv"},
+        "mixer.o_proj": "attn_output",
+        "norm": "attn_norm",
+        "mixer.up_proj": "ffn_up",
+        "mixer.down_proj": "ffn_down",
+        "mixer.gate": "ffn_gate_inp",
+        "mixer.experts.*.up_proj": "ffn_up_exps",
+        "mixer.experts.*.down_proj": "ffn_down_exps",
+        "mixer.shared_experts.up_proj": "ffn_up_shexp",
+        "mixer.shared_experts.down_proj": "ffn_down_shexp",
+        "mixer.fc1_latent_proj": "ffn_latent_down",
+        "mixer.fc2_latent_proj": "ffn_latent_up",
+    },
     "starcoder2": {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
     "falcon": {
         "input_layernorm": "attn_norm",
@@ -155,12 +224,28 @@ TOP = {
     "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm",
     "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
     "model.final_layernorm": "output_norm",
     "transformer.ln_f": "output_norm",
     "gpt_neox.final_layer_norm": "output_norm",
     "lm_head": "output",
     "embed_out": "output",
 }
+
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.input_linear.weight": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "stacked"),
+    "block_sparse_moe.output_linear.weight": Source(("ffn_down_exps.weight",), "matrices"),
+}
+
+
+def _states(name: str) -> dict[str, Source]:
+    """Of layers that are called so. Norms behind the gated delta rule are those of one head, and have no groups."""
+    found = {f"{name}.dt_bias": Source(("ssm_dt.bias",)), f"{name}.A_log": Source(("ssm_a",), "rates")}
+    if name == "linear_attn":
+        return found
+    norm = Source(("ssm_norm.weight",), "in groups")
+    return {**found, f"{name}.D": Source(("ssm_d",)), f"{name}.norm.weight": norm}
+
 
 # Weights whose names have no ".weight", or that are made of several tensors or of none.
 PARTS: dict[str, Mapping[str, Source]] = {
@@ -181,8 +266,20 @@ PARTS: dict[str, Mapping[str, Source]] = {
         "mlp.experts.down_proj": Source(("ffn_down_exps.weight",), "transposed"),
         "mlp.experts.down_proj_bias": Source(("ffn_down_exps.bias",)),
     },
-    "granitemoe": {
-        "block_sparse_moe.input_linear.weight": Source(("ffn_gate_exps.weight", "ffn_up_exps.weight"), "stacked"),
-        "block_sparse_moe.output_linear.weight": Source(("ffn_down_exps.weight",)),
+    "granitemoe": _GRANITE_EXPERTS,
+    "granitemoehybrid": {
+        **_states("mamba"),
+        **_GRANITE_EXPERTS,
+        "shared_mlp.input_linear.weight": Source(("ffn_gate_shexp.weight", "ffn_up_shexp.weight"), "stacked"),
+        "shared_mlp.output_linear.weight": Source(("ffn_down_shexp.weight",)),
     },
+    "lfm2_moe": {"feed_forward.expert_bias": Source(("exp_probs_b.bias",))},
+    "qwen3_next": {
+        **_states("linear_attn"),
+        "linear_attn.in_proj_qkvz.weight": Source(("attn_qkv.weight", "attn_gate.weight"), "by kinds"),
+    },
+    "qwen3_5_text": _states("linear_attn"),
+    "qwen3_5_moe_text": _states("linear_attn"),
+    "falcon_h1": {**_states("mamba"), "pre_ff_layernorm.weight": Source(("ffn_norm",))},
+    "nemotron_h": _states("mixer"),
 }

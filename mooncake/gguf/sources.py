@@ -15,9 +15,15 @@ from mooncake.model_config import MAX_LAYERS, ModelConfig
 
 _CHOICE_BIAS = ".e_score_correction_bias"
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
-_TURNED = ("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
+_TURNED = (
+    *("llama", "mistral", "ministral3", "mixtral", "granite", "granitemoe", "granitemoehybrid", "smollm3", "arcee"),
+    "nemotron_h",
+)
+_TURNED_PARTS = tuple(f"{at}.{name}_proj" for at in ("self_attn", "mixer") for name in "qk")
+_TILED = ("qwen3_5_text", "qwen3_5_moe_text")
 _PUT_TOGETHER = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
-_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron")
+_PLUS_ONE = ("gemma", "gemma2", "gemma3_text", "nemotron", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_HEAD_NORM = "linear_attn.norm"  # to which nothing was added
 _NAME = re.compile(r"(?P<top>.*?)\.(?P<layer>\d+)\.(?P<rest>.+)")
 _LATENT = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _PROJECTION = re.compile(r"(blk\.\d+\.)attn_([qkv])\.(weight|bias)")
@@ -32,15 +38,22 @@ _SPARE = re.compile(
 def sources(config: ModelConfig, file: GGUF, names: Iterable[str]) -> dict[str, Source]:
     """Of each weight."""
     found = {name: _source(config.architecture, name) for name in names}
-    return {name: _of_fused(config, file, _of_halves(file, source)) for name, source in found.items()}
+    return {name: _of_fused(config, file, _as_there(file, source)) for name, source in found.items()}
 
 
-def _of_halves(file: GGUF, source: Source) -> Source:
-    """Keys and values of latent attention, which only older files have in one tensor."""
-    match = _LATENT.fullmatch(source.tensors[0])
-    if match is None or source.tensors[0] in file.tensors:
+def _as_there(file: GGUF, source: Source) -> Source:
+    """Keys and values of latent attention, which only older files have in one tensor; what Qwen3-Next's states are
+    computed from, which only newer ones have in two; and Granite 4's MLPs, which have other names without a mixture."""
+    first = source.tensors[0]
+    if first in file.tensors:
         return source
-    return Source((f"{match[1]}k_b.weight", f"{match[1]}v_b.weight"), "absorbed")
+    if match := _LATENT.fullmatch(first):
+        return Source((f"{match[1]}k_b.weight", f"{match[1]}v_b.weight"), "absorbed")
+    older = first.replace("attn_qkv", "ssm_in")
+    if source.form == "by kinds" and older in file.tensors:
+        return Source((older,))
+    alone = tuple(tensor.replace("_shexp", "") for tensor in source.tensors)
+    return replace(source, tensors=alone) if alone[0] in file.tensors else source
 
 
 def _of_fused(config: ModelConfig, file: GGUF, source: Source) -> Source:
@@ -63,24 +76,30 @@ def _source(architecture: str, name: str) -> Source:
     if part := PARTS.get(architecture, {}).get(rest):
         if part.form == "listed":
             return replace(part, layer=int(match["layer"]))
-        return Source(tuple(at + tensor for tensor in part.tensors), part.form)
+        tensors = tuple(at + tensor for tensor in part.tensors)
+        return Source(tensors, part.form, is_tiled=_is_tiled(architecture, rest))
     if rest.endswith(_CHOICE_BIAS):
         return Source((f"{at}exp_probs_b.bias",))
     kind, _, suffix = rest.rpartition(".")
     expert = _EXPERT.search(kind)
     kind = _EXPERT.sub("*", kind)
     tensor = f"{at}{LAYERS.get(architecture, LLAMA)[kind]}.{suffix}"
-    return Source((tensor,), _form(architecture, kind, suffix), int(expert[0]) if expert else 0)
+    form, number = _form(architecture, kind, suffix), int(expert[0]) if expert else 0
+    return Source((tensor,), form, number, is_tiled=_is_tiled(architecture, kind))
+
+
+def _is_tiled(architecture: str, kind: str) -> bool:
+    return architecture in _TILED and kind.startswith("linear_attn.") and kind != _HEAD_NORM
 
 
 def _form(architecture: str, kind: str, suffix: str) -> Form:
     if "*" in kind:
         return "expert"
-    if architecture in _TURNED and kind in ("self_attn.q_proj", "self_attn.k_proj"):
+    if architecture in _TURNED and kind in _TURNED_PARTS:
         return "turned"
     if architecture in _LATENT_FAMILIES and kind.endswith(_PUT_TOGETHER):
         return "values"
-    if architecture in _PLUS_ONE and kind.endswith("norm") and suffix == "weight":
+    if architecture in _PLUS_ONE and kind.endswith("norm") and suffix == "weight" and kind != _HEAD_NORM:
         return "plus one"
     if architecture == "gpt2" and suffix == "weight" and kind.startswith(("attn.", "mlp.")):
         return "transposed"
@@ -105,7 +124,7 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
                 raise ModelError(f"{file.path}: the weight {what}")
             used.add(tensor)
     unused = {f"blk.{layer}.attn_{kind}.weight" for layer in _without_kv(config) for kind in ("k", "v", "k_norm")}
-    guessing = tuple(f"blk.{config.num_layers + number}." for number in range(_guessing_layers(file)))
+    guessing = tuple(f"blk.{number}." for number in _guessing_layers(file))
     for tensor in sorted(file.tensors.keys() - used - unused):
         if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
             name = published_name(config.architecture, tensor)
@@ -126,15 +145,18 @@ def listed_number(file: GGUF, source: Source) -> float:
     return float(numbers[source.layer])
 
 
-def _guessing_layers(file: GGUF) -> int:
+def _guessing_layers(file: GGUF) -> range:
     """Layers behind the model's own that guess further tokens (DeepSeek-V3 2024, section 2.2)."""
-    count = file.get(f"{file.get('general.architecture')}.nextn_predict_layers")
-    return min(count, MAX_LAYERS) if isinstance(count, int) else 0
+    prefix = file.get("general.architecture")
+    count, num_layers = (file.get(f"{prefix}.{key}") for key in ("nextn_predict_layers", "block_count"))
+    if not isinstance(count, int) or not isinstance(num_layers, int):
+        return range(0)
+    return range(max(num_layers - count, 0), num_layers)[:MAX_LAYERS]
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A row is stored as a vector by some converters, as a matrix by others."""
-    return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
+    """A row or a column is stored as a vector by some converters, as a matrix by others."""
+    return tuple(size for size in shape if size != 1)
 
 
 def published_name(architecture: str, tensor: str) -> str:

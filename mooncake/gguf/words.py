@@ -13,6 +13,7 @@ _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_WORDS = rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35_WORDS = _QWEN2_WORDS.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _SEED_WORDS = _QWEN2_WORDS.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 
 # Words end where a lower-case letter is followed by an upper-case one (o200k, Tekken).
@@ -38,6 +39,7 @@ _PATTERNS: dict[str, str] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo"), _QWEN2_WORDS),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _GPT4O_WORDS),
     **dict.fromkeys(TEKKEN, _TEKKEN_WORDS),
+    "qwen35": _QWEN35_WORDS,
     "seed-coder": _SEED_WORDS,
     **dict.fromkeys(KIMI, KIMI_WORDS),
 }
@@ -66,7 +68,7 @@ _IN_STEPS: dict[str, tuple[str, ...]] = {
     ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN),
 }
-_NFC = ("qwen2", "deepseek-r1-qwen", "command-r")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen", "command-r")
 
 
 def known_words() -> tuple[str, ...]:

@@ -68,6 +68,15 @@ class GroupedCodes:
         offsets = None if self.offsets is None else self.offsets[order]
         return replace(self, codes=self.codes[order], scales=self.scales[order], offsets=offsets)
 
+    def of_columns(self, order: torch.Tensor) -> GroupedCodes | None:
+        """The same matrix with its inputs in another order; None if that is not an order of whole groups."""
+        firsts = order[:: self.group]
+        if (firsts % self.group).any() or not torch.equal(order.view(-1, self.group) - firsts[:, None], _steps(self)):
+            return None
+        groups = firsts // self.group
+        offsets = None if self.offsets is None else self.offsets[:, groups]
+        return replace(self, codes=self.codes[:, order], scales=self.scales[:, groups], offsets=offsets)
+
     def part(self, rows: slice, columns: slice) -> GroupedCodes | None:
         """These outputs and inputs; None if a group would be cut."""
         first, end, _ = columns.indices(self.codes.shape[1])
@@ -104,6 +113,11 @@ class GroupedCodes:
             parts[0].dtype,
             parts[0].meets_codes,
         )
+
+
+def _steps(codes: GroupedCodes) -> torch.Tensor:
+    """Of inputs from the first of their groups, ``[groups, group]``."""
+    return torch.arange(codes.group).expand(codes.scales.shape[1], -1)
 
 
 def _are_whole(levels: torch.Tensor) -> bool:

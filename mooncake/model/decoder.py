@@ -15,8 +15,9 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
+from mooncake.kernels.reference import Matrices
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
-from mooncake.model.layers import MatricesOnDemand, Weights, matrix, vector, weight
+from mooncake.model.layers import MatricesOnDemand, Weights, WeightsOnDemand, matrix, vector, weight
 from mooncake.model.pages import first_rows, layer_pages
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
@@ -231,6 +232,11 @@ class Decoder(ABC):
         )
         downs = MatricesOnDemand(self._weights, [(f"{expert}{names.down}.weight",) for expert in here])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
+
+    def expert_matrices(self, name: str) -> Matrices:
+        """Of all experts of a layer, which are published as one tensor."""
+        codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
+        return self.weight(name).unbind() if codes is None else codes
 
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Layer normalisation with its own weight and bias (Ba et al. 2016)."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from mooncake.kernels import Experts, Linear
-from mooncake.kernels.reference import Matrices
 from mooncake.model.decoder import Step
 from mooncake.model.late_gemma import LateGemma, LayerInput
-from mooncake.model.layers import WeightsOnDemand, vector
+from mooncake.model.layers import vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ class Gemma4(LateGemma):
 
     def _take_mixture(self, prefix: str) -> _Mixture:
         scale = self.weight(prefix + "router.scale").float() * self.config.hidden_size**-0.5
-        gate_up, down = (self._matrices(f"{prefix}experts.{name}_proj") for name in ("gate_up", "down"))
+        gate_up, down = (self.expert_matrices(f"{prefix}experts.{name}_proj") for name in ("gate_up", "down"))
         return _Mixture(
             vector(scale, self.kernels),
             self.linear(prefix + "router.proj"),
@@ -81,11 +80,6 @@ class Gemma4(LateGemma):
             self.vector(prefix + "post_feedforward_layernorm_2.weight"),
             self.vector(prefix + "post_feedforward_layernorm_1.weight"),
         )
-
-    def _matrices(self, name: str) -> Matrices:
-        """Of all experts."""
-        codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
-        return self.weight(name).unbind() if codes is None else codes
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer, norm = self._layers[index], self._norm

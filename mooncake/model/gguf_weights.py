@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import gguf
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,7 @@ from mooncake.gguf.sources import listed_number, sources
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.model_config import ModelConfig
+from mooncake.model_config import ModelConfig, Recurrence
 
 Floats = npt.NDArray[np.float32]
 
@@ -32,6 +34,37 @@ def gguf_weights(file: GGUF, config: ModelConfig, shapes: dict[str, tuple[int, .
     """Each weight of ``shapes``, made when it is asked for. Unsupported kinds raise ModelError then."""
     reader = _Reader(file, config, shapes, dtype)
     return WeightsOnDemand(shapes, reader.values, reader.codes, reader.experts)
+
+
+def _stacked(parts: Sequence[GroupedCodes | None]) -> GroupedCodes | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts) or not all(known[0].joins(part) for part in known):
+        return None
+    return known[0] if len(known) == 1 else GroupedCodes.stacked(known)
+
+
+# Orders of states' heads
+
+
+def _is_of_columns(name: str, source: Source) -> bool:
+    """Whether what is tiled is what enters the matrix."""
+    return source.is_tiled and name.endswith(".out_proj.weight")
+
+
+def _of_tiles(states: Recurrence, size: int) -> npt.NDArray[np.int64]:
+    """Value heads, or what there is one of for each of them, are last among ``size`` rows or columns."""
+    heads, keys = states.num_value_heads, states.num_key_heads
+    dim = states.value_dim if size >= heads * states.value_dim else 1
+    before = size - heads * dim
+    tiles = np.arange(before, size).reshape(heads // keys, keys, dim).swapaxes(0, 1)
+    return np.concatenate([np.arange(before), tiles.flatten()])
+
+
+def _of_key_heads(states: Recurrence) -> npt.NDArray[np.int64]:
+    """Of each key head, its query, key, values and gates."""
+    keys, values = states.num_key_heads * states.key_dim, states.num_value_heads * states.value_dim
+    kinds = np.split(np.arange(2 * keys + 2 * values), np.cumsum([keys, keys, values]))
+    return np.concatenate([kind.reshape(states.num_key_heads, -1) for kind in kinds], axis=1).flatten()
 
 
 class _Reader:
@@ -49,17 +82,21 @@ class _Reader:
         source, shape = self._sources[name], self._shapes[name]
         if len(shape) != 2 or not source.keeps_codes(shape):
             return None
-        info = self._file.tensors[source.tensors[0]]
         expert = source.expert if source.form == "expert" else None
-        groups = self._grouped(info, expert, source.stored_shape(shape, self._config)[-2:])
+        stored = (source.stored_shape(shape, self._config, which)[-2:] for which in range(len(source.tensors)))
+        infos = (self._file.tensors[tensor] for tensor in source.tensors)
+        groups = _stacked([self._grouped(info, expert, part) for info, part in zip(infos, stored, strict=True)])
         if groups is not None and source.form == "rows":
             return groups.part(slice(source.first_row, source.first_row + shape[0]), slice(None))
-        order = self._order_of_rows(name, source)
-        return groups if groups is None or order is None else groups.of_rows(torch.from_numpy(order))
+        order = self._order(name, source)
+        if groups is None or order is None:
+            return groups
+        which = torch.from_numpy(order)
+        return groups.of_columns(which) if _is_of_columns(name, source) else groups.of_rows(which)
 
     def experts(self, name: str) -> list[GroupedCodes] | None:
         """The matrices ``[outputs, inputs]`` of all experts of a tensor whose weight has them transposed (gpt-oss), or
-        as they are."""
+        as they are; or of two tensors, whose rows are in turn or one above the other."""
         source, shape = self._sources[name], self._shapes[name]
         if len(shape) != 3 or not source.keeps_codes(shape):
             return None
@@ -67,12 +104,11 @@ class _Reader:
         found: list[GroupedCodes] = []
         for expert in range(shape[0]):
             parts = [self._grouped(info, expert, (info.shape[1], info.shape[2])) for info in infos]
-            known = [part for part in parts if part is not None]
-            if len(known) < len(parts) or not all(known[0].joins(part) for part in known):
+            whole = _stacked(parts)
+            if whole is None:
                 return None
-            whole = known[0] if len(known) == 1 else GroupedCodes.stacked(known)
             rows = torch.arange(len(whole.codes))
-            found.append(whole if len(known) == 1 else whole.of_rows(rows.view(2, -1).T.flatten()))
+            found.append(whole.of_rows(rows.view(2, -1).T.flatten()) if source.form == "in turn" else whole)
         return found
 
     def _grouped(self, info: TensorInfo, expert: int | None, shape: tuple[int, ...]) -> GroupedCodes | None:
@@ -95,15 +131,27 @@ class _Reader:
         if source.form == "absorbed":
             return np.concatenate([first.swapaxes(1, 2), *others], axis=1).reshape(shape)
         if source.form == "stacked":
-            return np.concatenate([first, *others], axis=1)
+            return np.concatenate([first, *others], axis=-2)
         if source.form == "rows":
             return np.ascontiguousarray(first[source.first_row : source.first_row + shape[0]])
-        order = self._order_of_rows(name, source)
-        return (first if order is None else first[order]).reshape(shape)
+        if source.form == "by kinds":
+            first = np.concatenate([first, *others])
+        if source.form == "rates":
+            first = np.log(-first)
+        order = self._order(name, source)
+        if order is not None:
+            first = np.ascontiguousarray(first[:, order]) if _is_of_columns(name, source) else first[order]
+        return first.reshape(shape)
 
-    def _order_of_rows(self, name: str, source: Source) -> npt.NDArray[np.int64] | None:
-        """The stored row of each published one; None: the same."""
-        config = self._config
+    def _order(self, name: str, source: Source) -> npt.NDArray[np.int64] | None:
+        """The stored row or column of each published one; None: the same."""
+        config, states = self._config, self._config.recurrence
+        if source.is_tiled:
+            assert states is not None
+            return _of_tiles(states, self._shapes[name][1 if _is_of_columns(name, source) else 0])
+        if source.form == "by kinds":
+            assert states is not None
+            return _of_key_heads(states)
         dim = config.head_dim
         if source.form == "turned":
             heads = config.num_heads if ".q_proj." in name else config.num_kv_heads

@@ -164,7 +164,7 @@ class Qwen3Next(HybridDecoder[_Layer]):
 
     def _take_mixture(self, prefix: str) -> _Mixture:
         if self.config.stacked_experts:
-            gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
+            gate_up, down = (self.expert_matrices(f"{prefix}mlp.experts.{name}_proj") for name in ("gate_up", "down"))
             experts = self.kernels.experts(gate_up, down)
         else:
             experts = self.take_experts(prefix)

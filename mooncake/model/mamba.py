@@ -139,7 +139,7 @@ class GraniteMamba(MambaDecoder[_Layer]):
 
     def _take_mixture(self, prefix: str) -> tuple[Linear, Experts]:
         gate_up, down = (
-            self.weight(f"{prefix}block_sparse_moe.{name}_linear.weight").unbind() for name in ("input", "output")
+            self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
         )
         return self.linear(prefix + expert_names(self.config).router), self.kernels.experts(gate_up, down)
 

@@ -117,7 +117,7 @@ class GraniteMoe(MixtureOfExperts):
 
     def _experts(self, prefix: str) -> Experts:
         gate_up, down = (
-            self.weight(f"{prefix}block_sparse_moe.{name}_linear.weight").unbind() for name in ("input", "output")
+            self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
         )
         return self.kernels.experts(gate_up, down, first=self.experts_here.start)
 

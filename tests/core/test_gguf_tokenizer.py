@@ -250,7 +250,7 @@ def test_a_run_behind_a_control_token_begins_with_a_space_once(tmp_path: Path) -
 
 PUBLISHED = (
     *("gpt-2", "phi-2", "command-r", "qwen2", "deepseek-r1-qwen", "megrez", "llama-bpe", "llama3", "llama-v3"),
-    *("falcon3", "dbrx", "smaug-bpe", "tekken", "gpt-4o", "llama4", "minimax-m2"),
+    *("falcon3", "falcon-h1", "lfm2", "qwen35", "dbrx", "smaug-bpe", "tekken", "gpt-4o", "llama4", "minimax-m2"),
 )
 
 
@@ -279,11 +279,13 @@ WORDS = [
 
 
 def published_words(pre: str) -> Backend:
-    from transformers import CohereTokenizer, GPT2Tokenizer, Qwen2Tokenizer
+    from transformers import CohereTokenizer, GPT2Tokenizer, Qwen2Tokenizer, Qwen3_5Tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     if pre in ("qwen2", "deepseek-r1-qwen"):
         return Qwen2Tokenizer().backend_tokenizer
+    if pre == "qwen35":
+        return Qwen3_5Tokenizer().backend_tokenizer
     if pre == "command-r":
         return CohereTokenizer().backend_tokenizer
     if pre in ("gpt-2", "phi-2"):

@@ -7,12 +7,13 @@ rounded by the file's kind.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import gguf
 import numpy as np
@@ -28,6 +29,7 @@ from tiny_multimodal import MULTIMODAL, QWEN3_VL_MOE
 from transformers import AutoConfig
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.model_config import ModelConfig
 
 Kind = gguf.GGMLQuantizationType
 Tensors = dict[str, torch.Tensor]
@@ -131,6 +133,9 @@ _TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "granitemo
 class Converted:
     """``kind`` is that of the matrices, ``expert_kind`` of stacked experts; those that do not fit become float16."""
 
+    models: ClassVar[Mapping[str, Callable[[], Any]]] = MODELS
+    changes: ClassVar[dict[str, dict[str, Any]]] = CHANGES
+
     def __init__(
         self,
         family: str,
@@ -143,10 +148,10 @@ class Converted:
     ) -> None:
         """``tokenizer``: metadata by their whole keys; ``tensors_a_file``: at most, 0 for one file; ``changes`` of
         config.json."""
-        self.published = Published(family, folder / "published", MODELS)
+        self.published = Published(family, folder / "published", self.models)
         where = self.published.folder
         settings = json.loads((where / "config.json").read_text())
-        (where / "config.json").write_text(json.dumps(settings | CHANGES.get(family, {}) | changes))
+        (where / "config.json").write_text(json.dumps(settings | self.changes.get(family, {}) | changes))
         self.config = AutoConfig.from_pretrained(where).get_text_config()
         self.family = str(self.config.model_type)
         self._kinds = kind, expert_kind or kind
@@ -194,6 +199,14 @@ class Converted:
         is_gpt_oss = self.family == "gpt_oss" and name.endswith(("experts.gate_up_proj", "experts.down_proj"))
         return tensor.mT if is_gpt2 or is_gpt_oss else tensor
 
+    # Metadata
+
+    def _architecture(self) -> MODEL_ARCH:
+        return ARCHITECTURES[self.family]
+
+    def _write_metadata(self, writer: gguf.GGUFWriter) -> None:
+        ConvertedMetadata(self.config, self.family, self._is_older, self._num_guessing).write(writer)
+
     # Tensors
 
     def add_guessing_layer(self) -> None:
@@ -216,12 +229,12 @@ class Converted:
         self._write(load_file(self.published.folder / "model.safetensors"))
 
     def _write(self, weights: Tensors) -> None:
-        architecture = ARCHITECTURES[self.family]
+        architecture = self._architecture()
         path = self.path.with_name("model.gguf")
         writer = gguf.GGUFWriter(path, MODEL_ARCH_NAMES[architecture], split_max_tensors=self._tensors_a_file)
         write_activations(writer, weights)
         names = gguf.get_tensor_name_map(architecture, self.config.num_hidden_layers)
-        ConvertedMetadata(self.config, self.family, self._is_older, self._num_guessing).write(writer)
+        self._write_metadata(writer)
         for key, value in self._tokenizer.items():
             add_metadata(writer, key, value)
         for name, tensor in self._converted(weights):
@@ -250,14 +263,7 @@ class Converted:
             else:
                 yield from self._changed(name, self._as_stored(name, tensor))
         for name, experts in stacks.items():
-            yield (
-                (
-                    name.replace("block_sparse_moe", "feed_forward").replace("model.layers", "layers")
-                    if self.family == "mixtral"
-                    else name
-                ),
-                torch.stack([experts[number] for number in sorted(experts)]),
-            )
+            yield self._of_all_experts(name), torch.stack([experts[number] for number in sorted(experts)])
         scaling = getattr(self.config, "rope_parameters", None) or {}
         for kind in ("long", "short") if scaling.get("long_factor") else ():
             yield f"rope_factors_{kind}.weight", torch.tensor(scaling[f"{kind}_factor"])
@@ -268,6 +274,12 @@ class Converted:
         if scaling.get("rope_type") == "llama3":
             yield "rope_freqs.weight", llama3_divisors(scaling, self.config.head_dim)
 
+    def _of_all_experts(self, name: str) -> str:
+        is_mixtral = self.family == "mixtral"
+        return (
+            name.replace("block_sparse_moe", "feed_forward").replace("model.layers", "layers") if is_mixtral else name
+        )
+
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         config = self.config
         if self.family.startswith("gemma4"):
@@ -275,7 +287,7 @@ class Converted:
             mapped = small.get(".".join(name.split(".")[3:]))
             whole = name if name.endswith(".weight") else f"{name}.weight"
             yield f"blk.{name.split('.')[2]}.{mapped}" if mapped else whole, tensor
-        elif self.family.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
+        elif (self.family.startswith("gemma") or self.family == "nemotron") and name.endswith("norm.weight"):
             yield name, tensor + 1
         elif self.family in _TURNED and ".self_attn.q_proj" in name:
             yield name, turned(tensor, config.num_attention_heads)
@@ -325,6 +337,19 @@ class Converted:
         groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
         parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
         return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def plain(config: ModelConfig) -> dict[str, object]:
+    """Metadata are float32, and so is what is computed with them."""
+    return {name: narrowed(value) for name, value in dataclasses.asdict(config).items()}
+
+
+def narrowed(value: object) -> object:
+    if isinstance(value, float):
+        return float(np.float32(value))
+    if isinstance(value, dict):
+        return {name: narrowed(inner) for name, inner in value.items()}
+    return tuple(map(narrowed, value)) if isinstance(value, (list, tuple)) else value
 
 
 def write_activations(writer: gguf.GGUFWriter, weights: Tensors) -> None:
