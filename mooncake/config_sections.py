@@ -12,7 +12,7 @@ from mooncake.addresses import join_address
 from mooncake.api_keys import HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of, may_be_grouped
+from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of
 from mooncake.precision import Coding, Precision, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
@@ -39,7 +39,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: int = 64  # tokens in a block, the unit of everything
-    windows: bool = True  # on CPUs, layers with a sliding window keep what is in it; false: everything, as on GPUs
+    windows: bool = True  # layers with a sliding window keep what is in it; false: everything
 
 
 class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -286,8 +286,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("pool_layout is for models whose layers keep the same: heads of one size, and no states")
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
         num_processes = max(engine.num_processes for engine in self._engines)
-        is_cut = self.block.windows and may_be_grouped(model, self._devices, num_processes)
-        if not is_cut or reads_whole_blocks:
+        if not self.block.windows or reads_whole_blocks or num_processes > 1:
             return as_one
         groups = groups_of(model, model.context(self.model.max_model_len), block)
         return groups if self.cluster.coupled or not groups.windows[0] else as_one

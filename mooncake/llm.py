@@ -137,7 +137,7 @@ class LLM:
         own = checkpoint.coding
         stored: Coding = own if tensor_parallel_size == 1 or own == "int8" else ""  # W8A8 is for one process
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
-        config, size = _fit(checkpoint, precision, limits, device, processes.count, kv_gb, swap_gb)
+        config, size = _fit(checkpoint, precision, limits, processes.count, kv_gb, swap_gb)
         self.max_model_len = size.max_model_len
         self.tokenizer = checkpoint.load_tokenizer()
         self._config = checkpoint.config
@@ -373,7 +373,6 @@ def _fit(
     checkpoint: Checkpoint,
     precision: Precision,
     limits: EngineConfig,
-    device: str,
     num_processes: int,
     kv_gb: float,
     swap_gb: float,
@@ -381,7 +380,7 @@ def _fit(
     """The engine's configuration, with no longer sequences than ``kv_gb`` has room for, and the size of its cache.
     Raises InvalidRequest when that holds not one block."""
     block = checkpoint.kv_layout(limits.block_tokens, precision.kv_dtype)
-    groups, page = plan_pages(checkpoint, block, limits.max_model_len, device, num_processes)
+    groups, page = plan_pages(checkpoint, block, limits.max_model_len, num_processes)
     num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
     longest = groups.max_model_len(num_blocks, limits.max_step_tokens, limits.block_tokens, limits.max_model_len)
     if advice := block_size_advice(checkpoint.config, limits.block_tokens, precision.kv_dtype):

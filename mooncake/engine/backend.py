@@ -26,7 +26,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.lora import AdapterPlaces, load_adapter
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import UNIFORM, PageGroups, as_one_group, groups_of, may_be_grouped
+from mooncake.page_groups import UNIFORM, PageGroups, as_one_group, groups_of
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -93,13 +93,12 @@ def put_adapter(backend: Backend, place: int, adapter: Adapter, config: ModelCon
 
 
 def plan_pages(
-    checkpoint: Checkpoint, layout: KVLayout, context: int, device: str = "cpu", num_ranks: int = 1
+    checkpoint: Checkpoint, layout: KVLayout, context: int, num_processes: int = 1
 ) -> tuple[PageGroups, KVLayout]:
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
-    where ``layout`` is a whole block."""
+    where ``layout`` is a whole block. Over several processes all layers are one group."""
     config = checkpoint.config
-    is_cut = may_be_grouped(config, {device}, num_ranks)
-    groups = groups_of(config, context, layout) if is_cut else as_one_group(config, layout)
+    groups = groups_of(config, context, layout) if num_processes == 1 else as_one_group(config, layout)
     return groups, groups.page_layout(layout)
 
 

@@ -126,8 +126,8 @@ class GpuModel:
         self._pool: Any = None  # torch's handle of the memory that graphs share
         self._stream: torch.cuda.Stream | None = None  # that all are captured on
         self._stateful = self.config.recurrence.layers if self.config.recurrence else ()
-        attending = set(range(self.config.num_layers)).difference(self._stateful)
-        self._kinds = sorted({Kind(self.config.window_of(layer), *self.config.heads_of(layer)) for layer in attending})
+        self._attending = sorted(set(range(self.config.num_layers)).difference(self._stateful))
+        self._kinds = sorted({self._kind_of(layer) for layer in self._attending})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
         self.cascade_bytes = CASCADE_BYTES
@@ -262,9 +262,12 @@ class GpuModel:
         differs = tables[1:] != tables[:-1]
         same = np.where(differs.any(axis=1), differs.argmax(axis=1), tables.shape[1])
         blocks = np.minimum(same, np.minimum(full_blocks[1:], full_blocks[:-1])).sum()
-        whole = [layer for layer in range(self.config.num_layers) if not self.config.window_of(layer)]
-        elements = sum(math.prod(self.config.heads_of(layer)) for layer in whole)
+        kinds = [self._kind_of(layer) for layer in self._attending]
+        elements = sum(kind.num_kv_heads * kind.head_dim for kind in kinds if not kind.window)
         return float(blocks) * cache[0, 0].nbytes * elements / math.prod(self.config.row_heads)
+
+    def _kind_of(self, layer: int) -> Kind:
+        return Kind(self.config.window_of(layer), *self.config.heads_of(layer))
 
     def _newest(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """The tokens sampled by these rows of the last started step, and ``tokens`` where a row is negative. For a row

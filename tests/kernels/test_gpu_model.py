@@ -20,6 +20,7 @@ from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA4
 
 from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.engine.backend import plan_pages
 from mooncake.engine.cache.device_cache import DeviceCache
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.engine import Engine, EngineConfig
@@ -34,6 +35,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, Routing
+from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import KVLayout, SamplingParams
 
 pytestmark = pytest.mark.skipif(
@@ -151,7 +153,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tokens_of(
-    model: Any, prompts: list[np.ndarray], sampling: SamplingParams | None = None, layout: KVLayout | None = None
+    model: Any,
+    prompts: list[np.ndarray],
+    sampling: SamplingParams | None = None,
+    layout: KVLayout | None = None,
+    groups: PageGroups = UNIFORM,
 ) -> dict[str, list[int]]:
     layout = layout or KVLayout(
         num_layers=len(model.config.kv_owners),
@@ -161,7 +167,7 @@ def tokens_of(
         dtype="float32",
         num_kinds=model.config.kv_kinds,
     )
-    config = EngineConfig(block_tokens=BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256)
+    config = EngineConfig(BLOCK_TOKENS, chunk_tokens=32, max_sequences=4, max_model_len=256, groups=groups)
     cache = DeviceCache(layout, 40, DEVICE) if isinstance(model, GpuModel) else KVCache(layout, 40)
     engine = Engine(model, cache, config)
     sampling = sampling or SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -325,19 +331,23 @@ def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(
     assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
-def test_steps_of_layers_with_heads_of_two_sizes_are_replayed(tmp_path: Path) -> None:
-    """Gemma 4's. Nothing of such a step is computed or looked up on the host."""
+def test_steps_of_layers_in_groups_are_replayed(tmp_path: Path) -> None:
+    """Gemma 4's, with windows and heads of two sizes. Nothing of such a step is computed or looked up on the host."""
     folder = Published("small", tmp_path, GEMMA4)
-    layout, random = folder.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), np.random.default_rng(2)
-    prompts = [random.integers(2, VOCAB, length, dtype=np.uint32) for length in (15, 3)]
-    model = Counting(
-        lambda kernels: load_model(folder.checkpoint, "float32", kernels=kernels), 16, torch.float32, buckets=(2,)
-    )
-    few = replace(GREEDY, max_tokens=3)
-    expected = tokens_of(load_model(folder.checkpoint, "float32", kernels=reference), prompts, few, layout)
-    assert tokens_of(model, prompts, few, layout) == expected
-    assert model.num_replays
+    groups, layout = plan_pages(folder.checkpoint, folder.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), 256)
+    assert groups.windows == (0, 16)
+    random = np.random.default_rng(2)
+    prompts = [random.integers(2, VOCAB, length, dtype=np.uint32) for length in (30, 3)]  # one leaves a page behind
+
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return load_model(folder.checkpoint, "float32", kernels=kernels)
+
+    model = Counting(build, max_blocks=16, dtype=torch.float32, buckets=(2,), groups=groups)
+    on_cpu = load_model(folder.checkpoint, "float32", kernels=reference)
+    assert tokens_of(model, prompts, GREEDY, layout, groups) == tokens_of(on_cpu, prompts, GREEDY, layout, groups)
+    assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"
     with torch.inference_mode(), Asked() as asked:
         model._graphs[2].graph.replay()
     assert not asked.found
