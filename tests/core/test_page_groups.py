@@ -130,7 +130,7 @@ def model(windows: list[int]) -> ModelConfig:
         (("cluster.coupled=1",), (0, 64, 64), (64,)),
         (("model.max_model_len=64",), (0,), (0,)),
         (("block.windows=false",), (0,), (0,)),
-        (("decode.device=cuda",), (0,), (0,)),
+        (("decode.device=cuda",), (0, 64, 64), (0,)),
         (("pool_layout.tensor_parallel=2",), (0,), (0,)),
         (("model.keep_hidden=[1]",), (0,), (0,)),
         (("prefill.pipeline_stages=2",), (0,), (0,)),
