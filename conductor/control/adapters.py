@@ -107,8 +107,10 @@ class AdapterCatalogue:
     def give_up(self, load: AdapterLoad) -> None:
         """Nodes should not have it after all. No effect once it is served."""
         wanted = self._wanted.get(load.number)
-        if wanted is not None and wanted.state in (LoadState.LOADING, LoadState.UNFINISHED):
+        if wanted is not None and wanted.state is LoadState.LOADING:
             self._end(load.number)
+        elif wanted is not None and wanted.state is LoadState.UNFINISHED:
+            del self._wanted[load.number]  # not for good: a node may still say that it was served
 
     def unload(self, name: str) -> None:
         """No new request can name it. Raises InvalidRequest, and NotFound when it is not served."""

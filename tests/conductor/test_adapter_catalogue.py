@@ -164,7 +164,6 @@ def test_a_load_that_an_earlier_conductor_began_leaves_what_was_served_until_it_
             catalogue.serve(new)
         else:
             catalogue.give_up(new)
-            catalogue.adopt([new])  # of a node that was away
         assert catalogue.served["a"].digest == ("new" if is_finished else "old")
         catalogue.drop_unused(lambda digest: False)
         assert [load.number for load in catalogue.wanted()] == [7 if is_finished else 5]
@@ -177,6 +176,12 @@ def test_a_load_is_finished_if_one_node_knows_that_it_was_served_and_given_up_fo
     catalogue.adopt([unfinished])  # told by a node that died before it heard more
     catalogue.adopt([served(adapter("a", "new"), 7)])
     assert catalogue.served["a"].digest == "new" and not catalogue.unfinished()
+    catalogue = AdapterCatalogue([], 1)
+    catalogue.adopt([unfinished])
+    catalogue.give_up(unfinished)  # some node could not load it, as before
+    assert not catalogue.wanted()
+    catalogue.adopt([served(adapter("a", "new"), 7)])
+    assert catalogue.served["a"].digest == "new"
     catalogue = AdapterCatalogue([], 1)
     catalogue.adopt([unfinished])
     latest = loaded(catalogue, adapter("a", "latest"))  # someone loads it again, without waiting
