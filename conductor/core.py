@@ -188,6 +188,7 @@ class Core:
             without_live = self.waiting_for()
             missing = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
             self.dispatcher.node_wait.nodes_changed(bool(missing), is_role_draining=bool(without_live))
+        self.adapter_loader.finish()
         self.adapters.drop_unused(self.dispatcher.uses_adapter)
         if self._watches_health:
             self.health.tick(now)

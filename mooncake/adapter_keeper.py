@@ -50,8 +50,9 @@ class AdapterKeeper:
     def want(self, loads: Iterable[AdapterLoad]) -> None:
         """These, and no others. Each is tried once: a failed one stays so until it is no longer wanted."""
         self._wanted = {load.number: load for load in loads}
-        for number in self._tried.keys() - self._wanted.keys():
-            del self._tried[number]
+        tried, self._tried = self._tried, {}
+        for number in tried.keys() & self._wanted.keys():
+            self._tried[number] = replace(self._wanted[number], error=tried[number].error)
         if self._task is None or self._task.done():
             self._drop_unwanted()
             if self._wanted.keys() - self._tried.keys():

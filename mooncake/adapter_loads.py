@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mooncake.adapters import Adapter
@@ -17,6 +17,7 @@ class AdapterLoad:
     adapter: Adapter
     number: int
     error: str = ""  # why a node does not have it
+    is_served: bool = field(default=False, compare=False)  # as last heard: requests may name it
 
 
 def load_to_wire(load: AdapterLoad) -> pb.Adapter:
@@ -30,6 +31,7 @@ def load_to_wire(load: AdapterLoad) -> pb.Adapter:
         invocation=adapter.invocation,
         number=load.number,
         error=load.error,
+        served=load.is_served,
     )
 
 
@@ -42,4 +44,4 @@ def load_from_wire(message: pb.Adapter) -> AdapterLoad:
         is_rank_stabilised=message.rank_stabilised,
         invocation=tuple(message.invocation),
     )
-    return AdapterLoad(adapter, message.number, message.error)
+    return AdapterLoad(adapter, message.number, message.error, message.served)

@@ -67,6 +67,21 @@ class AdapterLoader:
             self._catalogue.give_up(load)
         log.info("the adapter %s is served, from %s", name, adapter.path)
 
+    def finish(self) -> None:
+        """Serve what an earlier conductor began to load and every node has by now. What a node cannot load is given
+        up, and stays what it was before."""
+        for load in self._catalogue.unfinished():
+            name = load.adapter.name
+            try:
+                if self._waiting_for() or without(load, self._registry.nodes()):
+                    continue
+            except InvalidRequest as error:
+                self._catalogue.give_up(load)
+                log.warning("the adapter %s, which an earlier conductor began to load, is not: %s", name, error.message)
+            else:
+                self._catalogue.serve(load)
+                log.info("the adapter %s is served, from %s: its load is finished", name, load.adapter.path)
+
     def unload(self, name: str) -> None:
         """See ``conductor.api.AdapterLoading``."""
         if not name:

@@ -1,13 +1,14 @@
 """Which adapters nodes should have beside the configured ones, and which of them requests may name.
 
 Pure. A load begins, is served once every node has it, and ends when it is unloaded or replaced: then no new request can
-name it, and nodes keep it until the last one that uses it has ended. ``adapter_loader`` acts on it.
+name it, and nodes keep it until the last one that uses it has ended. Nodes are told which loads are served, so that the
+next conductor knows what they mean. ``adapter_loader`` acts on it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
 
@@ -22,6 +23,7 @@ ENDED_KEPT = 4096  # numbers of ended loads that are remembered
 
 class LoadState(StrEnum):
     LOADING = "loading"
+    UNFINISHED = "unfinished"  # an earlier conductor began it, and may not have seen its end
     SERVED = "served"
     ENDING = "ending"
 
@@ -50,11 +52,15 @@ class AdapterCatalogue:
 
     def wanted(self) -> list[AdapterLoad]:
         """What every node that computes should have."""
-        return [wanted.load for wanted in self._wanted.values()]
+        return [replace(each.load, is_served=each.state is LoadState.SERVED) for each in self._wanted.values()]
 
     def loaded(self) -> list[AdapterLoad]:
         """Those of them that requests may name."""
         return [wanted.load for wanted in self._in(LoadState.SERVED)]
+
+    def unfinished(self) -> list[AdapterLoad]:
+        """Those to serve once every node has them, and to give up when one cannot."""
+        return [wanted.load for wanted in self._in(LoadState.UNFINISHED)]
 
     def may_be_used(self, digest: str) -> bool:
         """Whether requests may need a load of it. Not while it is loading: whoever asks for those weights then means a
@@ -92,6 +98,9 @@ class AdapterCatalogue:
         name = load.adapter.name
         if name in self._served:
             self.unload(name)
+        for each in self._in(LoadState.UNFINISHED):
+            if each.load.adapter.name == name and each.load.number < load.number:
+                self._end(each.load.number)
         self._wanted[load.number] = _Wanted(load, LoadState.SERVED)
         self._served[name] = load.adapter
 
@@ -100,6 +109,8 @@ class AdapterCatalogue:
         wanted = self._wanted.get(load.number)
         if wanted is not None and wanted.state is LoadState.LOADING:
             self._end(load.number)
+        elif wanted is not None and wanted.state is LoadState.UNFINISHED:
+            del self._wanted[load.number]  # not for good: a node may still say that it was served
 
     def unload(self, name: str) -> None:
         """No new request can name it. Raises InvalidRequest, and NotFound when it is not served."""
@@ -121,15 +132,19 @@ class AdapterCatalogue:
                 self._end(each.load.number)
 
     def adopt(self, loads: Iterable[AdapterLoad]) -> None:
-        """A node that registers has these from an earlier conductor, which may have been this one: serve them, the
-        latest of each name, without those that have ended here."""
+        """A node that registers has these from an earlier conductor, which may have been this one: the latest of each
+        name, without those that have ended here. Those that were served are served; the others are ``unfinished``."""
         for load in loads:
-            name = load.adapter.name
-            is_known = load.number in self._wanted or load.number in self._ended
-            if load.error or is_known or not self._most or name in self._taken:
+            name, known = load.adapter.name, self._wanted.get(load.number)
+            is_over = load.number in self._ended or (known is not None and known.state is not LoadState.UNFINISHED)
+            if load.error or is_over or not self._most or name in self._taken:
                 continue
-            if all(each.load.number < load.number for each in self._wanted.values() if each.load.adapter.name == name):
-                self.serve(load)
+            others = [each for each in self._wanted.values() if each.load.adapter.name == name and each is not known]
+            if load.is_served:
+                if all(each.load.number < load.number for each in others if each.state is not LoadState.UNFINISHED):
+                    self.serve(load)
+            elif all(each.load.number < load.number for each in others):
+                self._wanted[load.number] = _Wanted(load, LoadState.UNFINISHED)
 
     def _in(self, *states: LoadState) -> list[_Wanted]:
         return [wanted for wanted in self._wanted.values() if wanted.state in states]

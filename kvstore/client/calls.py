@@ -26,7 +26,7 @@ from mooncake.rpc.server import Channels, split_address
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096
-LOOK_AGAIN_S = 1.0  # before looking for a fast RPC again after it broke
+LOOK_AGAIN_S, MAX_LOOK_AGAIN_S = 1.0, 30.0  # before looking for a fast RPC again, doubled while it refuses
 REPEAT_OWED_AFTER_S = 1.0
 UNHEARD_S = 60.0  # how long after its caller has gone an answer may still arrive
 END_LEASES_AFTER_S = 0.02
@@ -45,6 +45,7 @@ class StoreCalls:
         self._looks_for_fast_rpc = False
         self._opening = asyncio.Lock()
         self._look_after_s = 0.0
+        self._look_pause_s = LOOK_AGAIN_S
         self._ended: list[int] = []  # ids of ended leases
         self._ending: asyncio.TimerHandle | None = None
         self._owed: list[Reservation] = []  # ended on our side, though the store may not know it
@@ -73,7 +74,8 @@ class StoreCalls:
         if self.fast_rpc is not None and self.fast_rpc.is_open:
             return self.fast_rpc
         if self._looks_for_fast_rpc and time.monotonic() >= self._look_after_s and not self._is_closed:
-            self._look_after_s = time.monotonic() + LOOK_AGAIN_S
+            self._look_after_s = time.monotonic() + self._look_pause_s
+            self._look_pause_s = min(2 * self._look_pause_s, MAX_LOOK_AGAIN_S)
             self.later(self._find_fast_rpc())
         return self.stub
 
@@ -84,6 +86,8 @@ class StoreCalls:
             self._looks_for_fast_rpc = True
             with contextlib.suppress(NodeUnavailable):  # then there is gRPC
                 self.fast_rpc = await FastRpc.open(self.address, split_address(self.address)[0], port)
+                self._look_pause_s = LOOK_AGAIN_S
+                self._look_after_s = min(self._look_after_s, time.monotonic() + LOOK_AGAIN_S)
 
     async def _find_fast_rpc(self) -> None:
         """Find its current port: the store may have been restarted."""

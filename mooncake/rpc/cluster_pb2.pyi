@@ -115,6 +115,7 @@ class Adapter(_message.Message):
     INVOCATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """the folder, on every node"""
@@ -125,6 +126,8 @@ class Adapter(_message.Message):
     """of this load, among all loads of the cluster; a later one has a larger number"""
     error: _builtins.str
     """from a node: why it does not have it"""
+    served: _builtins.bool
+    """requests may name it; a node repeats what it was told"""
     @_builtins.property
     def invocation(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of an activated one"""
@@ -140,10 +143,11 @@ class Adapter(_message.Message):
         invocation: _abc.Iterable[_builtins.int] | None = ...,
         number: _builtins.int = ...,
         error: _builtins.str = ...,
+        served: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "digest", b"digest", "error", b"error", "invocation", b"invocation", "name", b"name", "number", b"number", "path", b"path", "rank_stabilised", b"rank_stabilised"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "digest", b"digest", "error", b"error", "invocation", b"invocation", "name", b"name", "number", b"number", "path", b"path", "rank_stabilised", b"rank_stabilised", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,6 +28,15 @@ def loaded(catalogue: AdapterCatalogue, what: Adapter, in_place: bool = False) -
     return load
 
 
+def register(registry: Registry, role: Role, incarnation: int) -> None:
+    info = NodeInfo(f"{role}-0", role, incarnation, f"here:{incarnation}", kv_fingerprint="kv", block_tokens=64)
+    registry.register(info, 0.0)
+
+
+async def no_change(until: float) -> bool:
+    return False
+
+
 def digests(catalogue: AdapterCatalogue) -> list[str]:
     return [load.adapter.digest for load in catalogue.wanted()]
 
@@ -107,26 +116,76 @@ def test_names_and_room_are_checked() -> None:
     catalogue.check("c", False)
 
 
+def served(what: Adapter, number: int, error: str = "") -> AdapterLoad:
+    return AdapterLoad(what, number, error, is_served=True)
+
+
 def test_a_later_conductor_adopts_the_latest_of_each_name_and_nothing_that_it_ended() -> None:
     catalogue = AdapterCatalogue(["model"], 1)
-    old, new = AdapterLoad(adapter("a", "old"), 5), AdapterLoad(adapter("a", "new"), 7)
-    failed = AdapterLoad(adapter("f"), 8, "no disk")
-    catalogue.adopt([new, failed, AdapterLoad(adapter("model"), 9)])
+    old, new = served(adapter("a", "old"), 5), served(adapter("a", "new"), 7)
+    failed = served(adapter("f"), 8, "no disk")
+    catalogue.adopt([new, failed, served(adapter("model"), 9)])
     catalogue.adopt([old])
     catalogue.adopt([new])  # of another node
     assert catalogue.served == {"a": adapter("a", "new")} and catalogue.wanted() == [new]
-    newest = AdapterLoad(adapter("a", "newest"), 11)
-    catalogue.adopt([newest, AdapterLoad(adapter("b"), 6)])
+    newest = served(adapter("a", "newest"), 11)
+    catalogue.adopt([newest, served(adapter("b"), 6)])
     assert set(catalogue.served) == {"a", "b"}, "more than may be loaded, but loaded"
     assert catalogue.served["a"].digest == "newest"
     catalogue.unload("b")
     catalogue.drop_unused(lambda digest: False)
-    catalogue.adopt([AdapterLoad(adapter("b"), 6), new])  # a node that was away comes back
+    catalogue.adopt([served(adapter("b"), 6), new])  # a node that was away comes back
     assert set(catalogue.served) == {"a"} and catalogue.wanted() == [newest]
     assert catalogue.begin(adapter("a"), True, 0).number > newest.number, "whatever the clock says"
     forbidding = AdapterCatalogue([], 0)
     forbidding.adopt([new])
     assert not forbidding.wanted()
+
+
+def test_nodes_are_told_which_loads_are_served() -> None:
+    catalogue = AdapterCatalogue([], 1)
+    loaded(catalogue, adapter("a", "old"))
+    catalogue.begin(adapter("a", "new"), True, 100)
+    assert [(load.adapter.digest, load.is_served) for load in catalogue.wanted()] == [("old", True), ("new", False)]
+
+
+@pytest.mark.parametrize("new_is_told_first", [True, False])
+def test_a_load_that_an_earlier_conductor_began_leaves_what_was_served_until_it_is_finished(
+    new_is_told_first: bool,
+) -> None:
+    old, new = served(adapter("a", "old"), 5), AdapterLoad(adapter("a", "new"), 7)
+    for is_finished in (True, False):
+        catalogue = AdapterCatalogue([], 1)
+        catalogue.adopt([new, old] if new_is_told_first else [old, new])
+        catalogue.adopt([old])  # of the node that does not have it yet
+        assert catalogue.served["a"].digest == "old" and catalogue.unfinished() == [new]
+        assert {load.number for load in catalogue.wanted()} == {5, 7}, "nodes are to load it"
+        if is_finished:
+            catalogue.serve(new)
+        else:
+            catalogue.give_up(new)
+        assert catalogue.served["a"].digest == ("new" if is_finished else "old")
+        catalogue.drop_unused(lambda digest: False)
+        assert [load.number for load in catalogue.wanted()] == [7 if is_finished else 5]
+        assert not catalogue.unfinished()
+
+
+def test_a_load_is_finished_if_one_node_knows_that_it_was_served_and_given_up_for_a_later_one() -> None:
+    unfinished = AdapterLoad(adapter("a", "new"), 7)
+    catalogue = AdapterCatalogue([], 1)
+    catalogue.adopt([unfinished])  # told by a node that died before it heard more
+    catalogue.adopt([served(adapter("a", "new"), 7)])
+    assert catalogue.served["a"].digest == "new" and not catalogue.unfinished()
+    catalogue = AdapterCatalogue([], 1)
+    catalogue.adopt([unfinished])
+    catalogue.give_up(unfinished)  # some node could not load it, as before
+    assert not catalogue.wanted()
+    catalogue.adopt([served(adapter("a", "new"), 7)])
+    assert catalogue.served["a"].digest == "new"
+    catalogue = AdapterCatalogue([], 1)
+    catalogue.adopt([unfinished])
+    latest = loaded(catalogue, adapter("a", "latest"))  # someone loads it again, without waiting
+    assert catalogue.wanted() == [latest]
 
 
 def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
@@ -150,16 +209,17 @@ def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
 
 
 def test_loads_travel_whole() -> None:
-    load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why")
-    assert load_from_wire(load_to_wire(load)) == load
+    for is_served in (True, False):
+        load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why", is_served)
+        again = load_from_wire(load_to_wire(load))
+        assert again == load and again.is_served == is_served
 
 
 async def test_a_load_ends_in_time_and_changes_nothing_then(tmp_path: Path) -> None:
     write_adapter(tmp_path / "a", tiny_model("llama"))
     registry, catalogue = Registry("kv", 64, 1.0, 5.0), AdapterCatalogue([], 1)
     for incarnation, role in enumerate((Role.PREFILL, Role.DECODE), 1):
-        info = NodeInfo(f"{role}-0", role, incarnation, f"here:{incarnation}", kv_fingerprint="kv", block_tokens=64)
-        registry.register(info, 0.0)
+        register(registry, role, incarnation)
     asked_until: list[float] = []
 
     async def nodes_change(until: float) -> bool:
@@ -180,3 +240,25 @@ async def test_a_load_ends_in_time_and_changes_nothing_then(tmp_path: Path) -> N
     assert registry.lacking("other") == {1, 2}
     digest = open_adapter("a", str(tmp_path / "a")).digest
     assert registry.lacking(digest) == {2}
+
+
+async def test_what_an_earlier_conductor_began_is_served_when_every_node_has_it_or_given_up_when_one_cannot() -> None:
+    old, new = served(adapter("a", "old"), 5), AdapterLoad(adapter("a", "new"), 7)
+    for error in ("", "no disk"):
+        registry, catalogue = Registry("kv", 64, 1.0, 5.0), AdapterCatalogue([], 1)
+        missing = [Role.DECODE]
+        loader = AdapterLoader(catalogue, registry, lambda: missing, no_change, 30.0, lambda: 100.0)  # noqa: B023
+        register(registry, Role.PREFILL, 1)
+        registry.set_adapters("prefill-0", 1, [old, new])
+        catalogue.adopt([old, new])
+        loader.finish()
+        assert catalogue.unfinished() == [new], "no decode node is there to say whether it has it"
+        missing.clear()
+        register(registry, Role.DECODE, 2)
+        registry.set_adapters("decode-0", 2, [old])
+        catalogue.adopt([old])
+        loader.finish()
+        assert catalogue.unfinished() == [new] and catalogue.served["a"].digest == "old"
+        registry.set_adapters("decode-0", 2, [old, replace(new, error=error)])
+        loader.finish()
+        assert not catalogue.unfinished() and catalogue.served["a"].digest == ("old" if error else "new")

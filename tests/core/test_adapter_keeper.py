@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,8 @@ async def test_it_loads_what_is_wanted_once_and_drops_what_is_not(folder: Path) 
         keeper.want([a, b])
         await asyncio.sleep(0)
     await until(lambda: len(keeper.report()) == 2)
-    keeper.want([a, b])
+    keeper.want([replace(a, is_served=True), b])
+    assert [load.is_served for load in keeper.report()] == [True, False], "the next conductor is told"
     assert host.asked == ["a", "b"] and changes == [[(1, "")], [(1, ""), (2, "")]]
     again = AdapterLoad(a.adapter, 3)  # under another number: its weights are here
     keeper.want([b, again])

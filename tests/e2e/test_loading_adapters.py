@@ -4,6 +4,7 @@ back on every node that is restarted."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
+from drive import status
 from live import running_cluster, small_config
 from tiny_lora import greedy, write_adapter
 from tiny_model import tiny_model, write_tiny_model
@@ -53,6 +56,25 @@ class Front:
         assert answer.status_code == 200, answer.text
         body = answer.json()
         return body["choices"][0]["token_ids"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async def until_named(self, name: str) -> None:
+        """Also by a conductor that is still starting."""
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(httpx.TransportError):
+                    if name in await self.names():
+                        return
+                await asyncio.sleep(0.1)
+
+    async def until_loads(self, counts: dict[str, int]) -> None:
+        """So many loads on each node, failed ones included."""
+        async with grpc.aio.insecure_channel(self.cluster.grpc_address) as channel, asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(grpc.RpcError):
+                    nodes = {node.info.node_id: len(node.adapters) for node in (await status(channel)).nodes}
+                    if nodes.items() >= counts.items():
+                        return
+                await asyncio.sleep(0.05)
 
     async def kill(self, child: str) -> None:
         """And wait until it has been started anew."""
@@ -121,16 +143,36 @@ async def test_restarted_processes_have_it_again(front: Front, models: tuple[Pat
         await front.kill(child)
         assert (await front.ask("poems"))[0] == expected, child
     await front.kill("conductor")
-    async with asyncio.timeout(60):
-        while True:
-            try:
-                if "poems" in await front.names():  # its nodes told the new one
-                    break
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.1)
+    await front.until_named("poems")  # its nodes told the new one
     assert (await front.ask("poems"))[0] == expected
     assert (await front.load("poems", folder / "poems")).status_code == 400, "it is loaded"
+
+
+@pytest.mark.parametrize("can_be_finished", [True, False])
+async def test_a_conductor_that_dies_while_it_replaces_one_leaves_it_or_its_successor(
+    can_be_finished: bool, front: Front, models: tuple[Path, Any]
+) -> None:
+    folder, merged = models
+    mine = folder / "changing"
+    shutil.copytree(folder / "sql", mine, dirs_exist_ok=True)
+    assert (await front.load("mine", mine)).status_code == 200
+    shutil.copytree(folder / "poems", mine, dirs_exist_ok=True)
+    decode = front.cluster.pids["decode-0"]
+    os.kill(decode, signal.SIGSTOP)
+    try:
+        loading = asyncio.create_task(front.load("mine", mine, load_inplace=True))
+        await front.until_loads({"prefill-0": 2})
+        if not can_be_finished:
+            shutil.copytree(folder / "sql", mine, dirs_exist_ok=True)
+        await front.kill("conductor")
+    finally:
+        os.kill(decode, signal.SIGCONT)
+    with pytest.raises(httpx.TransportError):
+        await loading
+    await front.until_named("mine")
+    await front.until_loads({"prefill-0": 1, "decode-0": 1})
+    expected = greedy(merged["poems" if can_be_finished else "sql"], PROMPT, NEW)
+    assert (await front.ask("mine"))[0] == expected
 
 
 async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(front: Front, models: tuple[Path, Any]) -> None:

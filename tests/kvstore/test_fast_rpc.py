@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import socket
 import struct
@@ -231,6 +232,27 @@ async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grp
             while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
+    await calls.close()
+    await channels.close()
+    await fast_rpc.stop()
+
+
+async def test_a_client_that_is_refused_asks_ever_more_rarely(
+    rpc_server: Callable[[], RpcServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.calls.LOOK_AGAIN_S", 0.01)
+    shop, server, channels = Shop(), rpc_server(), Channels()
+    server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
+    calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
+    fast_rpc = FastRpcServer(shop, max_callers=0)
+    port = shop.fast_rpc_port = await fast_rpc.start("127.0.0.1")
+    await calls.open_fast_rpc(port)
+    begin_s, asked_s = time.monotonic(), 0.0
+    while asked_s < 1.0:
+        assert not isinstance(calls.fast, FastRpc)
+        await asyncio.sleep(0.005)
+        asked_s = time.monotonic() - begin_s
+    assert 2 <= shop.num_asked <= 2 + math.log2(asked_s / 0.01)
     await calls.close()
     await channels.close()
     await fast_rpc.stop()
