@@ -47,4 +47,6 @@ def address_of(address: str, path: Path | None, overrides: list[str] | None) -> 
 def http_url_of(address: str, path: Path | None, overrides: list[str] | None) -> str:
     """``address`` may also be a URL, of any server."""
     section = load(path, overrides, {}).conductor
-    return address if "://" in address else f"{section.http_scheme}://{address or section.http_address}"
+    if "://" in address:
+        return address
+    return f"{section.http_scheme}://{check_address(address or section.http_address)}"
