@@ -17,9 +17,9 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.config import Config, transfer_secret
+from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.host import CachePlan, EngineHost
 from mooncake.prefault import prefault_in_background
-from mooncake.recent import Recent
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from mooncake.types import SegmentAddress
@@ -34,7 +34,7 @@ class DecodeRole:
         self._node_id, self._config, self._plan = node_id, config, plan
         self._segment = Segment.create(node_id, plan.layout.block_bytes, plan.num_blocks)
         prefault_in_background(self._segment.array)
-        stores = Recent(lambda address: StoreClient(address, transfer, channels))
+        stores = ConnectionCache(lambda address: StoreClient(address, transfer, channels))
         self._writeback = WriteBack(stores.get, plan.layout)
         self.hook = WriteBackHook(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()

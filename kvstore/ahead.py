@@ -21,7 +21,7 @@ from kvstore.board import MAX_GIFTS, Board
 from kvstore.checksum import Checksums
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant
-from kvstore.transfer.native import Landed
+from kvstore.transfer.native_owner import Landed
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import InvalidRequest
 from mooncake.types import BlockKey

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from kvstore.checksum import Checksums
 from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment, is_sealed_size
-from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES, Arrival, Landed
+from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES
+from kvstore.transfer.native_owner import Arrival, Landed
 from mooncake.errors import NodeUnavailable
 from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
 from mooncake.prefault import prefault_in_background

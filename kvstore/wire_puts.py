@@ -22,7 +22,7 @@ from kvstore.ahead import WIRE, Committed
 from kvstore.index.types import BlockName, Grant
 from kvstore.service import checked_key, checked_parent, checked_tenant
 from kvstore.store import Store
-from kvstore.transfer.native import MAX_AHEAD, Landed
+from kvstore.transfer.native_owner import MAX_AHEAD, Landed
 from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put

@@ -13,11 +13,13 @@ Errors are those of ``mooncake.errors``. It knows the wire format and nothing of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from mooncake.addresses import check_address
 from mooncake.api_keys import bearer, own_api_key
@@ -37,6 +39,7 @@ from mooncake.sampling_params import SamplingParams
 from mooncake.tls import Tls, own_tls
 from mooncake.types import PrefillReport, SampledToken, Usage, check_type
 
+Response = TypeVar("Response", bound=Message)
 Messages = Sequence[Mapping[str, str]]
 """E.g. ``[{"role": "user", "content": "Hello"}]``."""
 
@@ -191,45 +194,26 @@ class Client:
                 request = pb.TokenizeRequest(model=model, chat=_chat(messages))
             else:
                 request = pb.TokenizeRequest(model=model, text=text or "")
-        try:
-            return list(self._inference.Tokenize(request, timeout=_SHORT_CALL_S, metadata=self._metadata).ids)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        return list(self._call(self._inference.Tokenize, request).ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
         with _refusing_what_cannot_be_sent():
             request = pb.DetokenizeRequest(model=model, ids=token_ids)
-        try:
-            return self._inference.Detokenize(request, timeout=_SHORT_CALL_S, metadata=self._metadata).text
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        return self._call(self._inference.Detokenize, request).text
 
     def models(self) -> list[Model]:
-        try:
-            response = self._inference.ListModels(
-                pb.ListModelsRequest(), timeout=_SHORT_CALL_S, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
         return [
             Model(model.id, model.max_model_len, model.vocab_size, model.block_tokens, model.dtype)
-            for model in response.models
+            for model in self._call(self._inference.ListModels, pb.ListModelsRequest()).models
         ]
 
     def status(self) -> cluster_pb2.StatusResponse:
         """Nodes, their load and their links; requests and cache hits so far."""
-        try:
-            return self._cluster.Status(cluster_pb2.StatusRequest(), timeout=_SHORT_CALL_S, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        return self._call(self._cluster.Status, cluster_pb2.StatusRequest())
 
     def set_role(self, node_id: str, role: str) -> None:
         """Ask a node to become a "prefill" or a "decode" node; it drains first. Raises InvalidRequest if it cannot."""
-        request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
-        try:
-            self._cluster.SetRole(request, timeout=_SHORT_CALL_S, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        self._call(self._cluster.SetRole, cluster_pb2.SetRoleRequest(node_id=node_id, role=role))
 
     def load_adapter(self, name: str, path: str, in_place: bool = False) -> None:
         """Have every node load the LoRA adapter in the folder ``path``; returns once requests may name it. With
@@ -238,18 +222,11 @@ class Client:
         Raises InvalidRequest when it may not be loaded or does not fit the model, NotFound when nothing is there.
         """
         request = cluster_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place)
-        try:
-            self._cluster.LoadAdapter(request, timeout=_LOAD_S, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        self._call(self._cluster.LoadAdapter, request, _LOAD_S)
 
     def unload_adapter(self, name: str) -> None:
         """Requests that use it are finished, new ones are refused. Raises InvalidRequest, NotFound."""
-        request = cluster_pb2.UnloadAdapterRequest(name=name)
-        try:
-            self._cluster.UnloadAdapter(request, timeout=_SHORT_CALL_S, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise error_from_rpc(error, self.address) from None
+        self._call(self._cluster.UnloadAdapter, cluster_pb2.UnloadAdapterRequest(name=name))
 
     def close(self) -> None:
         self._channel.close()
@@ -261,6 +238,12 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _call(self, method: Callable[..., Response], request: Message, timeout_s: float = _SHORT_CALL_S) -> Response:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_from_rpc(error, self.address) from None
 
     def _chunks(self, request: pb.GenerateRequest, session: str, timeout_s: float | None) -> Iterator[GenerateChunk]:
         metadata = (*self._metadata, *((("x-session-affinity", session),) if session else ()))

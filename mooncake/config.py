@@ -55,6 +55,7 @@ __all__ = [
     "dump_toml",
     "load_config",
     "masked",
+    "toml_value",
     "transfer_secret",
 ]
 
@@ -99,16 +100,17 @@ def dump_toml(config: Config) -> str:
     lines: list[str] = []
     for section, values in msgspec.to_builtins(config).items():
         lines.append(f"[{section}]")
-        lines.extend(f"{key} = {_toml_value(value)}" for key, value in values.items())
+        lines.extend(f"{key} = {toml_value(value)}" for key, value in values.items())
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml_value(value: object) -> str:
+def toml_value(value: object) -> str:
+    """A string, number, boolean or list of them in TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
     # JSON strings are TOML basic strings, except for DEL, which TOML requires to be escaped
     return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 

@@ -45,39 +45,45 @@ class BlockSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     http_port: int = 8000
+    grpc_port: int = 50051
     api_keys: tuple[str, ...] = ()  # callers present one; []: that of MOONCAKE_API_KEY, or none is required
     ssl_certfile: str = ""  # PEM, with its intermediates: HTTPS instead of HTTP, and TLS under gRPC
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_ca_certs: str = ""  # PEM: the CA of clients' certificates
     ssl_cert_reqs: int = 0  # client certificates: 0 none, 1 optional (not requested over gRPC), 2 required
     allowed_origins: tuple[str, ...] = ()  # web origins whose scripts may call and read (CORS); ["*"]: all
-    grpc_port: int = 50051
+
     heartbeat_interval_s: float = 0.5
     node_timeout_s: float = 5.0  # a node without a heartbeat for this long is gone
     node_wait_s: float = 30.0  # how long requests wait for a node after a role lost its last one; 0: refused at once
-    request_timeout_s: float = 600.0  # longest time for a request, whatever its deadline; OpenAI's clients wait as long
-    max_loaded_adapters: int = 0  # that callers may load while the cluster serves; 0: none, only model.adapters
+
     max_requests: int = 256  # running at once; more are refused with a retry time
+    request_timeout_s: float = 600.0  # longest time for a request, whatever its deadline; OpenAI's clients wait as long
+    retries: int = 1  # how often a failed attempt is retried on another pair
+    max_loaded_adapters: int = 0  # that callers may load while the cluster serves; 0: none, only model.adapters
     # how thoughts and tool calls are parsed: vLLM's names of its parsers, "none" for no thoughts, or "auto": by the
     # model's chat template
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
-    retries: int = 1  # how often a failed attempt is retried on another pair
+
     policy: str = "milliseconds"  # how nodes are chosen: a name in conductor/placement/policies
+    calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes report; "": none
+    ssd_mb_per_s: float = 1000.0  # assumed read rate of a store's SSD
+    max_tail_tokens: int = 64  # local prefill: most uncached tokens that a switchable decode node computes; 0: never
+
     ttft_limit_ms: float = 0.0  # service-level limit; 0: none. Requests that would exceed a limit wait or are refused
     tbt_limit_ms: float = 0.0  # mean of the longest tenth of a request's token gaps; 0: none
     admission: str = "lookahead"  # none, baseline, early, predicted or lookahead
     admission_mode: str = "hard"  # hard: refuse with a retry time; soft: wait; off: only count
     max_waiting: int = 256  # requests waiting at once
+
     balance: bool = False  # change the roles of nodes that can (cluster.switchable) as the load shifts
     balance_smoothing_s: float = 30.0  # time constant of the load that roles follow
     balance_dwell_s: float = 60.0  # pause after a switch that was given up
     balance_node_dwell_s: float = 600.0  # between two switches of one node
+
     replicate: bool = True  # copy prefixes in high demand to more hosts, before everybody fetches them from one
     replica_ttl_s: float = 120.0  # a replica not requested for this long is dropped
-    max_tail_tokens: int = 64  # local prefill: most uncached tokens that a switchable decode node computes; 0: never
-    calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes report; "": none
-    ssd_mb_per_s: float = 1000.0  # assumed read rate of a store's SSD
 
     def __repr__(self) -> str:
         """For logs and tracebacks: without keys."""

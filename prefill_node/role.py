@@ -8,8 +8,8 @@ from __future__ import annotations
 from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import Priority, TransferEngine
 from mooncake.config import Config
+from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.host import EngineHost
-from mooncake.recent import Recent
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.blend_chunks import BlendChunks
@@ -50,7 +50,7 @@ class PrefillRole:
             loader=loader,
             handoff_writer=handoff_writer,
             pool_writer=self._pool_writer,
-            store_at=Recent(lambda address: StoreClient(address, self._transfer, self._channels)).get,
+            store_at=ConnectionCache(lambda address: StoreClient(address, self._transfer, self._channels)).get,
             source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
             blend_chunks=self._chunks,
             variant=Sender.configured(host),

@@ -242,7 +242,8 @@ class Dispatcher:
 
     def _refusal(self) -> Overloaded:
         self.stats.failures[Overloaded.code] += 1
-        return Overloaded(f"{self.stats.running} requests are running already", self.stats.retry_after_s())
+        what = f"as many requests are running as conductor.max_requests allows: {self._limits.max_requests}"
+        return Overloaded(what, self.stats.retry_after_s())
 
     async def _next_attempt(self, progress: _RunningRequest) -> Attempt:
         """Admit and place, or wait for a missing node. Raises like ``_wait_for_admission`` and ``_start``."""

@@ -1,4 +1,4 @@
-"""The prefix index's table in C++: the same answers as ``prefix_table.PrefixTable`` in a fraction of the time and
+"""The prefix index's table in C++: the same answers as ``table.PrefixTable`` in a fraction of the time and
 memory. Built at first use; without a compiler the Python table serves, with one warning."""
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The data plane in C++ (wire.cpp): sends, receives and answers without the GIL, computing checksums while the bytes
-are in cache. Built at first use; without a compiler sockets.py and server.py do the same in Python."""
+"""The caller's side of the data plane in C++ (wire.cpp): sends and receives without the GIL, computing checksums while
+the bytes are in cache. Built at first use; without a compiler sockets.py does the same in Python. The owner's side is
+in ``native_owner``."""
 
 from __future__ import annotations
 
@@ -8,20 +9,17 @@ import errno
 import functools
 import itertools
 import logging
-import mmap
 import os
 import socket
 import struct
 from array import array
 from collections.abc import Callable
-from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvstore.checksum import Checksums
-from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import Operation, ProtocolViolation
@@ -39,9 +37,7 @@ HEADERS = [
 ]
 WORTH_BYTES = 16 << 10  # smaller pieces are sent sooner from Python
 MIN_SUM_BYTES = 241  # xxh3 treats shorter input differently, which our C++ does not implement
-HEAD_BYTES = protocol.FRAME_BYTES + protocol.RANGE_BYTES
 MAX_SUMS = 94  # per block fetched or put: what a board lists
-MAX_AHEAD = 64
 _CLOSED, _VIOLATION, _OTHER = -1, -2, -4
 _READ = Operation.READ  # enum members are slow to look up
 _ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
@@ -64,16 +60,16 @@ def load() -> ctypes.CDLL | None:
     library.keyed_get.argtypes = (memory, ctypes.c_char_p, size, memory, size, memory, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
-    library.serve.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.give_ahead.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64)
-    library.take_ahead.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    for described in (_Sliced, _Keyed, _Owner, _Connection):
-        name = f"{described.__name__[1:].lower()}_size"
-        assert getattr(library, name)() == ctypes.sizeof(described), f"wire.cpp has another {name} than native.py"
+    check_sizes(library, _Sliced, _Keyed)
     return library
 
 
-# The caller's side
+def check_sizes(library: ctypes.CDLL, *described: type[ctypes.Structure]) -> None:
+    """Asserts that wire.cpp has these structures, too."""
+    for structure in described:
+        name = f"{structure.__name__[1:].lower()}_size"
+        assert getattr(library, name)() == ctypes.sizeof(structure), f"wire.cpp has another {name} than Python"
+
 
 _Move = Callable[[int, int, int, int, float], int]  # flow, parts, their number, checksum_bytes, deadline: an errno
 
@@ -144,7 +140,7 @@ class NativeWire(Wire):
             pass
         if code == _OTHER:
             return 0
-        _check(code)
+        check_code(code)
         return int(self._reply.credit_bytes)
 
     @property
@@ -159,7 +155,7 @@ class NativeWire(Wire):
         code = errno.EINTR
         while code == errno.EINTR:
             code = move(ctypes.addressof(flow), rows_at, length // 3, part.checksum_bytes, part.deadline)
-        _check(code)
+        check_code(code)
 
     def _tick(self, option: int) -> int:
         return int(self._flows[option].tick_us)
@@ -198,7 +194,7 @@ class NativeKeyed:
         code = errno.EINTR
         while code == errno.EINTR:
             code = self._library.keyed_ask(self._at, request, len(request), answer_bytes, deadline)
-        _check(code)
+        check_code(code)
 
     def get(self, request: bytes, into: memoryview, deadline: float) -> tuple[int, bool]:
         """The requested block: its length, 0 if it is not there, and whether it matches its checksums. If it is
@@ -207,7 +203,7 @@ class NativeKeyed:
         length_at, room = ctypes.addressof(length), into.nbytes
         while code == errno.EINTR:
             code = self._library.keyed_get(self._at, request, len(request), address, room, length_at, deadline)
-        _check(code)
+        check_code(code)
         return length.value, bool(self._state.is_right)
 
     def receive(self, into: memoryview, ranges: int, deadline: float) -> bool:
@@ -215,14 +211,14 @@ class NativeKeyed:
         address, code = ctypes.addressof(ctypes.c_char.from_buffer(into)), errno.EINTR
         while code == errno.EINTR:
             code = self._library.keyed_receive(self._at, address, into.nbytes, ranges, deadline)
-        _check(code)
+        check_code(code)
         return bool(self._state.is_right)
 
     def put(self, head: bytes, data: memoryview, ranges: int, deadline: float) -> None:
         address, code = _address_of(data), errno.EINTR
         while code == errno.EINTR:
             code = self._library.keyed_put(self._at, head, len(head), address, data.nbytes, ranges, deadline)
-        _check(code)
+        check_code(code)
 
 
 def hashes(part: Slice) -> bool:
@@ -262,7 +258,9 @@ def _address_of(memory: bytes | bytearray | memoryview | Checksums) -> int:
         return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
-def _check(code: int) -> None:
+def check_code(code: int) -> None:
+    """Raises what a code returned by wire.cpp stands for: PeerClosed, ProtocolViolation, DeadlineExceeded or another
+    OSError."""
     if code == 0:
         return
     if code == _CLOSED:
@@ -272,168 +270,3 @@ def _check(code: int) -> None:
     if code == errno.ETIMEDOUT:
         raise DeadlineExceeded("the deadline of the transfer is past")
     raise OSError(code, os.strerror(code))
-
-
-# The owner's side
-
-
-class _Owner(ctypes.Structure):
-    """Mirrors ``Owner`` of wire.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("segment", "grants", "block_bytes", "num_blocks", "credit_bytes")),
-        *((name, ctypes.c_uint64) for name in ("board", "mailbox", "book", "list", "wake", "know")),
-        *((name, ctypes.c_uint64) for name in ("is_locked", "num_ahead")),
-        ("ahead", ctypes.c_uint64 * (2 * MAX_AHEAD)),
-    )
-
-
-class Arrival(ctypes.Structure):
-    """Mirrors ``Arrival`` of board.h: a block that arrived completely."""
-
-    _fields_ = (
-        ("slot", ctypes.c_uint64),
-        ("epoch", ctypes.c_uint64),
-        ("length", ctypes.c_uint32),
-        ("ranges", ctypes.c_uint16),
-        ("name_bytes", ctypes.c_uint16),
-        ("sums", ctypes.c_uint64 * MAX_SUMS),
-        ("name", ctypes.c_uint8 * protocol.MAX_NAME_BYTES),
-    )
-
-    def landed(self) -> Landed:
-        """Raises ProtocolViolation."""
-        at = ctypes.addressof(self)
-        key, parent, tenant = protocol.unpack_name(ctypes.string_at(at + Arrival.name.offset, self.name_bytes))
-        sums = np.frombuffer(ctypes.string_at(at + Arrival.sums.offset, 8 * self.ranges), dtype=np.uint64)
-        return Landed(key, parent, tenant, self.slot, self.epoch, self.length, sums)
-
-
-class _Connection(ctypes.Structure):
-    """Mirrors ``Connection`` of wire.cpp."""
-
-    _fields_ = (
-        ("head", ctypes.c_uint8 * HEAD_BYTES),
-        ("padding", ctypes.c_uint32),
-        ("fd", ctypes.c_int64),
-        *((name, ctypes.c_uint64) for name in ("bytes_in", "bytes_out", "refused", "num_landing")),
-        ("landing", ctypes.c_uint32 * protocol.MAX_RANGES),
-        ("arrival", Arrival),
-    )
-
-
-class Event(IntEnum):
-    """Why ``NativeOwner.serve`` returned."""
-
-    FRAME = 0  # one that it does not handle
-    LANDED = -3  # a block has arrived, and the board does not know whether to list it
-
-
-_EVENTS = {event.value: event for event in Event}
-
-
-class Landed(NamedTuple):
-    """A block that arrived completely: its name, its slot, and the checksums of its equal ranges."""
-
-    key: bytes
-    parent: bytes
-    tenant: str
-    slot: int
-    epoch: int
-    length: int
-    checksums: Checksums
-
-
-class Listing(Protocol):
-    """Where the owner finds blocks by key, and lists arriving ones: a board (``kvstore.board``)."""
-
-    def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
-        """The board, and a mailbox for noting what has been read."""
-        ...
-
-    def book_for_owner(self) -> tuple[int, int, int, int]:
-        """Addresses: of the book, and of the functions that list a block, wake the store, and look up its blocks."""
-        ...
-
-
-class NativeOwner:
-    """Answers reads and writes of one segment. Keeps the mappings it works in alive."""
-
-    def __init__(
-        self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: Listing | None, takes_puts: bool
-    ) -> None:
-        """``grants`` is the table of epochs, one uint64 per block. Without a ``listing`` nothing can be found by key
-        or put."""
-        self._library = library
-        maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
-        self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
-        segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)
-        board_at, mailbox_at = listing_at or (0, 0)
-        book, list_at, wake, know = listing.book_for_owner() if listing is not None and takes_puts else (0, 0, 0, 0)
-        self._owner = _Owner(
-            segment_at,
-            grants_at,
-            segment.block_bytes,
-            segment.num_blocks,
-            board=board_at,
-            mailbox=mailbox_at,
-            book=book,
-            list=list_at,
-            wake=wake,
-            know=know,
-        )
-        self._owner_at = ctypes.addressof(self._owner)
-
-    def serve(self, connection: NativeConnection) -> Event:
-        """Returns when something arrives that it cannot handle; ``connection.head`` then has the start of the frame.
-        Raises PeerClosed, ProtocolViolation, DeadlineExceeded or another OSError."""
-        code = self._library.serve(self._owner_at, connection.state_at)
-        if code not in _EVENTS:
-            _check(code)
-        return _EVENTS[code]
-
-    def give_ahead(self, slot: int, epoch: int) -> bool:
-        """A slot for a block that will be put. False when there are enough."""
-        return bool(self._library.give_ahead(self._owner_at, slot, epoch))
-
-    def take_ahead(self) -> tuple[int, int] | None:
-        """Take one of them back, with its epoch."""
-        slot = (ctypes.c_uint64 * 2)()
-        return (slot[0], slot[1]) if self._library.take_ahead(self._owner_at, slot) else None
-
-    def set_credit(self, nbytes: int) -> None:
-        """The most bytes that each connection may have in flight."""
-        self._owner.credit_bytes = nbytes
-
-    def fence(self) -> None:
-        """Call after changing the grants, before looking at what is landing."""
-        self._library.fence()
-
-
-class NativeConnection:
-    """What ``serve`` knows of one connection, readable from any thread."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._state = _Connection(fd=sock.fileno())
-        self.state_at = ctypes.addressof(self._state)
-        self.head = memoryview(self._state.head).cast("B")
-
-    @property
-    def landing(self) -> frozenset[int]:
-        """Blocks that the frame being received writes into."""
-        return frozenset(self._state.landing[: self._state.num_landing])
-
-    def landed(self) -> Landed:
-        """Valid after LANDED. Raises ProtocolViolation."""
-        landed: Landed = self._state.arrival.landed()
-        return landed
-
-    @property
-    def landed_in(self) -> tuple[int, int]:
-        """Valid after LANDED: the slot and its epoch."""
-        return self._state.arrival.slot, self._state.arrival.epoch
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Bytes in, bytes out, frames refused."""
-        return self._state.bytes_in, self._state.bytes_out, self._state.refused

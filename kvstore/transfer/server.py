@@ -23,7 +23,7 @@ from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
 from kvstore.transfer.greeting import Door
-from kvstore.transfer.native import Listing, NativeConnection, NativeOwner, load
+from kvstore.transfer.native_owner import Listing, NativeConnection, NativeOwner, load_owner
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server_connection import Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.server_frames import FrameServer
@@ -79,7 +79,7 @@ class SegmentServer:
         self._host = host
         self._advertise = advertise
         self._grants = Grants(segment.num_blocks)
-        library = load() if is_native and "tcp" in transports else None
+        library = load_owner() if is_native and "tcp" in transports else None
         self._native = (
             NativeOwner(library, segment, self._grants.map, listing, on_put is not None)
             if library is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from kvstore.transfer.native import HEAD_BYTES, Landed, NativeConnection
+from kvstore.transfer.native_owner import HEAD_BYTES, Landed, NativeConnection
 from kvstore.transfer.protocol import Status
 from kvstore.transfer.sockets import Wire
 from kvstore.transfer.transport import Attachment

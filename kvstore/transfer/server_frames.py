@@ -1,8 +1,8 @@
 """What a segment's owner does with each frame of an admitted peer: it checks and lands a write, answers a read, tells
 of a block that was put, or lets the peer continue over another transport.
 
-C++ code (``native``) handles most frames of TCP connections by itself; what it leaves, and all frames without it, is
-handled here. This module knows neither how connections begin and end, nor who is granted what.
+C++ code (``native_owner``) handles most frames of TCP connections by itself; what it leaves, and all frames without it,
+is handled here. This module knows neither how connections begin and end, nor who is granted what.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.grants import Grants
-from kvstore.transfer.native import Event, NativeConnection, NativeOwner
+from kvstore.transfer.native_owner import Event, NativeConnection, NativeOwner
 from kvstore.transfer.protocol import Frame, Operation, ProtocolViolation, Status, WireRange
 from kvstore.transfer.server_connection import NOWHERE, Put, ServerConnection
 from kvstore.transfer.sockets import Wire

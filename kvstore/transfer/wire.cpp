@@ -463,7 +463,7 @@ int serve(Owner *owner, Connection *connection) {
 int give_ahead(Owner *owner, uint64_t block, uint64_t epoch) { return give_slot(*owner, {block, epoch}); }
 int take_ahead(Owner *owner, uint64_t *slot_and_epoch) { return take_slot(*owner, *reinterpret_cast<Slot *>(slot_and_epoch)); }
 
-// Of the memory that native.py describes, too.
+// Of the memory that native.py and native_owner.py describe, too.
 uint64_t sliced_size() { return sizeof(Sliced); }
 uint64_t keyed_size() { return sizeof(Keyed); }
 uint64_t owner_size() { return sizeof(Owner); }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from json import dumps as json_text  # JSON strings and numbers are also valid TOML
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ import typer
 
 from mooncake.addresses import check_address
 from mooncake.api_keys import API_KEY_ENV
-from mooncake.config import Config, load_config
+from mooncake.config import Config, load_config, toml_value
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="The cluster's TOML file.", show_default=False)
@@ -28,7 +27,7 @@ Address = Annotated[
 
 def load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:
     """Flags win over --set, --set over the file, the file over the defaults."""
-    given = [f"{name}={json_text(value)}" for name, value in flags.items() if value is not None]
+    given = [f"{name}={toml_value(value)}" for name, value in flags.items() if value is not None]
     config = load_config(path, [*(overrides or []), *given])
     if config.conductor.api_key:
         os.environ[API_KEY_ENV] = config.conductor.api_key  # clients read it there
@@ -48,4 +47,6 @@ def address_of(address: str, path: Path | None, overrides: list[str] | None) -> 
 def http_url_of(address: str, path: Path | None, overrides: list[str] | None) -> str:
     """``address`` may also be a URL, of any server."""
     section = load(path, overrides, {}).conductor
-    return address if "://" in address else f"{section.http_scheme}://{address or section.http_address}"
+    if "://" in address:
+        return address
+    return f"{section.http_scheme}://{check_address(address or section.http_address)}"

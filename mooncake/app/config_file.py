@@ -8,18 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator
-from json import dumps
 from typing import get_type_hints
 
 from mooncake.app.origins import Setting
-from mooncake.config import Config
+from mooncake.config import Config, toml_value
 
 _FIELD = re.compile(r" {4}(\w+): [^=]+ = ")
-
-
-def toml_literal(value: object) -> str:
-    """JSON strings, numbers, lists and booleans are also valid TOML."""
-    return dumps(value, ensure_ascii=False)
 
 
 def toml_text(settings: Iterable[Setting]) -> str:
@@ -37,7 +31,7 @@ def _lines(settings: Iterable[Setting]) -> Iterator[str]:
             yield from ([""] if previous else []) + [f"[{section}]"]
             previous = section
         yield from (f"# {line}" for line in said.get(key, []))
-        yield f"{key} = {toml_literal(setting.value)}"
+        yield f"{key} = {toml_value(setting.value)}"
 
 
 def _comments(section: type) -> dict[str, list[str]]:

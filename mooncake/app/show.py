@@ -11,11 +11,12 @@ from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 from rich.table import Table
 
-from mooncake.app.config_file import toml_literal, toml_text
+from mooncake.app.config_file import toml_text
 from mooncake.app.console import amount, gigabytes, out, plain_table, print_json
 from mooncake.app.latency import mean, percentile
 from mooncake.app.origins import settings
 from mooncake.app.reach import reach
+from mooncake.config import toml_value
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits, load_trace
 
@@ -125,9 +126,9 @@ def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: 
     table = plain_table("setting", "value", *(("from", "default") if origin else ()))
     for row in rows:
         changed = row.origin != "default"
-        cells = [escape(row.name), escape(toml_literal(row.value))]
+        cells = [escape(row.name), escape(toml_value(row.value))]
         if origin:
-            cells += [escape(row.origin), escape(toml_literal(row.default)) if changed else ""]
+            cells += [escape(row.origin), escape(toml_value(row.default)) if changed else ""]
         table.add_row(*cells, style="bold" if changed else None)
     out.print(table)
 

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from mooncake.adapters import Adapter, AdapterTable, open_adapters, parse_adapters
@@ -24,11 +23,12 @@ from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node, prepare_adapter
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.decoding.draft_model import DraftModel
-from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook
+from mooncake.engine.engine import Engine, EngineConfig, StepHook
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
+from mooncake.engine.warm_up import warm_up
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.guides import Guides
@@ -89,7 +89,6 @@ class EngineHost:
         self.samples = StepSamples()
         self.events = EventLog(self.incarnation)
         self._section = section
-        self._blends = isinstance(section, PrefillSection) and section.blend_share > 0
         self._checkpoint = checkpoint
         self.variant = self._read_variant()
         self.counters: Counter[str] = Counter()  # kept by roles, for heartbeats
@@ -121,7 +120,7 @@ class EngineHost:
         assert backend.mirror is not None
         self.mirror = backend.mirror
         self.engine = Engine(backend.model, backend.cache, settings, self._guides, drafter)
-        await asyncio.to_thread(self._warm_up)
+        await asyncio.to_thread(warm_up, self.engine, self._checkpoint.config.vocab_size, self.samples)
         node_hook = NodeHook(hook, self.samples, self._publish_events)
         self.thread = EngineThread(self.engine, node_hook)
         if timeout_s := self.config.node.step_timeout_s:
@@ -319,10 +318,10 @@ class EngineHost:
             self.device,
             processes,
             self._adapters.adapters,
-            config.model.max_model_len,
-            memory,
-            self._blends,
-            config.node.step_timeout_s,
+            context=config.model.max_model_len,
+            memory=memory,
+            can_blend=isinstance(section, PrefillSection) and section.blend_share > 0,
+            timeout_s=config.node.step_timeout_s,
         )
 
     async def _watch_steps(self, hook: NodeHook, timeout_s: float) -> None:
@@ -360,38 +359,6 @@ class EngineHost:
         """From the engine's thread to the event log on the event loop."""
         if events := self.engine.block_pool.take_events():
             self._loop.call_soon_threadsafe(self.events.append, events)
-
-    def _warm_up(self) -> None:
-        """Run a few real steps: they give the cost model its first samples, and get the libraries' one-time work done.
-
-        Under a chain seed that no request has, so that nothing can hit what it leaves in the cache; dropped afterwards.
-        """
-        block_tokens = self.config.block.tokens
-        longest = min(self.plan.max_model_len, self.plan.num_blocks * block_tokens) - 8
-        vocab = self._checkpoint.config.vocab_size
-        chain = Chain(secrets.token_bytes(32))
-        random = np.random.default_rng(0)
-        hook = NodeHook(NO_HOOK, self.samples, lambda: None)
-        for index, length in enumerate((16, 64, 192)):  # the first one pays for lazy initialisation
-            if length > longest:
-                continue
-            tokens = random.integers(0, vocab, length, dtype=np.uint32)
-            sequence = Sequence(
-                f"warm-up-{index}",
-                tokens,
-                length,
-                SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True),
-                chain,
-                eos_ids=(),
-                max_model_len=self.plan.max_model_len,
-            )
-            self.engine.add(sequence)
-            while self.engine.has_work:
-                self.engine.step(hook)
-            if index == 0:
-                self.samples.take()
-        self.engine.drop_cached()
-        self.engine.block_pool.take_events()
 
 
 def _put(backend: Backend, place: int, prepared: object | None) -> None:

@@ -17,8 +17,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from mooncake.addresses import join_address, split_address
+from mooncake.connection_cache import KEEP_S, ConnectionCache
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
-from mooncake.recent import KEEP_S, Recent
 from mooncake.rpc.errors import status_of, trailing_metadata
 from mooncake.rpc.limits import OpenStreams, RpcLimits, pings
 from mooncake.rpc.wakeups import all_wakeups_read
@@ -205,7 +205,7 @@ class Channels:
         for as long again fails the channel's calls. Raises ConfigError for unusable files of ``tls``."""
         idle = (("grpc.client_idle_timeout_ms", int(keep_s * 1e3)),)
         options = (*_CHANNEL_OPTIONS, *idle, *pings(keepalive_s, keepalive_s))
-        self._channels = Recent(opener(tls, options), keep_s, may_go=_is_idle)
+        self._channels = ConnectionCache(opener(tls, options), keep_s, may_go=_is_idle)
 
     def __len__(self) -> int:
         return len(self._channels)

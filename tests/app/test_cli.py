@@ -66,6 +66,7 @@ def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.Co
         ),
         (["simulate", "/none.jsonl", "--requests", "/none/x"], 2, "cannot write /none/x: No such file or directory"),
         (["sweep", "t", "--vary", "load", "--values", "1", "--plot", "/"], 2, "cannot write /: Is a directory"),
+        (["run-batch", "-i", "i", "-o", "o", "--address", "there"], 2, "an address is HOST:PORT"),
         (
             ["reproduce", "/none", "--out", "/none/out"],
             2,

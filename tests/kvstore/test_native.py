@@ -12,7 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LOAD_BOTH = (
-    "from kvstore.transfer.native import load; from kvstore.board import load_board; assert load() and load_board()"
+    "from kvstore.transfer.native_owner import load_owner; from kvstore.board import load_board; "
+    "assert load_owner() and load_board()"
 )
 
 

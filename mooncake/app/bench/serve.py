@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from json import dumps as json_text  # a JSON string is also a TOML string
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -28,7 +27,7 @@ from mooncake.app.local import LocalCluster
 from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.config import Config, EngineSection, load_config
+from mooncake.config import Config, EngineSection, load_config, toml_value
 from mooncake.engine.engine import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.types import PrefillReport
@@ -99,7 +98,7 @@ def parse(args: list[str]) -> Options:
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
-    overrides = [*given.set, *([f"model.path={json_text(given.model)}"] if given.model else [])]
+    overrides = [*given.set, *([f"model.path={toml_value(given.model)}"] if given.model else [])]
     concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
     if min(given.requests, given.small) < 1 or given.new < 2:
         raise ConfigError("--requests and --small must be at least 1, --new at least 2")

@@ -14,14 +14,14 @@ KEEP_S = 300.0
 T = TypeVar("T")
 
 
-class Recent(Generic[T]):
+class ConnectionCache(Generic[T]):
     """One owner, one event loop. Unused entries are dropped whenever a new one is created."""
 
     def __init__(
         self,
         make: Callable[[str], T],
         keep_s: float = KEEP_S,
-        may_go: Callable[[T], bool] = lambda thing: True,
+        may_go: Callable[[T], bool] = lambda connection: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``make`` creates the entry of an address; entries unused for ``keep_s`` are dropped if ``may_go``."""
@@ -29,31 +29,31 @@ class Recent(Generic[T]):
         self._keep_s = keep_s
         self._may_go = may_go
         self._clock = clock
-        self._things: dict[str, T] = {}
+        self._connections: dict[str, T] = {}
         self._asked_at: dict[str, float] = {}
 
     def get(self, address: str) -> T:
-        if address not in self._things:
-            self._let_go()
-            self._things[address] = self._make(address)
+        if address not in self._connections:
+            self._drop_unused()
+            self._connections[address] = self._make(address)
         self._asked_at[address] = self._clock()
-        return self._things[address]
+        return self._connections[address]
 
     def pop(self, address: str) -> T | None:
         self._asked_at.pop(address, None)
-        return self._things.pop(address, None)
+        return self._connections.pop(address, None)
 
     def pop_all(self) -> list[T]:
-        things = list(self._things.values())
-        self._things.clear()
+        connections = list(self._connections.values())
+        self._connections.clear()
         self._asked_at.clear()
-        return things
+        return connections
 
     def __len__(self) -> int:
-        return len(self._things)
+        return len(self._connections)
 
-    def _let_go(self) -> None:
+    def _drop_unused(self) -> None:
         unused = self._clock() - self._keep_s
         for address in [address for address, asked_at in self._asked_at.items() if asked_at < unused]:
-            if self._may_go(self._things[address]):
+            if self._may_go(self._connections[address]):
                 self.pop(address)
