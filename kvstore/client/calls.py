@@ -18,11 +18,12 @@ import grpc
 
 from kvstore.client.types import Lease, Reservation, in_batches, reservations_from_wire, slot_to_wire
 from kvstore.fast_rpc import FastRpc
+from mooncake.addresses import split_address
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
 from mooncake.rpc.errors import error_from_rpc
-from mooncake.rpc.server import Channels, split_address
+from mooncake.rpc.server import Channels
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_OWED = 4096

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from mooncake.addresses import join_address, split_address
+from mooncake.addresses import join_address
 from mooncake.connection_cache import KEEP_S, ConnectionCache
 from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc.errors import status_of, trailing_metadata
@@ -279,5 +279,4 @@ __all__: Sequence[str] = (
     "RpcServer",
     "opener",
     "remaining_s",
-    "split_address",
 )
