@@ -18,6 +18,7 @@ from mooncake.gguf.file import GGUFFile
 from mooncake.model.weights import load_weights
 
 LENGTHS = 1, 9, 40, 70
+WIDE = (".expert_bias", ".e_score_correction_bias", ".A_log", ".dt_bias", ".D")
 FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's, into weights
 
 
@@ -73,6 +74,13 @@ def test_a_file_holds_the_weights_of_the_folder(converted: ConvertedHybrid) -> N
             torch.testing.assert_close(tensor, published[name], rtol=0, atol=2**-21)
         elif converted.family != "falcon_h1" or "conv1d" in name:
             assert torch.equal(tensor, published[name]), name
+
+
+def test_what_chooses_experts_and_forgets_is_float32_in_any_type(converted: ConvertedHybrid) -> None:
+    for checkpoint in (converted.checkpoint, converted.published.checkpoint):
+        wide = [name for name, tensor in load_weights(checkpoint, "bfloat16").items() if tensor.dtype is torch.float32]
+        expected = [name for name in load_weights(checkpoint, "float32") if name.endswith(WIDE)]
+        assert sorted(wide) == sorted(expected)
 
 
 def test_its_tokens_are_those_of_transformers(converted: ConvertedHybrid) -> None:
