@@ -96,6 +96,16 @@ def test_older_files_of_qwen3_next_have_what_states_are_computed_from_in_one(tmp
     assert answers(converted.path) == before
 
 
+def test_gates_and_ups_of_all_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    converted = ConvertedHybrid("qwen3.5-moe", tmp_path)
+    before = answers(converted.path)
+    converted.fuse()
+    assert "blk.0.ffn_gate_up_exps.weight" in GGUFFile(converted.path).tensors
+    assert answers(converted.path) == before
+    expected = plain(converted.published.checkpoint.config) | {"stacked_experts": True}
+    assert plain(converted.checkpoint.config) == expected
+
+
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3"])
 def test_layers_that_guess_further_tokens_are_left_out(name: str, tmp_path: Path) -> None:
     converted = ConvertedHybrid(name, tmp_path)
