@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Kind
+from converted import Kind, cache_for_weights
 from converted_hybrid import SIZES, ConvertedHybrid
 from published import NEW_TOKENS, Published
 from quantised import packed
@@ -33,8 +33,8 @@ ROUTERS = tuple(
 
 
 @pytest.fixture(autouse=True)
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.model.weights.MAX_CACHED_BYTES", 0)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 def answers(path: Path, **settings: Any) -> list[list[int]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import plain
+from converted import cache_for_weights, plain
 from converted_hybrid import SIZES, ConvertedHybrid
 from tiny_gguf import write_gguf
 from tiny_hybrid import greedy, hybrid_engine, prompt_of, run, sequence
@@ -28,8 +28,8 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(autouse=True)
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.model.weights.MAX_CACHED_BYTES", 0)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 def answers(path: Path, **settings: object) -> list[list[int]]:
