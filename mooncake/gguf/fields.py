@@ -18,14 +18,15 @@ def decoder_fields(
     partial: bool = False,
     truncate: bool = True,
     attention_factor: float | None = None,
+    rotates: bool = True,
 ) -> Fields:
     """What all architectures say alike. ``partial``: a part of each head may rotate; ``truncate`` and
-    ``attention_factor``: of YaRN."""
+    ``attention_factor``: of YaRN. If no head ``rotates``, it does not matter how many of its elements would."""
     heads, hidden = meta.integer("attention.head_count"), meta.integer("embedding_length")
     head_dim = meta.integer("attention.key_length", hidden // max(1, heads))
     if (value_dim := meta.integer("attention.value_length", head_dim)) != head_dim:
         raise ModelError(f"{meta.source} has values of {value_dim} elements and keys of {head_dim}")
-    rotary_dim = meta.integer("rope.dimension_count", head_dim)
+    rotary_dim = meta.integer("rope.dimension_count", head_dim) if rotates else head_dim
     if rotary_dim != head_dim and not partial:
         raise ModelError(f"{meta.source} rotates only a part of each head, which is not supported")
     if partial and (not 0 < rotary_dim <= head_dim or rotary_dim % 2):

@@ -42,7 +42,7 @@ Form = Literal[
 "absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
               [heads, outputs, inputs] (latent attention's keys and values)
 "listed"      the weight is one number, of which the metadata have a list with one for each layer (Apertus's activation)
-"matrices"    they do not differ, and are those of all experts, which models take one by one (Gemma 4)
+"matrices"    they do not differ, and are those of all experts, which models take one by one (Gemma 4, Granite)
 "values"      they do not differ, and models need its values: they put its rows together anew (latent attention)
 """
 

@@ -56,6 +56,7 @@ def qwen_next(meta: Metadata) -> Fields:
         **expert_fields(meta),
         "norm_expert_weights": meta.flag("expert_weights_norm", True),
         "shared_expert_size": meta.integer("expert_shared_feed_forward_length"),
+        "stacked_experts": meta.has_tensor("blk.0.ffn_gate_up_exps.weight"),
     }
 
 
@@ -100,7 +101,7 @@ def nemotron_h(meta: Metadata) -> Fields:
     mamba = states["mamba"]
     assert isinstance(mamba, Mamba)
     values = {
-        **decoder_fields(meta),
+        **decoder_fields(meta, rotates=False),
         **states,
         "architecture": "nemotron_h",
         "num_layers": len(mixers),

@@ -247,6 +247,14 @@ def _states(name: str) -> dict[str, Source]:
     return {**found, f"{name}.D": Source(("ssm_d",)), f"{name}.norm.weight": norm}
 
 
+def _stacked(name: str) -> dict[str, Source]:
+    """Of all experts that are called so."""
+    tensors = {"gate_up_proj": "ffn_gate_up_exps.weight", "down_proj": "ffn_down_exps.weight"}
+    return {f"{name}.{part}": Source((tensor,), "matrices") for part, tensor in tensors.items()}
+
+
+_QWEN_PARTS = {**_states("linear_attn"), **_stacked("mlp.experts")}
+
 # Weights whose names have no ".weight", or that are made of several tensors or of none.
 PARTS: dict[str, Mapping[str, Source]] = {
     "apertus": {
@@ -256,8 +264,7 @@ PARTS: dict[str, Mapping[str, Source]] = {
         "layer_scalar": Source(("layer_output_scale.weight",)),
         "router.scale": Source(("ffn_gate_inp.scale",)),
         "router.per_expert_scale": Source(("ffn_down_exps.scale",)),
-        "experts.gate_up_proj": Source(("ffn_gate_up_exps.weight",), "matrices"),
-        "experts.down_proj": Source(("ffn_down_exps.weight",), "matrices"),
+        **_stacked("experts"),
     },
     "gpt_oss": {
         "self_attn.sinks": Source(("attn_sinks.weight",)),
@@ -275,11 +282,11 @@ PARTS: dict[str, Mapping[str, Source]] = {
     },
     "lfm2_moe": {"feed_forward.expert_bias": Source(("exp_probs_b.bias",))},
     "qwen3_next": {
-        **_states("linear_attn"),
+        **_QWEN_PARTS,
         "linear_attn.in_proj_qkvz.weight": Source(("attn_qkv.weight", "attn_gate.weight"), "by kinds"),
     },
-    "qwen3_5_text": _states("linear_attn"),
-    "qwen3_5_moe_text": _states("linear_attn"),
+    "qwen3_5_text": _QWEN_PARTS,
+    "qwen3_5_moe_text": _QWEN_PARTS,
     "falcon_h1": {**_states("mamba"), "pre_ff_layernorm.weight": Source(("ffn_norm",))},
     "nemotron_h": _states("mixer"),
 }

@@ -49,6 +49,7 @@ class Kernels(Protocol):
         bounds: Bounds | None = None,
         first: int = 0,
         gate: Gate = "silu",
+        coding: Coding = "",
     ) -> Experts: ...
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor: ...

@@ -68,11 +68,15 @@ class CpuKernels:
         bounds: Bounds | None = None,
         first: int = 0,
         gate: Gate = "silu",
+        coding: Coding = "",
     ) -> reference.Experts | PanelExperts:
         if gate_up[0].dtype not in WEIGHT_KINDS:
-            return reference.experts(gate_up, down, gate_up_bias, down_bias, bounds, first, gate)
+            return reference.experts(gate_up, down, gate_up_bias, down_bias, bounds, first, gate, coding)
         gated, downs = (
-            [self.panel_linear(*given) for given in zip(weights, reference.biases_of(biases, weights), strict=True)]
+            [
+                self.panel_linear(*given, coding)
+                for given in zip(weights, reference.biases_of(biases, weights), strict=True)
+            ]
             for weights, biases in ((gate_up, gate_up_bias), (down, down_bias))
         )
         return PanelExperts(self.library, gated, downs, bounds, first, gate)

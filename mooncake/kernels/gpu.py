@@ -71,7 +71,9 @@ class GpuKernels:
         bounds: reference.Bounds | None = None,
         first: int = 0,
         gate: reference.Gate = "silu",
+        coding: reference.Coding = "",
     ) -> GroupedExperts:
+        assert not coding, "GPUs have experts as values"
         return GroupedExperts(
             self._stacked(gate_up),
             self._stacked(down),

@@ -47,6 +47,10 @@ class Codes:
     def shape(self) -> torch.Size:
         return self.values.shape
 
+    def of_rows(self, order: torch.Tensor) -> Codes:
+        """The same matrix with its outputs in another order."""
+        return replace(self, values=self.values[order], scales=self.scales[order])
+
     def scaled(self, rows: torch.Tensor) -> Codes:
         """Each output multiplied by its factor in ``rows`` ``[out]``."""
         return replace(self, scales=self.scales * rows)
@@ -208,9 +212,12 @@ class Experts:
         bounds: Bounds | None = None,
         first: int = 0,
         gate: Gate = "silu",
+        coding: Coding = "",
     ) -> None:
-        self._gate_up = [linear(*given) for given in zip(gate_up, biases_of(gate_up_bias, gate_up), strict=True)]
-        self._down = [linear(*given) for given in zip(down, biases_of(down_bias, down), strict=True)]
+        self._gate_up, self._down = (
+            [linear(*given, coding) for given in zip(weights, biases_of(biases, weights), strict=True)]
+            for weights, biases in ((gate_up, gate_up_bias), (down, down_bias))
+        )
         self._bounds, self._first, self._gate = bounds, first, gate
 
     def __call__(self, hidden: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
-from mooncake.kernels.reference import Matrices
+from mooncake.kernels.reference import Coding, Matrices, Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
-from mooncake.model.layers import MatricesOnDemand, Weights, WeightsOnDemand, matrix, vector, weight
+from mooncake.model.layers import MatricesOnDemand, SideBySide, Weights, WeightsOnDemand, joined, matrix, vector, weight
 from mooncake.model.pages import first_rows, layer_pages
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
@@ -131,8 +131,11 @@ class Decoder(ABC):
         vocabulary: Callable[[Linear], Linear] | None = None,
         experts: range | None = None,
         layers: range | None = None,
+        coding: Coding = "",
     ) -> None:
-        """If this is one rank's part of a model, ``reduce`` completes the output of attention and MLP in each layer,
+        """``coding`` is for the hybrid families, and for their matrices: routers and what is small stay as they are.
+
+        If this is one rank's part of a model, ``reduce`` completes the output of attention and MLP in each layer,
         ``vocabulary`` its part of the embedding table and of the head, and it has these ``experts`` (None: all).
         ``layers`` are those of this stage of a model (None: all), for ``gated.GatedDecoder``."""
         self.config = config
@@ -149,6 +152,7 @@ class Decoder(ABC):
         self._cache_layers = CacheLayers(config)
         self._kv_layers = [config.kv_layer_of(layer) for layer in range(config.num_layers)]
         self._first_without_kv = config.kv_owners[-1] + 1  # all of those from here on
+        self.coding = coding
         self._weights: Weights = weights
         self._build()
         del self._weights
@@ -215,13 +219,25 @@ class Decoder(ABC):
     def weight(self, name: str) -> torch.Tensor:
         return weight(self._weights, name)
 
+    def matrix(self, name: str) -> Matrix:
+        """As codes, if it is stored so and codes are wanted."""
+        return matrix(self._weights, name)
+
     def vector(self, name: str) -> torch.Tensor:
         return vector(self.weight(name), self.kernels)
 
     def linear(self, *names: str, biased: bool = False) -> Linear:
         """One product from several published ones, stacked."""
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
-        return self.kernels.linear(matrix(self._weights, *(f"{name}.weight" for name in names)), bias)
+        return self.product(*(self.matrix(f"{name}.weight") for name in names), bias=bias)
+
+    def product(self, *matrices: Matrix, bias: torch.Tensor | None = None) -> Linear:
+        """One product with several matrices, stacked."""
+        parts = joined(matrices)
+        sizes = [part.shape[0] for part in parts]
+        biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
+        products = [self.kernels.linear(*given, self.coding) for given in zip(parts, biases, strict=True)]
+        return products[0] if len(products) == 1 else SideBySide(products)
 
     def take_experts(self, prefix: str) -> Experts:
         """Those of a layer that are here, which are published one by one."""
@@ -231,7 +247,7 @@ class Decoder(ABC):
             self._weights, [(f"{expert}{names.gate}.weight", f"{expert}{names.up}.weight") for expert in here]
         )
         downs = MatricesOnDemand(self._weights, [(f"{expert}{names.down}.weight",) for expert in here])
-        return self.kernels.experts(gate_up, downs, first=self.experts_here.start)
+        return self.kernels.experts(gate_up, downs, first=self.experts_here.start, coding=self.coding)
 
     def expert_matrices(self, name: str) -> Matrices:
         """Of all experts of a layer, which are published as one tensor."""

@@ -13,7 +13,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
-from mooncake.model.layers import embedding_and_head
+from mooncake.model.layers import embedding_and_head, of_rows
 from mooncake.model.rope import heads_in_order
 
 Layer = TypeVar("Layer")
@@ -25,7 +25,7 @@ class GatedDecoder(Decoder, Generic[Layer]):
     def _build(self) -> None:
         config = self.config
         self._embedding, self._head = embedding_and_head(
-            self._weights, config, self.places, lambda matrix: self.vocabulary(self.kernels.linear(matrix))
+            self._weights, config, self.places, lambda matrix: self.vocabulary(self.product(matrix))
         )
         self._final_norm = self._take_norm("model.norm")
         self.stream = self._final_norm.dtype
@@ -81,11 +81,13 @@ def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: b
     """The query, key and value projections below ``attention`` as one, with each query and key head in ``order``
     ``[D]``."""
 
-    def stacked(part: str) -> torch.Tensor:
-        query, key, value = (model.weight(f"{attention}{name}_proj.{part}") for name in "qkv")
-        return torch.cat([heads_in_order(query, order), heads_in_order(key, order), value])
-
-    return model.kernels.linear(stacked("weight"), stacked("bias") if biased else None)
+    query, key, value = (model.matrix(f"{attention}{name}_proj.weight") for name in "qkv")
+    of_query, of_key = (heads_in_order(torch.arange(rows.shape[0]), order) for rows in (query, key))
+    bias = None
+    if biased:
+        biases = [model.weight(f"{attention}{name}_proj.bias") for name in "qkv"]
+        bias = torch.cat([biases[0][of_query], biases[1][of_key], biases[2]])
+    return model.product(of_rows(query, of_query), of_rows(key, of_key), value, bias=bias)
 
 
 @dataclass(frozen=True, slots=True)

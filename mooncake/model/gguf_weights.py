@@ -24,8 +24,8 @@ from mooncake.model_config import ModelConfig, Recurrence
 
 Floats = npt.NDArray[np.float32]
 
-KEPT_WIDE = ".e_score_correction_bias"
-"""Weights that decide between nearly equal scores stay float32 in models of any type."""
+KEPT_WIDE = (".e_score_correction_bias", ".expert_bias", ".A_log", ".dt_bias", ".D")
+"""Weights that decide between nearly equal scores, or how fast a state forgets, stay float32 in models of any type."""
 
 _FLOATS = {"F32": np.float32, "F16": np.float16, "F64": np.float64}
 

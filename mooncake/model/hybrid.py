@@ -15,10 +15,11 @@ from mooncake.errors import ModelError
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.kernels.recurrent import RecurrentKernels
+from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder, Layer
-from mooncake.model.layers import vector
+from mooncake.model.layers import of_rows, vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model.states import States
 
@@ -124,12 +125,13 @@ class Qwen3Next(HybridDecoder[_Layer]):
     def _take_attention(self, prefix: str) -> _Attention:
         config, attention = self.config, prefix + "self_attn."
         order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
-        query, key, value = (self.weight(f"{attention}{name}_proj.weight") for name in "qkv")
-        query, gate = (half.flatten(0, 1) for half in query.view(config.num_heads, 2, config.head_dim, -1).unbind(1))
+        query, key, value = (self.matrix(f"{attention}{name}_proj.weight") for name in "qkv")
+        of_heads = torch.arange(query.shape[0]).view(config.num_heads, 2, config.head_dim)
+        of_keys = heads_in_order(torch.arange(key.shape[0]), order)
         query_norm, key_norm = (self._norm_of(self.weight(f"{attention}{name}_norm.weight")[order]) for name in "qk")
         return _Attention(
-            self.kernels.linear(torch.cat([heads_in_order(query, order), heads_in_order(key, order), value])),
-            self.kernels.linear(gate.contiguous()),
+            self.product(of_rows(query, of_heads[:, 0, order].flatten()), of_rows(key, of_keys), value),
+            self.product(of_rows(query, of_heads[:, 1].flatten())),
             query_norm,
             key_norm,
             self.linear(attention + "o_proj"),
@@ -137,7 +139,7 @@ class Qwen3Next(HybridDecoder[_Layer]):
 
     def _take_recurrent(self, prefix: str) -> _Recurrent:
         return _Recurrent(
-            self.kernels.linear(torch.cat(self._input_projections(prefix))),
+            self.product(*self._input_projections(prefix)),
             self.taps(prefix + "conv1d.weight"),
             -self.floats(self.weight(prefix + "A_log")).exp(),
             self.floats(self.weight(prefix + "dt_bias")),
@@ -145,19 +147,20 @@ class Qwen3Next(HybridDecoder[_Layer]):
             self.linear(prefix + "out_proj"),
         )
 
-    def _input_projections(self, prefix: str) -> list[torch.Tensor]:
+    def _input_projections(self, prefix: str) -> list[Matrix]:
         """Of queries, keys, values, gate, beta and decay, as rows in this order."""
         shape = self.config.recurrence
         assert shape is not None
         if f"{prefix}in_proj_qkv.weight" in self._weights:
-            return [self.weight(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")]
+            return [self.matrix(f"{prefix}in_proj_{name}.weight") for name in ("qkv", "z", "b", "a")]
         of_key = shape.num_value_heads // shape.num_key_heads
         sizes = [shape.key_dim, shape.key_dim, of_key * shape.value_dim, of_key * shape.value_dim]
-        wide, narrow = (
-            self.weight(f"{prefix}in_proj_{name}.weight").view(shape.num_key_heads, -1, self.config.hidden_size)
-            for name in ("qkvz", "ba")
-        )
-        return [part.flatten(0, 1) for part in (*torch.split(wide, sizes, 1), *torch.split(narrow, of_key, 1))]
+        found = []
+        for name, parts in (("qkvz", sizes), ("ba", [of_key, of_key])):
+            given = self.matrix(f"{prefix}in_proj_{name}.weight")
+            of_heads = torch.split(torch.arange(given.shape[0]).view(shape.num_key_heads, -1), parts, 1)
+            found.append(of_rows(given, torch.cat([rows.flatten() for rows in of_heads])))
+        return found
 
     def _take_dense(self, prefix: str) -> _Dense:
         return _Dense(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
@@ -165,13 +168,13 @@ class Qwen3Next(HybridDecoder[_Layer]):
     def _take_mixture(self, prefix: str) -> _Mixture:
         if self.config.stacked_experts:
             gate_up, down = (self.expert_matrices(f"{prefix}mlp.experts.{name}_proj") for name in ("gate_up", "down"))
-            experts = self.kernels.experts(gate_up, down)
+            experts = self.kernels.experts(gate_up, down, coding=self.coding)
         else:
             experts = self.take_experts(prefix)
         return _Mixture(
-            self.linear(prefix + expert_names(self.config).router),
+            self.kernels.linear(self.weight(f"{prefix}{expert_names(self.config).router}.weight")),
             experts,
-            self.linear(prefix + "mlp.shared_expert_gate"),
+            self.kernels.linear(self.weight(prefix + "mlp.shared_expert_gate.weight")),
             self._take_dense(prefix + "mlp.shared_expert."),
         )
 

@@ -51,6 +51,10 @@ class WeightsOnDemand(Weights):
             raise KeyError(name)
         return self._make(name)
 
+    def __contains__(self, name: object) -> bool:
+        """Without creating it."""
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -152,6 +156,48 @@ def matrix(weights: Weights, *names: str) -> Matrix:
     if len(groups) == len(names) and all(groups[0].joins(each) for each in groups):
         return GroupedCodes.stacked(groups)
     return weight(weights, names[0]) if len(names) == 1 else torch.cat([weight(weights, name) for name in names])
+
+
+def of_rows(given: Matrix, order: torch.Tensor) -> Matrix:
+    """The same matrix with its outputs in another order."""
+    return given[order] if isinstance(given, torch.Tensor) else given.of_rows(order)
+
+
+def joined(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """The same rows in as few matrices as can be: neighbours that join are one."""
+    found: list[list[Matrix]] = []
+    for given in matrices:
+        if found and _join(found[-1][0], given):
+            found[-1].append(given)
+        else:
+            found.append([given])
+    return [run[0] if len(run) == 1 else _stacked(run) for run in found]
+
+
+def _join(first: Matrix, other: Matrix) -> bool:
+    if isinstance(first, GroupedCodes) and isinstance(other, GroupedCodes):
+        return first.joins(other)
+    return isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor)
+
+
+def _stacked(run: Sequence[Matrix]) -> Matrix:
+    if isinstance(run[0], torch.Tensor):
+        return torch.cat([each for each in run if isinstance(each, torch.Tensor)])
+    return GroupedCodes.stacked([each for each in run if isinstance(each, GroupedCodes)])
+
+
+class SideBySide:
+    """A ``Linear`` of several: the outputs of each follow those of the one before it. For matrices that do not join, as
+    in GGUF files whose values have more bits than queries and keys."""
+
+    def __init__(self, parts: Sequence[Linear]) -> None:
+        self._parts = parts
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part(hidden) for part in self._parts], dim=-1)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("what embeds is one matrix")
 
 
 class MatricesOnDemand(Sequence[Matrix]):

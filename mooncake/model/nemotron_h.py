@@ -80,7 +80,7 @@ class NemotronH(MambaDecoder[list[_Part]]):
             router=self.kernels.linear(self.weight(f"{prefix}{names.router}.weight").float()),
             choice_bias=self.vector(prefix + names.choice_bias).float(),
             into=self.linear(prefix + "mixer.fc1_latent_proj") if mamba.latent_size else None,
-            experts=self.kernels.experts(ups, downs, gate="relu2"),
+            experts=self.kernels.experts(ups, downs, gate="relu2", coding=self.coding),
             out_of=self.linear(prefix + "mixer.fc2_latent_proj") if mamba.latent_size else None,
             shared=self._take_mlp(f"{prefix}{names.shared}."),
         )

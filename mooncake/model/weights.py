@@ -134,7 +134,7 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
         except (ModelError, OSError) as error:
             log.warning("the cached weights %s are of no use: %s", path, error)
     shapes = weight_shapes(checkpoint.config)
-    from_file = gguf_weights(checkpoint.file, checkpoint.config, shapes, dtype)
+    from_file = WeightsOnDemand(shapes, gguf_weights(checkpoint.file, checkpoint.config, shapes, dtype).__getitem__)
     num_bytes = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
     if path is None or num_bytes > MAX_CACHED_BYTES:
         return from_file

@@ -32,6 +32,7 @@ SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dra
         ("qwen3-next", ("prefill.chunk_tokens=5",)),
         ("qwen3-next", ("block.windows=false",)),
         ("lfm2", ()),
+        ("lfm2-moe", ()),
         ("granite-4-moe", ()),
         ("falcon-h1", ()),
         ("nemotron-3", ()),

@@ -4,13 +4,12 @@ those of transformers."""
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from converted import CHANGES, Converted, Kind, plain
+from converted import CHANGES, Converted, Kind, cache_for_weights, plain
 from tiny_families import NEW_TOKENS, VOCAB
 from tiny_mixtures import answers
 
@@ -31,12 +30,7 @@ PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for leng
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For weights; compiled kernels stay where they are."""
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mooncake" / "kernels"
-    usual.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "cache" / "mooncake").mkdir(parents=True)
-    (tmp_path / "cache" / "mooncake" / "kernels").symlink_to(usual)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 @pytest.fixture(params=CHANGES, scope="module")
@@ -145,6 +139,17 @@ def test_a_model_in_parts_gives_the_tokens_of_the_whole(
     expected = [converted.published.greedy(prompt) for prompt in PROMPTS]
     for part, keeps_groups in ((parts[-1], "exact"), (parts[1], "")):
         assert greedy(open_checkpoint(str(part)), keeps_groups) == expected
+
+
+def test_weights_too_large_to_cache_are_values_unless_codes_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As codes they took no int8: what was asked for was not done."""
+    monkeypatch.setattr("mooncake.model.weights.MAX_CACHED_BYTES", 0)
+    checkpoint, name = Converted("gemma3", tmp_path, Kind.Q8_0).checkpoint, "model.layers.1.mlp.up_proj.weight"
+    for keeps_groups, kind in (("", type(None)), ("exact", GroupedCodes)):
+        weights = load_weights(checkpoint, "float32", keeps_groups=keeps_groups)
+        assert isinstance(weights, WeightsOnDemand) and isinstance(weights.codes(name), kind)
 
 
 def test_cached_weights_are_those_of_all_parts(tmp_path: Path) -> None:

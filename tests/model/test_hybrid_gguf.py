@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import plain
+from converted import cache_for_weights, plain
 from converted_hybrid import SIZES, ConvertedHybrid
 from tiny_gguf import write_gguf
 from tiny_hybrid import greedy, hybrid_engine, prompt_of, run, sequence
@@ -18,6 +18,7 @@ from mooncake.gguf.file import GGUFFile
 from mooncake.model.weights import load_weights
 
 LENGTHS = 1, 9, 40, 70
+WIDE = (".expert_bias", ".e_score_correction_bias", ".A_log", ".dt_bias", ".D")
 FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's, into weights
 
 
@@ -27,8 +28,8 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(autouse=True)
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mooncake.model.weights.MAX_CACHED_BYTES", 0)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 def answers(path: Path, **settings: object) -> list[list[int]]:
@@ -75,6 +76,13 @@ def test_a_file_holds_the_weights_of_the_folder(converted: ConvertedHybrid) -> N
             assert torch.equal(tensor, published[name]), name
 
 
+def test_what_chooses_experts_and_forgets_is_float32_in_any_type(converted: ConvertedHybrid) -> None:
+    for checkpoint in (converted.checkpoint, converted.published.checkpoint):
+        wide = [name for name, tensor in load_weights(checkpoint, "bfloat16").items() if tensor.dtype is torch.float32]
+        expected = [name for name in load_weights(checkpoint, "float32") if name.endswith(WIDE)]
+        assert sorted(wide) == sorted(expected)
+
+
 def test_its_tokens_are_those_of_transformers(converted: ConvertedHybrid) -> None:
     assert answers(converted.path) == theirs(converted)
 
@@ -86,6 +94,16 @@ def test_older_files_of_qwen3_next_have_what_states_are_computed_from_in_one(tmp
     tensors = GGUFFile(converted.path).tensors
     assert "blk.0.ssm_in.weight" in tensors and "blk.0.attn_qkv.weight" not in tensors
     assert answers(converted.path) == before
+
+
+def test_gates_and_ups_of_all_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    converted = ConvertedHybrid("qwen3.5-moe", tmp_path)
+    before = answers(converted.path)
+    converted.fuse()
+    assert "blk.0.ffn_gate_up_exps.weight" in GGUFFile(converted.path).tensors
+    assert answers(converted.path) == before
+    expected = plain(converted.published.checkpoint.config) | {"stacked_experts": True}
+    assert plain(converted.checkpoint.config) == expected
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-3"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -337,6 +338,15 @@ class Converted:
         groups = tensor.view(kv_heads, heads // kv_heads + 2, dim, *tensor.shape[1:])
         parts = groups[:, :-2], groups[:, [-2]], groups[:, [-1]]
         return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def cache_for_weights(folder: Path) -> Path:
+    """A folder that is as XDG_CACHE_HOME is; compiled kernels stay where they are."""
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mooncake" / "kernels"
+    usual.mkdir(parents=True, exist_ok=True)
+    (folder / "cache" / "mooncake").mkdir(parents=True)
+    (folder / "cache" / "mooncake" / "kernels").symlink_to(usual)
+    return folder / "cache"
 
 
 def plain(config: ModelConfig) -> dict[str, object]:

@@ -17,7 +17,7 @@ _WIDE: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "initializer_range":
 _HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 _MIXED = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 _SPACES = _WIDE | {"mamba_n_heads": 8, "max_position_embeddings": 1 << 20}
-_NEMOTRON = _WIDE | {"mamba_num_heads": 8, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
+_NEMOTRON = _WIDE | {"head_dim": 32, "mamba_num_heads": 8, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
 SIZES: dict[str, dict[str, Any]] = {
     "lfm2": _WIDE,
     "lfm2-moe": _WIDE | {"moe_intermediate_size": 32},
@@ -84,6 +84,18 @@ class ConvertedHybrid(Converted):
     def write_as_older_converters_did(self, halves_too: bool = False) -> None:
         self.is_older = True
         self._write(load_file(self.published.folder / "model.safetensors"))
+
+    def fuse(self) -> None:
+        """Write the file anew with gates and ups of all experts as one tensor, as converters do if asked to."""
+        weights = load_file(self.published.folder / "model.safetensors")
+        for first in [name for name in weights if name.endswith(".experts.0.gate_proj.weight")]:
+            at = first.removesuffix("0.gate_proj.weight")
+            experts = [
+                torch.cat([weights.pop(f"{at}{expert}.{part}_proj.weight") for part in ("gate", "up")])
+                for expert in range(self.config.num_experts)
+            ]
+            weights[f"{at}gate_up_proj"] = torch.stack(experts)
+        self._write(weights)
 
     # Metadata
 
@@ -182,6 +194,7 @@ class ConvertedHybrid(Converted):
     def _write_nemotron(self, writer: gguf.GGUFWriter) -> None:
         config, letters = self.config, self._letters()
         writer.add_rope_scaling_finetuned(False)
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)  # and no head rotates
         self._write_states(
             writer, config.mamba_num_heads, config.mamba_num_heads * config.mamba_head_dim, config.n_groups
         )
@@ -211,6 +224,9 @@ class ConvertedHybrid(Converted):
         return name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")  # Nemotron 3's
 
     def _changed(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if name.endswith("experts.gate_up_proj"):
+            yield f"blk.{name.split('.')[2]}.ffn_gate_up_exps.weight", tensor
+            return
         for changed, values in super()._changed(name, tensor):
             yield from self._of_states(changed, values)
 
