@@ -245,6 +245,8 @@ def on_gpu(
     """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
     _check_gpus(checkpoint, device)
+    if precision.coding and checkpoint.config.num_experts:
+        raise ModelError(f'{checkpoint.name} is a mixture, and experts on GPUs are values: model.weights="auto"')
     from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
     from mooncake.model.gpu_model import BUCKETS, GpuModel

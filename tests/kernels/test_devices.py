@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA3N, GEMMA4
+from tiny_hybrid import write_hybrid
 from tiny_lora import activated, greedy, write_adapter
 from tiny_model import LATENT, write_tiny_model, write_tokenizer
 
@@ -90,6 +91,12 @@ def test_rows_wider_than_a_gpu_takes_are_refused_in_a_sentence(tmp_path: Path) -
     write_tiny_model(tmp_path, "deepseek_v3", **(LATENT | {"kv_lora_rank": 640}))
     with pytest.raises(ModelError, match="keeps more of a token than the 576 numbers that GPUs take"):
         LLM(str(tmp_path), device="cuda")
+
+
+def test_mixtures_whose_weights_would_be_codes_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    write_hybrid("granite-4-moe", tmp_path)
+    with pytest.raises(ModelError, match="is a mixture, and experts on GPUs are values"):
+        LLM(str(tmp_path), device="cuda", weights="w8a8")
 
 
 def test_an_engine_over_two_processes_gives_the_tokens_of_transformers(models: tuple[Path, dict[str, Any]]) -> None:
