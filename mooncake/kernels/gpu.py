@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import triton
 
-from mooncake.kernels import reference
+from mooncake.kernels import gpu_recurrent, reference
 from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.attention_plan import Int32s, plan_attention
 from mooncake.kernels.gpu_attention import (
@@ -305,6 +305,12 @@ class GpuKernels:
             return run_latent_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale)
         rest = (block_tables, scale, window, softcap, sinks, self.choose_launch)
         return run_plan(plan, self.num_processors, query, cache_layer, scales, *rest)
+
+    # Layers that keep states, as in ``recurrent``
+
+    gated_delta = staticmethod(gpu_recurrent.gated_delta)
+    state_space = staticmethod(gpu_recurrent.state_space)
+    short_convolution = staticmethod(gpu_recurrent.short_convolution)
 
 
 class Int8Linear:

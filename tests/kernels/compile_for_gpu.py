@@ -28,6 +28,7 @@ from mooncake.kernels import (
     triton_elementwise,
     triton_experts,
     triton_latent_attention,
+    triton_recurrent,
 )
 from mooncake.kernels.gpu import COPY_WORDS, TURNED_PAIRS
 from mooncake.kernels.gpu_attention import (
@@ -43,10 +44,12 @@ from mooncake.kernels.gpu_attention import (
 )
 from mooncake.kernels.gpu_experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
 from mooncake.kernels.gpu_latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
+from mooncake.kernels.gpu_recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, matrix_part
 from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")
+PROGRAMS_OF_RECURRENCE = 16  # that a multiprocessor should hold, of a warp each
 
 
 @dataclass(frozen=True)
@@ -415,6 +418,57 @@ def _experts(shape: str, count: int, per_token: int, is_bounded: bool, kind: str
     )
 
 
+def recurrent_cases() -> Iterator[Case]:
+    shapes = {  # key heads, heads, elements of a key, and of a value; whether it is the delta rule
+        "qwen3-next": (16, 32, 128, 128, True),
+        "granite4-small": (1, 128, 128, 64, False),
+        "falcon-h1-34b": (2, 32, 256, 128, False),
+    }
+    for shape, (key_heads, heads, key_dim, value_dim, is_delta) in shapes.items():
+        keys, values = key_heads * key_dim, heads * value_dim
+        channels = 2 * keys + values
+        yield _convolution(shape, 4, has_bias=not is_delta, has_silu=True)
+        key_pad, columns = matrix_part(key_dim, value_dim)
+        places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
+        yield Case(
+            f"recur-{shape}",
+            triton_recurrent.recur,
+            {
+                **dict.fromkeys(("mixed", "decay", "share", "skip", "states", "output"), "*fp32"),
+                **dict.fromkeys(("starts", "sources", "targets"), "*i64"),
+                **dict.fromkeys(("num_runs", "channels", "state_stride"), "i32"),
+                "eps": "fp32",
+            },
+            {
+                **dict(zip(("QUERY_AT", "KEY_AT", "VALUE_AT"), places, strict=True)),
+                **{"TAIL": 3 * channels, "NUM_HEADS": heads, "OF_KEY": heads // key_heads, "IS_DELTA": is_delta},
+                **{"KEY_DIM": key_dim, "KEY_PAD": key_pad, "VALUE_DIM": value_dim, "COLUMNS": columns},
+            },
+            num_warps=1,
+            programs=PROGRAMS_OF_RECURRENCE,
+            plain=frozenset({"num_runs"}),
+        )
+    yield _convolution("lfm2", 3, has_bias=False, has_silu=False)
+
+
+def _convolution(shape: str, taps: int, has_bias: bool, has_silu: bool) -> Case:
+    return Case(
+        f"convolve-{shape}",
+        triton_recurrent.convolve,
+        {
+            **dict.fromkeys(("inputs", "taps", "bias", "states", "output"), "*fp32"),
+            **dict.fromkeys(("starts", "sources", "targets"), "*i64"),
+            **dict.fromkeys(("num_runs", "channels", "state_stride"), "i32"),
+        },
+        {
+            **{"TAPS": taps, "TAIL_PAD": triton.next_power_of_2(taps - 1), "HAS_BIAS": has_bias, "HAS_SILU": has_silu},
+            **{"TOKENS": CONVOLVED_TOKENS, "CHANNELS": CONVOLVED_CHANNELS},
+        },
+        programs=4,
+        plain=frozenset({"num_runs"}),
+    )
+
+
 def build(case: Case, capability: int) -> dict[str, object]:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
@@ -477,7 +531,7 @@ def _cuobjdump(cubin: bytes, what: str) -> str:
 
 
 def main(patterns: list[str]) -> None:
-    for case in (*attention_cases(), *latent_cases(), *elementwise_cases(), *expert_cases()):
+    for case in (*attention_cases(), *latent_cases(), *elementwise_cases(), *expert_cases(), *recurrent_cases()):
         if patterns and not any(re.search(pattern, case.name) for pattern in patterns):
             continue
         for capability in case.targets:

@@ -46,7 +46,7 @@ def check_limits(builds: list[dict[str, int | str | bool]]) -> None:
             assert not name.endswith(kind) or 0 < int(build["loop_instructions"]) <= most, build
 
 
-def test_the_kernels_of_decode_steps_of_dense_mixed_and_latent_models_and_of_sinks_compile_within_limits() -> None:
+def test_the_kernels_of_decode_steps_compile_within_limits() -> None:
     builds = compiled(
         "^attend-llama8b-16-bfloat16-bfloat16$",
         "^attend-llama8b-rows-16-bfloat16-int8",
@@ -59,9 +59,10 @@ def test_the_kernels_of_decode_steps_of_dense_mixed_and_latent_models_and_of_sin
         "^experts-sort$",
         "^experts-gate-qwen3-30b-16x64-bfloat16$",
         "^experts-down-gpt-oss-16x32-bfloat16$",
+        "^(convolve|recur)-qwen3-next$",
     )
     assert {build["sm"] for build in builds} == {80, 90}
-    assert len(builds) == 28
+    assert len(builds) == 32
     check_limits(builds)
 
 

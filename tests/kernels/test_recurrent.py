@@ -1,9 +1,11 @@
-"""The gated delta rule and Mamba-2 over states in pages: against transformers' functions, the C++ kernel against its
-definition, and the same bits however a sequence is cut."""
+"""The gated delta rule and Mamba-2 over states in pages: against transformers' functions, the kernels in C++ and Triton
+against their definition, and the same bits however a sequence is cut."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +21,40 @@ from mooncake.precision import cpu_features
 PAGES = 9
 
 
-@pytest.fixture(scope="module", params=["reference", "C++", "C++ without AVX-512"])
+class OnDevice:
+    """Triton's kernels for tensors on the host: on a GPU, or in the interpreter."""
+
+    def __init__(self) -> None:
+        self._kernels = pytest.importorskip("mooncake.kernels.gpu", reason="triton is not installed").GpuKernels()
+
+    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
+        def call(*given: Any) -> torch.Tensor:
+            device = self._kernels.device
+            moved = [each.to(device) if isinstance(each, torch.Tensor) else each for each in given]
+            moved = [
+                Runs(*(part.to(device) for part in (each.starts, each.sources, each.targets)))
+                if isinstance(each, Runs)
+                else each
+                for each in moved
+            ]
+            output: torch.Tensor = getattr(self._kernels, name)(*moved)
+            for before, after in zip(given, moved, strict=True):
+                if isinstance(before, torch.Tensor) and before is not after:
+                    before.copy_(after)  # states are written in place
+            return output.cpu()
+
+        return call
+
+
+@pytest.fixture(
+    scope="module",
+    params=["reference", "C++", "C++ without AVX-512", pytest.param("Triton", marks=pytest.mark.slow)],
+)
 def kernels(request: pytest.FixtureRequest) -> RecurrentKernels:
     if request.param == "reference":
         return reference
+    if request.param == "Triton":
+        return OnDevice()
     if request.param == "C++":
         return CpuKernels(load_library())
     if "avx512f" not in cpu_features():
@@ -181,15 +213,28 @@ def test_a_token_gets_the_same_bits_in_any_cut(
 
 
 @RULES
-def test_the_kernel_is_its_definition(rule: type[Layer]) -> None:
-    layer, kernels = rule(37), CpuKernels(load_library())
-    runs = runs_over((5, NO_PAGE, 2), (8, 2, 4), (1, 0, 0), (1, 1, 7), (2, 3, 3), (20, 3, 5))
+@pytest.mark.parametrize("made", [lambda: CpuKernels(load_library()), OnDevice], ids=["C++", "Triton"])
+def test_the_kernel_is_its_definition(rule: type[Layer], made: Callable[[], RecurrentKernels]) -> None:
+    """Blocks that end behind fewer tokens than the taps see, states in place and in new pages, and odd sizes."""
+    layer, kernels = rule(21, key_dim=24, value_dim=48), made()
+    runs = runs_over((5, NO_PAGE, 2), (4, 2, 4), (1, 4, 6), (1, 0, 0), (1, 1, 7), (2, 3, 3), (7, 3, 5))
     before = torch.randn(PAGES, layer.state_size)
     theirs, ours = before.clone(), before.clone()
     expected = layer.run(reference, theirs, runs, slice(None))
     torch.testing.assert_close(layer.run(kernels, ours, runs, slice(None)), expected, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4)
-    assert torch.equal(ours[[1, 6, 8]], before[[1, 6, 8]])
+    assert torch.equal(ours[[1, 8]], before[[1, 8]])
+
+
+@RULES
+def test_a_run_that_only_pads_a_graph_writes_nowhere(rule: type[Layer]) -> None:
+    layer = rule(3, key_dim=8, value_dim=8)
+    states = layer.pages()
+    output = layer.run(
+        OnDevice(), states, runs_over((1, NO_PAGE, NO_PAGE), (1, NO_PAGE, 2), (1, NO_PAGE, NO_PAGE)), slice(3)
+    )
+    assert not states[2].isnan().any() and states[[0, 1, *range(3, PAGES)]].isnan().all()
+    assert not output.isnan().any()
 
 
 @pytest.mark.parametrize("steps", CUTS, ids=str)
