@@ -49,7 +49,8 @@ def tiles_of(pairs: int, num_experts: int, wide: bool, is_gated: bool) -> Tiles:
 
 
 class GroupedExperts:
-    """``reference.Experts`` on a GPU; weights are ``[E, 2 * I, hidden]`` and ``[E, hidden, I]``, contiguous on it."""
+    """``reference.Experts`` on a GPU; weights are ``[E, 2 * I, hidden]``, or with "relu2" ``[E, I, hidden]``, and
+    ``[E, hidden, I]``, contiguous on it."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class GroupedExperts:
         first: int = 0,
         gate: Gate = "silu",
     ) -> None:
-        assert gate != "relu2", "no family with such experts runs on GPUs"
+        assert gate != "relu2" or gate_up_bias is None, "no family has such experts with biases"
         self._gate_up, self._down = gate_up, down
         self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
         self._bounds, self._first, self._gate = bounds, first, gate
@@ -112,6 +113,7 @@ class GroupedExperts:
             HAS_BIAS=self._gate_up_bias is not None,
             BOUNDED=self._bounds is not None,
             IS_GELU=self._gate == "gelu_tanh",
+            IS_RELU2=self._gate == "relu2",
             **self._settings(tiles),
         )
         return gated

@@ -190,7 +190,7 @@ class Bounds:
 
 
 Gate = Literal["silu", "gelu_tanh", "relu2"]
-"""What gates of experts go through. With "relu2" there are none: it is what ups go through (Nemotron-H), on CPUs."""
+"""What gates of experts go through. With "relu2" there are none: it is what ups go through (Nemotron-H)."""
 GATES = get_args(Gate)
 
 

@@ -65,7 +65,7 @@ def _dot(rows, weights, WIDE: tl.constexpr):
 @kernel()
 def gate_and_up(
     hidden,  # [T, width]
-    weight,  # [E, 2 * inner, width], gates above ups
+    weight,  # [E, 2 * inner, width], gates above ups; if IS_RELU2 [E, inner, width], ups alone
     bias,  # [E, 2 * inner], if HAS_BIAS
     gated,  # [P, inner], in the order of the pairs, written
     order,
@@ -79,6 +79,7 @@ def gate_and_up(
     HAS_BIAS: tl.constexpr,
     BOUNDED: tl.constexpr,
     IS_GELU: tl.constexpr,
+    IS_RELU2: tl.constexpr,
     WIDE: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PAD: tl.constexpr,
@@ -86,7 +87,7 @@ def gate_and_up(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """SwiGLU of a tile's tokens; some columns per program."""
+    """SwiGLU of a tile's tokens, or what the arguments say in its place; some columns per program."""
     expert, first, last = _tile(ends, tl.program_id(1), NUM_EXPERTS, EXPERTS_PAD, ROWS)
     if first == last:
         return
@@ -97,15 +98,17 @@ def gate_and_up(
     column_ok = column < inner
     depth = tl.arange(0, DEPTH)
     rows_at = hidden + token.to(tl.int64)[:, None] * hidden_stride + depth[None, :]
-    gates_at = weight + (expert * (2 * inner) + column)[:, None] * width + depth[None, :]
+    first_up = expert * inner if IS_RELU2 else expert * (2 * inner) + inner
+    ups_at = weight + (first_up + column)[:, None] * width + depth[None, :]
     gate = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     up = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
     for start in range(0, width, DEPTH):
         deep_ok = (start + depth < width)[None, :]
         rows = tl.load(rows_at + start, mask=row_ok[:, None] & deep_ok, other=0.0)
-        gates = tl.load(gates_at + start, mask=column_ok[:, None] & deep_ok, other=0.0)
-        ups = tl.load(gates_at + inner * width + start, mask=column_ok[:, None] & deep_ok, other=0.0)
-        gate += _dot(rows, gates, WIDE)
+        ups = tl.load(ups_at + start, mask=column_ok[:, None] & deep_ok, other=0.0)
+        if not IS_RELU2:
+            gates = tl.load(ups_at - inner * width + start, mask=column_ok[:, None] & deep_ok, other=0.0)
+            gate += _dot(rows, gates, WIDE)
         up += _dot(rows, ups, WIDE)
     if HAS_BIAS:
         bias_at = bias + expert * (2 * inner) + column
@@ -117,6 +120,8 @@ def gate_and_up(
         result = gate / (1.0 + tl.exp(-alpha * gate)) * up
     elif IS_GELU:  # with tanh, as in vectors.h
         result = gate / (1.0 + tl.exp(gate * (-1.5957691216057308 - 0.0713548162726 * gate * gate))) * up
+    elif IS_RELU2:
+        result = tl.maximum(up, 0.0) * tl.maximum(up, 0.0)
     else:
         result = gate / (1.0 + tl.exp(-gate)) * up
     at = place.to(tl.int64)[:, None] * inner + column[None, :]

@@ -391,13 +391,24 @@ def expert_cases() -> Iterator[Case]:
         for kind, mean in (("bfloat16", 1), ("bfloat16", 8), ("bfloat16", 64), ("bfloat16", 512), ("float32", 1)):
             for is_gated in (True, False):
                 yield _experts(shape, count, per_token, is_bounded, kind, mean * count, is_gated)
+    for mean in (1, 8, 64, 512):
+        yield _experts("nemotron-3", 128, 6, False, "bfloat16", mean * 128, is_gated=True, is_relu2=True)
 
 
-def _experts(shape: str, count: int, per_token: int, is_bounded: bool, kind: str, pairs: int, is_gated: bool) -> Case:
+def _experts(
+    shape: str,
+    count: int,
+    per_token: int,
+    is_bounded: bool,
+    kind: str,
+    pairs: int,
+    is_gated: bool,
+    is_relu2: bool = False,
+) -> Case:
     pointer, wide = POINTERS[kind], kind == "float32"
     tiles = tiles_of(pairs, count, wide, is_gated)
     integers = ("hidden_stride", "width", "inner") if is_gated else ("width", "inner")
-    own = {"PER_TOKEN": per_token, "BOUNDED": is_bounded, "IS_GELU": False} if is_gated else {}
+    own = {"PER_TOKEN": per_token, "BOUNDED": is_bounded, "IS_GELU": False, "IS_RELU2": is_relu2} if is_gated else {}
     return Case(
         f"experts-{'gate' if is_gated else 'down'}-{shape}-{tiles.rows}x{tiles.columns}-{kind}",
         triton_experts.gate_and_up if is_gated else triton_experts.down,

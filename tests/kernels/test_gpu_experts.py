@@ -80,6 +80,15 @@ def test_gates_go_through_gelu_where_that_is_asked_for() -> None:
     assert not torch.allclose(expected, silu, atol=0.01)
 
 
+def test_ups_without_gates_are_squared_where_they_are_positive() -> None:
+    given, generator = tokens(torch.float32, 20, 64), torch.Generator().manual_seed(3)
+    ups, downs = (
+        torch.randn(NUM_EXPERTS, *shape, generator=generator).to(DEVICE) / 8 for shape in ((33, 64), (64, 33))
+    )
+    expected, actual = (made.experts(ups, downs, gate="relu2")(*given) for made in (reference, GpuKernels(DEVICE)))
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("rows", [FEW_ROWS, MANY_ROWS, pytest.param(MOST_ROWS, marks=pytest.mark.slow)])
 def test_tiles_of_any_height_give_the_same(rows: int) -> None:
     pairs = {FEW_ROWS: 40, MANY_ROWS: 20 * NUM_EXPERTS, MOST_ROWS: 200 * NUM_EXPERTS}[rows]
