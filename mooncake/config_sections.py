@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from mooncake.api_keys import HIDDEN
 from mooncake.errors import ConfigError
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of
+from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of, may_be_grouped
 from mooncake.precision import Coding, Precision, resolve_precision
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
@@ -279,7 +279,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("pool_layout is for models whose layers keep the same: heads of one size, and no states")
         reads_whole_blocks = self.pool_layout.tensor_parallel or self.model.keep_hidden or prefill.variant
         num_processes = max(engine.num_processes for engine in self._engines)
-        if not self.block.windows or self._devices != {"cpu"} or reads_whole_blocks or num_processes > 1:
+        is_cut = self.block.windows and may_be_grouped(model, self._devices, num_processes)
+        if not is_cut or reads_whole_blocks:
             return as_one
         groups = groups_of(model, model.context(self.model.max_model_len), block)
         return groups if self.cluster.coupled or not groups.windows[0] else as_one

@@ -10,7 +10,7 @@ which page is whose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, cast
@@ -174,6 +174,12 @@ def block_layout(config: ModelConfig, block_tokens: int, dtype: str) -> KVLayout
 def as_one_group(config: ModelConfig, block: KVLayout) -> PageGroups:
     """One group for all layers of a model whose blocks have this layout."""
     return replace(one_group(config.rows_for(block.layer_bytes)), has_states=config.recurrence is not None)
+
+
+def may_be_grouped(config: ModelConfig, devices: Collection[str], num_processes: int) -> bool:
+    """Whether nodes on these devices, each with so many processes, keep layers in groups: on GPUs only states, without
+    which a long sequence would have one for each of its blocks."""
+    return num_processes == 1 and (config.recurrence is not None or set(devices) == {"cpu"})
 
 
 def groups_of(config: ModelConfig, context: int, block: KVLayout | None = None) -> PageGroups:

@@ -26,7 +26,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.lora import AdapterPlaces, load_adapter
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model_config import ModelConfig
-from mooncake.page_groups import PageGroups, as_one_group, groups_of
+from mooncake.page_groups import UNIFORM, PageGroups, as_one_group, groups_of, may_be_grouped
 from mooncake.precision import Precision, resolve_precision
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -39,6 +39,7 @@ class CacheSize:
     max_model_len: int  # tokens
     num_places: int = 0  # for blocks of preempted sequences
     max_sequences: int = 64  # in one step
+    groups: PageGroups = UNIFORM  # of layers, if ``layout`` is of their pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,10 @@ def plan_pages(
     checkpoint: Checkpoint, layout: KVLayout, context: int, device: str = "cpu", num_ranks: int = 1
 ) -> tuple[PageGroups, KVLayout]:
     """In which groups layers keep KV there, in sequences of up to ``context`` tokens, and what a page of a group is,
-    where ``layout`` is a whole block. On a GPU and over several processes all layers are one group."""
+    where ``layout`` is a whole block."""
     config = checkpoint.config
-    groups = groups_of(config, context, layout) if device == "cpu" and num_ranks == 1 else as_one_group(config, layout)
+    is_cut = may_be_grouped(config, {device}, num_ranks)
+    groups = groups_of(config, context, layout) if is_cut else as_one_group(config, layout)
     return groups, groups.page_layout(layout)
 
 
@@ -114,7 +116,7 @@ def open_backend(
     """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
     (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
     others do."""
-    _check_recurrence(checkpoint, device, processes)
+    _check_recurrence(checkpoint, processes)
     path = str(checkpoint.path)
     asked = replace(size, max_model_len=checkpoint.config.context(context))
     if processes.tensor > 1 and device != "cpu":
@@ -142,7 +144,7 @@ def open_for_node(
 ) -> Backend:
     """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
     ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
-    _check_recurrence(checkpoint, device, processes)
+    _check_recurrence(checkpoint, processes)
     if processes.tensor > 1 and device != "cpu":
         with contextlib.ExitStack() as opened:
             num_bytes = size.num_blocks * size.layout.block_bytes
@@ -166,10 +168,10 @@ def open_for_node(
     return replace(backend, model=settled, mirror=mirror, close=mirror.close)
 
 
-def _check_recurrence(checkpoint: Checkpoint, device: str, processes: Processes) -> None:
+def _check_recurrence(checkpoint: Checkpoint, processes: Processes) -> None:
     """Raises ModelError where layers that keep states cannot run."""
-    if checkpoint.config.recurrence and (device != "cpu" or processes.count > 1):
-        raise ModelError(f"{checkpoint.name} has recurrent layers, which run on CPUs, and in one process")
+    if checkpoint.config.recurrence and processes.count > 1:
+        raise ModelError(f"{checkpoint.name} has recurrent layers, which run in one process")
 
 
 def draft_on(
@@ -191,7 +193,8 @@ def draft_on(
     one, draft = (-(-count // layout.block_tokens) for count in (max_model_len, max_tokens))
     its_bytes = size.num_blocks * size.layout.block_bytes  # a page there may be no whole block
     num_blocks = max(min(size.num_blocks, its_bytes // layout.block_bytes), one) + draft
-    its_size = replace(size, layout=layout, num_blocks=num_blocks, max_model_len=max_model_len, num_places=0)
+    limits = {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_places": 0}
+    its_size = replace(size, layout=layout, groups=UNIFORM, **limits)
     if device == "cpu":
         backend = on_cpu(checkpoint, precision, its_size)
     else:
@@ -259,6 +262,7 @@ def on_gpu(
             dtype=TORCH_DTYPES[precision.dtype],
             device=None if INTERPRETED else device,
             buckets=buckets,
+            groups=size.groups,
         )
         cache = DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places)
         gpu.warm_up(cache.tensor, size.max_sequences)

@@ -132,7 +132,8 @@ class EngineHost:
     def _cache_size(self) -> CacheSize:
         plan, section = self.plan, self._section
         num_places = int(section.swap_gb * 1e9) // plan.layout.block_bytes
-        return CacheSize(plan.layout, plan.num_blocks, plan.max_model_len, num_places, section.max_sequences)
+        sizes = (plan.num_blocks, plan.max_model_len, num_places, section.max_sequences)
+        return CacheSize(plan.layout, *sizes, plan.groups)
 
     @property
     def _engine_config(self) -> EngineConfig:

@@ -6,11 +6,13 @@ chunk has many tokens in the batch, a decode step one, a speculative check a few
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+
+from mooncake.kernels.recurrent import Runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class Reuse:
 class Pages:
     """Where a step's KV is when layers are in several groups (``page_groups``), ``G`` of them."""
 
-    places: torch.Tensor  # int32 [layers of the cache, 2]: each one's group, and first row of the group's pages
+    places: torch.Tensor  # int32 [layers of the cache, 2], on the host: each one's group, and first row of its pages
     block_tables: torch.Tensor  # int32 [G, B, M], contiguous
     slots: torch.Tensor  # int64 [G, T], contiguous
 
@@ -55,6 +57,7 @@ class ForwardBatch:
     adapters: torch.Tensor | None = None  # int32 [T]: index of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
     pages: Pages | None = None  # None: all layers are one group, and follow each other in its pages
+    runs: Mapping[int, Runs] | None = None  # by group, where layers keep states; None: ``States`` makes them
 
     @classmethod
     def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:

@@ -30,7 +30,7 @@ class FalconH1(MambaDecoder[_Layer]):
         heads, of_groups = shape.num_value_heads, shape.num_key_heads * shape.key_dim
         sizes = [heads * shape.value_dim] * 2 + [of_groups] * 2 + [heads]
         self._factors = mamba.factors
-        self._input_factors = torch.tensor(mamba.factors.inputs).repeat_interleave(torch.tensor(sizes))
+        self._input_factors = self.floats(torch.tensor(mamba.factors.inputs).repeat_interleave(torch.tensor(sizes)))
 
     def _take_norm(self, name: str) -> torch.Tensor:
         return super()._take_norm("model.final_layernorm" if name == "model.norm" else name)

@@ -5,8 +5,7 @@ them. So decode-only batches are captured as CUDA graphs before the first reques
 replayed with new contents in the same buffers; all graphs share one memory pool. Everything else runs kernel by kernel.
 
 A decode step can be started without waiting for it (``start``): its tokens are sampled on the device, and are the next
-step's input before the host knows them. Everything such a step needs from the host goes through pinned memory, which
-torch reuses only once it has been copied.
+step's input before the host knows them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mooncake.kernels.attention_plan import MIN_SHARED_TOKENS, PIECES_PER_PROCESSOR
@@ -29,10 +27,12 @@ from mooncake.kernels.gpu import pack
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
+from mooncake.model.device_batch import NEWEST_ROW, Buffers, DeviceBatches
 from mooncake.model.device_sampler import Draws, choose
 from mooncake.model.llama import CausalLM
 from mooncake.model.planned_kernels import Kind, PlannedKernels, Plans
 from mooncake.model_config import ModelConfig
+from mooncake.page_groups import UNIFORM, PageGroups
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,6 @@ CASCADE_BYTES = 40e9
 about 10 ms of a card's reads, against the 5 ms that launching a step of an 8B model may take. An estimate; ``mooncake
 bench gpu`` times both ways."""
 
-NO_SLOT = -1  # slot of a padding token: its keys and values are not written
 WARM_UP_TOKENS = (512, 128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all
 
 
@@ -66,10 +65,8 @@ class _Rerun:
 @dataclass(slots=True)
 class _Captured:
     graph: _Graph
-    numbers: torch.Tensor  # int64 [4, bucket]: tokens, positions, slots, rows of the last step that draws tokens
-    batch: ForwardBatch  # the buffers that the graph reads, the first of them in ``numbers``
+    buffers: Buffers  # that the graph reads
     logits: torch.Tensor  # and the one it writes, [bucket, V]
-    tables: torch.Tensor | None = None  # on the host: what the block tables here are a copy of
 
 
 class _Started:
@@ -105,6 +102,7 @@ class GpuModel:
         buckets: tuple[int, ...] = BUCKETS,
         host_logits: bool = True,
         share: Callable[[torch.Tensor], torch.Tensor] = lambda drawn: drawn,
+        groups: PageGroups = UNIFORM,
     ) -> None:
         """``build`` makes the model over these kernels, which compute in ``dtype``.
 
@@ -112,7 +110,7 @@ class GpuModel:
         the logits to the host, where the engine samples.
 
         If this is one rank's part of a model, ``share`` gives every rank the first one's tokens ``[R]``, and the model
-        gives the first one all logits, and the others no rows of them.
+        gives the first one all logits, and the others no rows of them. ``groups`` are those of the engine.
         """
         self.kernels = PlannedKernels(device)
         self._device = self.kernels.device
@@ -120,13 +118,15 @@ class GpuModel:
         self.adapter_places = self._model.adapter_places if isinstance(self._model, CausalLM) else None
         self._dtype = dtype
         self._max_blocks = max_blocks
+        self._batches = DeviceBatches(self.config, groups, max_blocks, self._device)
         self._buckets = sorted(buckets)
         self._host_logits = host_logits
         self._share = share
         self._graphs: dict[int, _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory that graphs share
         self._stream: torch.cuda.Stream | None = None  # that all are captured on
-        layers = range(self.config.num_layers)
+        self._stateful = self.config.recurrence.layers if self.config.recurrence else ()
+        layers = set(range(self.config.num_layers)).difference(self._stateful)
         self._kinds = sorted({Kind(self.config.window_of(layer), *self.config.heads_of(layer)) for layer in layers})
         self._decode_plans: Plans = {}  # of every graph
         self._cache: torch.Tensor | None = None  # what the graphs were captured over
@@ -140,6 +140,9 @@ class GpuModel:
 
     @property
     def max_async_sequences(self) -> int:
+        """None if layers keep states: a step that is discarded is computed again, and they take a token in once."""
+        if self._stateful:
+            return 0
         return self._buckets[-1] if self._buckets else sys.maxsize
 
     @torch.inference_mode()
@@ -153,8 +156,11 @@ class GpuModel:
         started = time.monotonic()
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
             for tokens in WARM_UP_TOKENS:
-                self._forward(self._empty_chunk(min(tokens, self._max_blocks * cache.shape[4])), cache, NoHook())
-            self._run_eagerly(self._empty_siblings(cache), cache, NoHook())
+                length = min(tokens, self._max_blocks * cache.shape[4])
+                self._forward(self._batches.empty_step([0, length], length), cache, NoHook())
+            # Two sequences that share enough to be read once, if one can be so long
+            context = min(MIN_SHARED_TOKENS + cache.shape[4], self._max_blocks * cache.shape[4])
+            self._run_eagerly(self._batches.empty_step([0, 1, 2], context), cache, NoHook())
             last = min(bisect.bisect_left(self._buckets, max_sequences), len(self._buckets) - 1)
             self._use(cache)
             for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
@@ -233,10 +239,10 @@ class GpuModel:
     def _run_eagerly(
         self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook, newest: Sequence[int] | None = None
     ) -> torch.Tensor:
-        moved = self._on_device(batch)
+        moved = self._batches.of(batch, cache.shape[4])
         self.kernels.follow(self._plan(batch, cache), moved.query_starts)
         if newest is not None:
-            rows = self._moved(np.asarray(newest, np.int64))
+            rows = self._batches.moved(np.asarray(newest, np.int64))
             moved = replace(moved, tokens=self._newest(rows, moved.tokens))
         return self._model.forward(moved, cache, hook)
 
@@ -269,22 +275,15 @@ class GpuModel:
     def _draws_on_device(self, draws: Draws | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         if draws is None:
             return None, None
-        return self._moved(draws.values), self._moved(draws.cut_rows) if len(draws.cut_rows) else None
-
-    def _moved(self, numbers: npt.NDArray[Any]) -> torch.Tensor:
-        pinned = self._pinned(numbers.shape, torch.from_numpy(numbers).dtype)
-        pinned.numpy()[:] = numbers
-        return pinned.to(self._device, non_blocking=True)
-
-    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory for one copy to the device, to be filled."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._device.type == "cuda")
+        moved = self._batches.moved
+        return moved(draws.values), moved(draws.cut_rows) if len(draws.cut_rows) else None
 
     def _draw_once(self, captured: _Captured, cache: torch.Tensor) -> None:
         """Run once kernel by kernel in all variants, so that everything such a step needs is loaded and known to
         fit."""
-        self.kernels.follow(self._decode_plans, captured.batch.query_starts)
-        logits = self._model.forward(captured.batch, cache, NoHook())
+        batch = captured.buffers.batch
+        self.kernels.follow(self._decode_plans, batch.query_starts)
+        logits = self._model.forward(batch, cache, NoHook())
         rows = len(logits)
         if not rows:  # of a rank that draws nothing
             return
@@ -312,11 +311,6 @@ class GpuModel:
             for kind in self._kinds
         }
 
-    def _on_device(self, batch: ForwardBatch) -> ForwardBatch:
-        given = {name: getattr(batch, name) for name in ForwardBatch.__slots__}
-        moved: dict[str, Any] = {name: self._moved(part.numpy()) for name, part in given.items() if part is not None}
-        return ForwardBatch(**moved)
-
     # Graphs
 
     def _replay(self, batch: ForwardBatch, cache: torch.Tensor, newest: Sequence[int] | None) -> torch.Tensor:
@@ -328,24 +322,15 @@ class GpuModel:
             captured = self._graphs[bucket] = self._capture(bucket, cache)
         plans = self._plan(batch, cache, self._decode_plans)
         assert all(plans[kind] is plan for kind, plan in self._decode_plans.items()), "a plan outgrew its buffers"
-        self._fill(captured, batch, newest)
+        self._fill(captured.buffers, batch, newest, cache.shape[4])
         captured.graph.replay()
         return captured.logits[:size]
 
-    def _fill(self, captured: _Captured, batch: ForwardBatch, newest: Sequence[int] | None) -> None:
-        size, pinned = batch.num_sequences, self._pinned(captured.numbers.shape, torch.int64)
-        numbers = pinned.numpy()
-        numbers[:, size:] = np.array([[0], [0], [NO_SLOT], [0]])
-        given = (batch.tokens.numpy(), batch.positions.numpy(), batch.slots.numpy(), 0 if newest is None else newest)
-        for row, part in zip(numbers, given, strict=True):
-            row[:size] = part
-        captured.numbers.copy_(pinned, non_blocking=True)
+    def _fill(self, buffers: Buffers, batch: ForwardBatch, newest: Sequence[int] | None, block_tokens: int) -> None:
+        self._batches.fill(buffers, batch, newest, block_tokens)
         if newest is not None:
-            tokens = captured.batch.tokens[:size]
-            tokens.copy_(self._newest(captured.numbers[3, :size], tokens))
-        if captured.tables is not batch.block_tables:
-            captured.tables, blocks = batch.block_tables, batch.block_tables.shape[1]
-            captured.batch.block_tables[:size, :blocks].copy_(self._moved(batch.block_tables.numpy()))
+            tokens = buffers.batch.tokens[: batch.num_sequences]
+            tokens.copy_(self._newest(buffers.numbers[NEWEST_ROW, : batch.num_sequences], tokens))
 
     def _use(self, cache: torch.Tensor) -> None:
         """Graphs contain addresses: those over another cache are useless, and torch captures none in the memory that
@@ -356,20 +341,19 @@ class GpuModel:
 
     def _capture(self, bucket: int, cache: torch.Tensor) -> _Captured:
         """Run the step once normally, for lazy initialisation, and capture it the second time."""
-        numbers = torch.zeros((4, bucket), dtype=torch.int64, device=self._device)
-        buffers = self._empty_batch(numbers)
+        buffers = self._batches.buffers(bucket)
         self._decode_plans = self._decode_plans or {kind: self._largest_decode_plan(kind) for kind in self._kinds}
         for plan in self._decode_plans.values():  # the recorded run computes nothing and writes nowhere
             plan.passes[0].num_pieces.zero_()
             plan.num_merged.zero_()
 
         def step() -> torch.Tensor:
-            self.kernels.follow(self._decode_plans, buffers.query_starts)
-            return self._model.forward(buffers, cache, NoHook())
+            self.kernels.follow(self._decode_plans, buffers.batch.query_starts)
+            return self._model.forward(buffers.batch, cache, NoHook())
 
         if not cache.is_cuda:
             logits = step()
-            return _Captured(_Rerun(step, logits), numbers, buffers, logits)
+            return _Captured(_Rerun(step, logits), buffers, logits)
         # Torch's own stream for captures is on the GPU of the process's first one.
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -384,46 +368,7 @@ class GpuModel:
             logits = step()
         self._pool = self._pool or graph.pool()
         log.debug("captured a decode step of %d sequences", bucket)
-        return _Captured(graph, numbers, buffers, logits)
-
-    def _empty_batch(self, numbers: torch.Tensor) -> ForwardBatch:
-        tokens, positions, slots, _ = numbers.unbind()
-        slots.fill_(NO_SLOT)
-        bucket = len(tokens)
-        return ForwardBatch(
-            tokens=tokens,
-            positions=positions,
-            query_starts=torch.arange(bucket + 1, dtype=torch.int32, device=self._device),
-            context_lens=torch.ones(bucket, dtype=torch.int32, device=self._device),
-            block_tables=torch.zeros((bucket, self._max_blocks), dtype=torch.int32, device=self._device),
-            slots=slots,
-            logit_rows=torch.arange(bucket, device=self._device),
-        )
-
-    def _empty_chunk(self, length: int) -> ForwardBatch:
-        """A prompt of which nothing is kept; on the host, like the engine's batches."""
-        return ForwardBatch(
-            tokens=torch.zeros(length, dtype=torch.int64),
-            positions=torch.zeros(length, dtype=torch.int64),
-            query_starts=torch.tensor([0, length], dtype=torch.int32),
-            context_lens=torch.tensor([length], dtype=torch.int32),
-            block_tables=torch.zeros(1, self._max_blocks, dtype=torch.int32),
-            slots=torch.full((length,), NO_SLOT),
-            logit_rows=torch.tensor([length - 1]),
-        )
-
-    def _empty_siblings(self, cache: torch.Tensor) -> ForwardBatch:
-        """A step of two sequences that share enough to be read once, if one can be so long; nothing of it is kept."""
-        context = min(MIN_SHARED_TOKENS + cache.shape[4], self._max_blocks * cache.shape[4])
-        return ForwardBatch(
-            tokens=torch.zeros(2, dtype=torch.int64),
-            positions=torch.zeros(2, dtype=torch.int64),
-            query_starts=torch.arange(3, dtype=torch.int32),
-            context_lens=torch.full((2,), context, dtype=torch.int32),
-            block_tables=torch.zeros(2, self._max_blocks, dtype=torch.int32),
-            slots=torch.full((2,), NO_SLOT),
-            logit_rows=torch.arange(2),
-        )
+        return _Captured(graph, buffers, logits)
 
     def _largest_decode_plan(self, kind: Kind) -> DevicePlan:
         """Room for any decode plan: each sequence may have one piece more than with equal shares of the whole."""

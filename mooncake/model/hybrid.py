@@ -69,9 +69,17 @@ class HybridDecoder(GatedDecoder[Layer]):
 
     def _build(self) -> None:
         if not isinstance(self.kernels, RecurrentKernels) or self.is_part:
-            raise ModelError("models with recurrent layers run on CPUs, and in one process")
+            raise ModelError("models with recurrent layers run in one process")
         self._recurrent = self.kernels
         super()._build()
+
+    def floats(self, values: torch.Tensor) -> torch.Tensor:
+        """In float32, where the kernels compute."""
+        return values.to(getattr(self.kernels, "device", values.device), torch.float32)
+
+    def taps(self, name: str) -> torch.Tensor:
+        """Of a convolution, float32 [taps, C]."""
+        return self.floats(self.weight(name)).squeeze(1).T.contiguous()
 
     def forward(
         self,
@@ -130,9 +138,9 @@ class Qwen3Next(HybridDecoder[_Layer]):
     def _take_recurrent(self, prefix: str) -> _Recurrent:
         return _Recurrent(
             self.kernels.linear(torch.cat(self._input_projections(prefix))),
-            self.weight(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
-            -self.weight(prefix + "A_log").float().exp(),
-            self.weight(prefix + "dt_bias").float(),
+            self.taps(prefix + "conv1d.weight"),
+            -self.floats(self.weight(prefix + "A_log")).exp(),
+            self.floats(self.weight(prefix + "dt_bias")),
             self.vector(prefix + "norm.weight"),
             self.linear(prefix + "out_proj"),
         )

@@ -54,7 +54,7 @@ class Lfm2(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
         if f"{prefix}conv.conv.weight" in self._weights:
             return _Convolution(
                 self.linear(prefix + "conv.in_proj"),
-                self.weight(prefix + "conv.conv.weight").float().squeeze(1).T.contiguous(),
+                self.taps(prefix + "conv.conv.weight"),
                 self.linear(prefix + "conv.out_proj"),
             )
         attention = prefix + "self_attn."

@@ -53,11 +53,11 @@ class MambaDecoder(HybridDecoder[Layer]):
         assert shape is not None and mamba is not None
         return StateSpace(
             self.linear(prefix + "in_proj", biased=mamba.has_biases),
-            self.weight(prefix + "conv1d.weight").float().squeeze(1).T.contiguous(),
-            self.weight(prefix + "conv1d.bias").float() if mamba.has_conv_bias else torch.zeros(shape.channels),
-            self.weight(prefix + "dt_bias").float(),
-            -self.weight(prefix + "A_log").float().exp(),
-            self.weight(prefix + "D").float(),
+            self.taps(prefix + "conv1d.weight"),
+            self.floats(self.weight(prefix + "conv1d.bias") if mamba.has_conv_bias else torch.zeros(shape.channels)),
+            self.floats(self.weight(prefix + "dt_bias")),
+            -self.floats(self.weight(prefix + "A_log")).exp(),
+            self.floats(self.weight(prefix + "D")),
             self.vector(prefix + "norm.weight") if mamba.norm_groups else None,
             self.linear(prefix + "out_proj", biased=mamba.has_biases),
         )

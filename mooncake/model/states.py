@@ -8,6 +8,7 @@ block border writes another page than it reads; what any other overwrites is kep
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from mooncake.kernels.recurrent import NO_PAGE, Runs
@@ -28,7 +29,8 @@ class States:
         self._numbers = cache.view(len(cache), -1).view(torch.float32)  # [N, of a page]
         self._row_size = cache.stride(1) * cache.element_size() // 4
         self._rows = first_rows(config, cache) if batch.pages is None else []
-        self._runs: dict[int, Runs] = {}  # by group
+        self._runs = dict(batch.runs or {})
+        self._overwritten: dict[int, torch.Tensor] = {}  # by group: the pages that a run reads and writes
         self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = [] if can_be_abandoned else None
 
     def of(self, layer: int) -> tuple[torch.Tensor, Runs]:
@@ -36,12 +38,13 @@ class States:
         pages = self._batch.pages
         group, row = (0, self._rows[layer]) if pages is None else pages.places[layer].tolist()
         if group not in self._runs:
-            tables = self._batch.block_tables if pages is None else pages.block_tables[group]
-            self._runs[group] = runs_of(self._batch, tables, self._block_tokens)
+            self._runs[group] = runs_of(self._batch, group, self._block_tokens)
         first = row * self._row_size
         states, runs = self._numbers[:, first : first + self._size], self._runs[group]
         if self._kept is not None:
-            overwritten = runs.targets[runs.targets == runs.sources]
+            if group not in self._overwritten:
+                self._overwritten[group] = runs.targets[runs.targets == runs.sources]
+            overwritten = self._overwritten[group]
             self._kept.append((states, overwritten, states[overwritten]))
         return states, runs
 
@@ -51,21 +54,22 @@ class States:
             states[pages] = before
 
 
-def runs_of(batch: ForwardBatch, block_tables: torch.Tensor, block_tokens: int) -> Runs:
-    """``block_tables`` int32 [B, M]: the pages of the blocks of each sequence."""
-    counts, contexts = batch.query_starts.diff().tolist(), batch.context_lens.tolist()
-    lengths: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    for table, count, end in zip(block_tables, counts, contexts, strict=True):
-        first = end - count
-        while first < end:
-            index = first // block_tokens
-            border = min((index + 1) * block_tokens, end)
-            lengths.append(border - first)
-            sources.append(int(table[(first - 1) // block_tokens]) if first else NO_PAGE)
-            targets.append(int(table[index]))
-            first = border
-    starts = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor(lengths), 0, out=starts[1:])
-    return Runs(starts, torch.tensor(sources), torch.tensor(targets))
+def runs_of(batch: ForwardBatch, group: int, block_tokens: int) -> Runs:
+    """Over the group's pages, for a batch on the host. The target of tokens whose slots are below 0 is NO_PAGE."""
+    pages = batch.pages
+    tables, slots = (
+        (batch.block_tables, batch.slots) if pages is None else (pages.block_tables[group], pages.slots[group])
+    )
+    ends = batch.context_lens.numpy().astype(np.int64)
+    firsts = ends - np.diff(batch.query_starts.numpy())
+    first_blocks = firsts // block_tokens
+    counts = np.maximum((ends - 1) // block_tokens - first_blocks + 1, 0)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    blocks = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first_blocks, counts)
+    begins = np.maximum(blocks * block_tokens, firsts[owners])
+    starts = np.zeros(len(owners) + 1, np.int64)
+    np.cumsum(np.minimum((blocks + 1) * block_tokens, ends[owners]) - begins, out=starts[1:])
+    before = tables.numpy()[owners, np.maximum(begins - 1, 0) // block_tokens]
+    sources = np.where(begins > 0, before, NO_PAGE).astype(np.int64)
+    targets = slots.numpy()[starts[:-1]] // block_tokens
+    return Runs(*(torch.from_numpy(each) for each in (starts, sources, targets)))

@@ -281,11 +281,11 @@ class Counting(GpuModel):
 
     num_replays = num_tables = 0
 
-    def _fill(self, captured: Any, batch: ForwardBatch, newest: Any) -> None:
-        before = captured.tables
-        super()._fill(captured, batch, newest)
+    def _fill(self, buffers: Any, *given: Any) -> None:
+        before = buffers.tables
+        super()._fill(buffers, *given)
         self.num_replays += 1
-        self.num_tables += captured.tables is not before
+        self.num_tables += buffers.tables is not before
 
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

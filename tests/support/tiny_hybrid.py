@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import NO_HOOK
 from mooncake.engine.engine import Engine, EngineConfig
 from mooncake.engine.sequence import Sequence
+from mooncake.errors import KVLoadFailed
 from mooncake.hashing import Chain
 from mooncake.kernels import Kernels
 from mooncake.model import load_model
@@ -147,6 +150,43 @@ def run(engine: Engine) -> dict[str, list[int]]:
             name = f"{output.request_id}#{output.choice}" if output.choice else output.request_id
             found.setdefault(name, []).append(output.token.token_id)
     assert not engine.take_ended()
+    return found
+
+
+class Failing:
+    """A hook that abandons steps at a random layer, as one does whose loads fail."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.wants_layers = True
+        self.num_failed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(NO_HOOK, name)
+
+    def before_layer(self, layer: int) -> None:
+        if self._random.random() < 0.1:
+            self.num_failed += 1
+            raise KVLoadFailed("a load that never comes")
+
+    def after_layer(self, layer: int) -> None:
+        if self._random.random() < 0.05:
+            self.num_failed += 1
+            raise KVLoadFailed("a load that never comes")
+
+
+def run_failing(engine: Engine, hook: Failing, prompts: dict[str, list[int]], count: int = 12) -> dict[str, list[int]]:
+    """All tokens by request; a step that fails is planned again."""
+    found: dict[str, list[int]] = {name: [] for name in prompts}
+    waiting = list(prompts.items())
+    while engine.has_work or waiting:
+        if waiting:
+            engine.add(sequence(*waiting.pop(), count))
+        try:
+            for output in engine.step(hook):
+                found[output.request_id].append(output.token.token_id)
+        except KVLoadFailed:
+            continue  # nothing was loading: the same step is planned again
     return found
 
 
