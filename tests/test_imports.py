@@ -40,6 +40,7 @@ BENCHES = {
         for name in (
             *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
             *("gpu", "gpu_device", "gpu_engine", "gpu_experts", "gpu_kernels", "gpu_latent", "gpu_model", "gpu_ranks"),
+            "gpu_recurrent",
             *("engine_options", "quality", "variants"),
         )
     ),

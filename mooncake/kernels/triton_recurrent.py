@@ -127,12 +127,20 @@ def recur(
     while walks:
         first = tl.load(starts + run)
         end = tl.load(starts + run + 1)
+        key = tl.load(key_at + first * channels, mask=key_ok, other=0.0)
+        query = tl.load(query_at + first * channels, mask=key_ok, other=0.0)
+        value = tl.load(value_at + first * channels, mask=column_ok, other=0.0)
+        part = tl.load(share + first * NUM_HEADS + head)
+        left = tl.load(decay + first * NUM_HEADS + head)
         for token in range(first, end):
-            key = tl.load(key_at + token * channels, mask=key_ok, other=0.0)
-            query = tl.load(query_at + token * channels, mask=key_ok, other=0.0)
-            value = tl.load(value_at + token * channels, mask=column_ok, other=0.0)
-            part = tl.load(share + token * NUM_HEADS + head)
-            matrix = matrix * tl.exp(tl.load(decay + token * NUM_HEADS + head))
+            # what the next token needs is on its way while this one is computed
+            after = tl.minimum(token + 1, end - 1)
+            next_key = tl.load(key_at + after * channels, mask=key_ok, other=0.0)
+            next_query = tl.load(query_at + after * channels, mask=key_ok, other=0.0)
+            next_value = tl.load(value_at + after * channels, mask=column_ok, other=0.0)
+            next_part = tl.load(share + after * NUM_HEADS + head)
+            next_left = tl.load(decay + after * NUM_HEADS + head)
+            matrix = matrix * tl.exp(left)
             if IS_DELTA:
                 key = key * tl.rsqrt(tl.sum(key * key, 0) + eps)
                 query = query * (tl.rsqrt(tl.sum(query * query, 0) + eps) * KEY_DIM**-0.5)
@@ -144,6 +152,7 @@ def recur(
             if not IS_DELTA:
                 read += tl.load(skip + head) * value
             tl.store(output + (token * NUM_HEADS + head) * VALUE_DIM + columns, read, mask=column_ok)
+            key, query, value, part, left = next_key, next_query, next_value, next_part, next_left
         target = tl.load(targets + run)
         tl.debug_barrier()  # all have read what may be overwritten
         tl.store(states + target * state_stride + numbers, matrix, mask=ok & (target >= 0))

@@ -24,6 +24,8 @@ import pytest_asyncio
 import torch
 from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
 from live import command_of, small_config, workers_of
+from tiny_hybrid import greedy as greedy_of
+from tiny_hybrid import write_hybrid
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
@@ -146,6 +148,33 @@ async def test_latent_rows_go_through_host_memory_as_blocks_of_one_kind(tmp_path
 
 
 ON_GPUS = {"prefill": "cuda", "decode": "cuda"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("lfm2", ON_GPUS), ("qwen3-next", {"prefill": "cuda"}), ("granite-4", {"decode": "cuda"})],
+)
+async def test_states_go_through_host_memory_between_any_nodes(
+    name: str, devices: dict[str, str], tmp_path: Path, interpreted: None
+) -> None:
+    theirs = write_hybrid(name, tmp_path)
+    config = small_config(*settings(str(tmp_path), **devices), "model.dtype='float32'")
+    async with LocalCluster(config) as cluster, grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        first = await ask(channel, PROMPT, NEW)
+        assert first.tokens == greedy_of(theirs, PROMPT, NEW)
+
+        # The next turn begins with the state that the decode node has filled a block with.
+        await wait_idle(channel)
+        turn = PROMPT + first.tokens + PROMPT[:3]
+        second = await ask(channel, turn, 3)
+        assert second.tokens == greedy_of(theirs, turn, 3)
+        assert second.cached_tokens == (len(PROMPT) + NEW - 1) // BLOCK * BLOCK
+        await wait_idle(channel)
+        assert not leaks(await status(channel))
+
+
 RANKS = "engine.gpu_ranks"
 
 

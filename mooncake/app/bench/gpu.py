@@ -140,6 +140,7 @@ PARTS = (
     Part("two GPUs", 240, "mooncake.app.bench.gpu_ranks:two_gpus"),
     Part("elementwise", 60, f"{_KERNELS}:elementwise"),
     Part("int8 products", 90, f"{_KERNELS}:int8_products"),
+    Part("recurrent layers", 90, "mooncake.app.bench.gpu_recurrent:recurrent"),
     Part("hand-off", 150, f"{_MODEL}:handed_off"),
     Part("FlexAttention", 150, f"{_KERNELS}:flex_attention"),
     Part("node tests", 240, tests=("tests/e2e/test_gpu_nodes.py",)),
