@@ -194,14 +194,17 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
         }
     }
 
-    float* out = query;  // no longer needed
-    for (int d = 0; d < D; d += W)
-        for (int v = 0; v < VECS; v++) {
+    float* out[lanes];
+    results.places(item, out);
+    std::fill(out + rows, out + lanes, query);  // no longer needed
+    for (int v = 0; v < VECS; v++)
+        for (int d = 0; d < D; d += W) {
+#pragma GCC unroll 16
             for (int i = 0; i < W; i++) block[i] = load(mixed + ((d + i) * VECS + v) * W);
             transpose(block);
-            for (int i = 0; i < W; i++) store(out + (v * W + i) * D + d, block[i]);
+            for (int i = 0; i < W; i++) store(out[v * W + i] + d, block[i]);
         }
-    results.put(item, out, most, sums);
+    results.finish(item, most, sums);
 }
 
 }  // namespace mooncake
