@@ -63,11 +63,13 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
 template <int KEYS, int VECS>
 inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, vf* top = nullptr) {
     vf acc[KEYS][VECS] = {};
-    for (int d = 0; d < D; d += 2) {
+    const bf16* key[KEYS];
+    std::copy(keys, keys + KEYS, key);
+    for (int64_t d = 0; d < D; d += 2, query += VECS * W) {
         vi q[VECS];
-        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + (d / 2 * VECS + v) * W);
+        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + v * W);
         for (int t = 0; t < KEYS; t++)
-            for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(keys[t] + d), q[v]);
+            for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(key[t] + d), q[v]);
     }
     for (int t = 0; t < KEYS; t++)
         for (int v = 0; v < VECS; v++) {

@@ -16,8 +16,8 @@ constexpr int SHARED_KEYS = 4;
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
-constexpr int STRIP_PAIRS = DOT_PART / 2;
-constexpr int MIX_STRIP = STRIP_PAIRS * W + W;  // so much padding that strips are not in the same sets of L1
+constexpr int SOON_ROWS = 16;    // rows of K or V to have in L1 ahead
+constexpr int STRIP = DOT_PART / 2 * SHARED_KEYS;  // pairs of elements of V that one pass mixes
 
 // Turns the scores of a part, [token][lane], into weights: in place, or as pairs of tokens, [pair][lane], from the same
 // beginning. Returns their sum in one vector of lanes, added up in the order of attend_dots: by t % W first.
@@ -47,46 +47,56 @@ template <int VECS, bool IN_PAIRS> inline vf weigh(float* scores, vf top) {
     return totals[0];
 }
 
-// V of a part as pairs of tokens, [D / W][MIX_STRIP]: a strip stays in L1 beside the weights of the part.
-inline void strips_of_pairs(const bf16* const* values, int D, uint32_t* strips) {
-    for (int t = 0; t < DOT_PART; t += 2, strips += W)
-        for (int d = 0; d < D; d += 2 * W) {
-            vi pairs[2];
-            pairs_of(values[t] + d, values[t + 1] + d, pairs);
-            for (int i = 0; i < 2; i++) store((int32_t*)strips + (d / W + i) * MIX_STRIP, pairs[i]);
-        }
+// Prefetches `count` elements of rows that are probably adjacent: few blocks are no multiple of so many tokens.
+template <int LOCALITY> inline void bring(const bf16* rows, int count) {
+    for (int i = 0; i < count; i += 32) __builtin_prefetch(rows + i, 0, LOCALITY);
 }
 
-// mixed[d][lane] = sum over the tokens of a part, for a strip of dimensions. Weights are [pair][lane].
-template <int VECS> inline void mix_strip(const float* weights, const uint32_t* strip, float* mixed) {
+// A strip of V is SHARED_KEYS dimensions, from `d` on, of all tokens of a part: [pair of tokens][dimension]. Puts one pair.
+inline void put_strip(const bf16* const* values, int d, int pair, uint32_t* strip) {
+    const bf16* const* rows = values + 2 * pair;
+    const bf16 *first = rows[0] + d, *second = rows[1] + d;
+    for (int i = 0; i < 2; i++) __builtin_prefetch(rows[SOON_ROWS + i] + d);
+    for (int i = 0; i < SHARED_KEYS; i++) strip[pair * SHARED_KEYS + i] = first[i].bits | uint32_t(second[i].bits) << 16;
+}
+
+// mixed[d][lane] = sum over the tokens of a part, for a strip of dimensions. Weights are [pair][lane]. Meanwhile the
+// strip `d` is put into `next`: between products that costs less than on its own.
+template <int VECS>
+inline void mix_strip(const float* weights, const uint32_t* strip, const bf16* const* values, int d, uint32_t* next, float* mixed) {
     vf acc[SHARED_KEYS][VECS] = {};
-    for (int pair = 0; pair < STRIP_PAIRS; pair++, strip += W, weights += VECS * W) {
+    for (int64_t pair = 0; pair < DOT_PART / 2; pair++, weights += VECS * W) {
         vi p[VECS];
         for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + v * W);
         for (int i = 0; i < SHARED_KEYS; i++)
-            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], strip[i], p[v]);
+            for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], strip[pair * SHARED_KEYS + i], p[v]);
+        put_strip(values, d, pair, next);
     }
     for (int i = 0; i < SHARED_KEYS; i++)
         for (int v = 0; v < VECS; v++) store(mixed + (i * VECS + v) * W, acc[i][v]);
 }
 
-// Scores of a part, whose values are prefetched meanwhile. `stream`: keys, values, and what comes after them.
+// Scores of a part, whose values are prefetched meanwhile. `stream`: keys, values, and what comes after them. Keys are
+// brought to the second cache and then to L1, as even its latency was waited for; values fall out of L1 into the second
+// cache, and came there more reliably than if prefetched into it.
 template <int VECS>
 inline void score_part_in_pairs(const uint32_t* query, const bf16* const* stream, int D, float* scores, vf* top) {
     for (int t = 0; t < DOT_PART; t += SHARED_KEYS) {
-        bring_near(stream + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
-        bring_near(stream + DOT_PART + t, SHARED_KEYS, 0, D);
+        bring<NEAR>(stream[t + AHEAD_ROWS], SHARED_KEYS * D);
+        bring<3>(stream[t + DOT_PART], SHARED_KEYS * D);
+        bring<3>(stream[t + SOON_ROWS], SHARED_KEYS * D);
         score_pairs<SHARED_KEYS, VECS>(query, stream + t, D, scores + t * VECS * W, top);
     }
 }
 
-// `strips` has room for D / W of them. Prefetches the first of the rows that come after `values`.
+// Prefetches the first of the rows that come after `values`.
 template <int VECS>
 inline void mix_part_in_pairs(const float* weights, const bf16* const* values, int D, uint32_t* strips, float* mixed) {
-    strips_of_pairs(values, D, strips);
-    for (int d = 0; d < D; d += SHARED_KEYS) {
-        bring_near(values + DOT_PART + d * AHEAD_ROWS / D, std::max(1, AHEAD_ROWS * SHARED_KEYS / D), 0, D);
-        mix_strip<VECS>(weights, strips + d / W * MIX_STRIP + d % W, mixed + d * VECS * W);
+    uint32_t *strip = strips, *next = strips + STRIP;
+    for (int pair = 0; pair < DOT_PART / 2; pair++) put_strip(values, 0, pair, strip);
+    for (int d = 0; d < D; d += SHARED_KEYS, std::swap(strip, next)) {
+        bring<NEAR>(values[DOT_PART + d * AHEAD_ROWS / D], AHEAD_ROWS * SHARED_KEYS);
+        mix_strip<VECS>(weights, strip, values, d + SHARED_KEYS < D ? d + SHARED_KEYS : 0, next, mixed + d * VECS * W);
     }
 }
 
@@ -100,14 +110,16 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
     const bool is_tiled = fits_tiles<T>(D), in_pairs = works_in_pairs<T>(D);
-    scratch.start(lanes * (2 * D + DOT_PART + 2) + (in_pairs ? D / W * MIX_STRIP : TILE * D) + 128);
+    scratch.start(lanes * (2 * D + DOT_PART + 2) + std::max(2 * STRIP, TILE * D) + 128);
     float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
-    float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(in_pairs ? D / W * MIX_STRIP : TILE * D);
+    float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(std::max(2 * STRIP, TILE * D));
     RowPlace places[lanes];
     places_of(call, plan, item, places);
-    std::fill(places + rows, places + lanes, places[0]);
+    const float* queries[lanes];
+    for (int row = 0; row < rows; row++) queries[row] = call.query_row(places[row].seq, item.kv_head, places[row].row);
+    std::fill(queries + rows, queries + lanes, queries[0]);
     vf block[W];
-    const auto query_row = [&](int i) { return call.query_row(places[i].seq, item.kv_head, places[i].row); };
+    const auto query_row = [&](int i) { return queries[i]; };
     std::optional<Tiles> tiles;
     if (is_tiled) {
         tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
@@ -194,14 +206,17 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
         }
     }
 
-    float* out = query;  // no longer needed
-    for (int d = 0; d < D; d += W)
-        for (int v = 0; v < VECS; v++) {
+    float* out[lanes];
+    results.places(item, out);
+    std::fill(out + rows, out + lanes, query);  // no longer needed
+    for (int v = 0; v < VECS; v++)
+        for (int d = 0; d < D; d += W) {
+#pragma GCC unroll 16
             for (int i = 0; i < W; i++) block[i] = load(mixed + ((d + i) * VECS + v) * W);
             transpose(block);
-            for (int i = 0; i < W; i++) store(out + (v * W + i) * D + d, block[i]);
+            for (int i = 0; i < W; i++) store(out[v * W + i] + d, block[i]);
         }
-    results.put(item, out, most, sums);
+    results.finish(item, most, sums);
 }
 
 }  // namespace mooncake

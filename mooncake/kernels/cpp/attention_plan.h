@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <tuple>
 #include <vector>
 
 #include "pages.h"
@@ -155,7 +156,8 @@ private:
     }
 
     void add_merge(int rows, int parts) {
-        const int64_t stride = int64_t(rows) * (call_.head_dim + 2);
+        constexpr int LINE = 16;  // floats: threads write adjacent parts, and would take their lines from each other
+        const int64_t stride = (int64_t(rows) * (call_.head_dim + 2) + LINE - 1) / LINE * LINE;
         plan_.merges.push_back({plan_.merge_floats, stride, rows, parts});
         plan_.merge_floats += stride * parts;
     }
@@ -234,11 +236,35 @@ struct Results {
     // `mixed` is [rows, D], not yet divided by `sums`; `most` is in log2.
     void put(const Item& item, const float* mixed, const float* most, const float* sums) const {
         if (!item.is_shared) return put_rows(item, item.seq, item.first, item.count, mixed, most, sums);
+        by_members(item, [&](int seq, int row, int rows) {
+            put_rows(item, seq, 0, rows, mixed + row * call.head_dim, most + row, sums + row);
+        });
+    }
+
+    // Where each row of a shared part belongs, for those who write it themselves and then `finish`. Such a part is never
+    // the only one of its rows.
+    void places(const Item& item, float** out) const {
+        by_members(item, [&](int seq, int row, int rows) {
+            float* mine = part_of(item, plan.merge_of(call, seq, item.kv_head, 0));
+            for (int i = 0; i < rows; i++) out[row + i] = mine + i * call.head_dim;
+        });
+    }
+    void finish(const Item& item, const float* most, const float* sums) const {
+        by_members(item, [&](int seq, int row, int rows) { finish_rows(item, seq, 0, rows, most + row, sums + row); });
+    }
+
+private:
+    // Calls body(sequence, its first row of the item, its rows) for the members of a shared part.
+    template <class Body> void by_members(const Item& item, const Body& body) const {
         for (int row = 0, member = item.first; row < item.count; member++) {
             const int seq = plan.members[member], rows = call.rows(seq);
-            put_rows(item, seq, 0, rows, mixed + row * call.head_dim, most + row, sums + row);
+            body(seq, row, rows);
             row += rows;
         }
+    }
+
+    float* part_of(const Item& item, int merge) const {
+        return partial + plan.merges[merge].offset + plan.merges[merge].stride * item.part;
     }
 
     void put_rows(const Item& item, int seq, int first, int rows, const float* mixed, const float* most, const float* sums) const {
@@ -252,12 +278,19 @@ struct Results {
             }
             return;
         }
-        const Merge& merge = plan.merges[index];
-        float* mine = partial + merge.offset + merge.stride * item.part;
+        float* mine = part_of(item, index);
         for (int64_t i = 0; i < int64_t(rows) * D; i += W) store(mine + i, load(mixed + i));
-        std::copy(most, most + rows, mine + rows * D);
-        std::copy(sums, sums + rows, mine + rows * (D + 1));
-        if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) join(merge, seq, item.kv_head, first);
+        finish_rows(item, seq, first, rows, most, sums);
+    }
+
+    void finish_rows(const Item& item, int seq, int first, int rows, const float* most, const float* sums) const {
+        const int index = plan.merge_of(call, seq, item.kv_head, first);
+        float* rest = part_of(item, index) + rows * call.head_dim;
+        for (int i = 0; i < rows; i++) {
+            rest[i] = most[i];
+            rest[rows + i] = sums[i];
+        }
+        if (missing[index].fetch_sub(1, std::memory_order_acq_rel) == 1) join(plan.merges[index], seq, item.kv_head, first);
     }
 
     void join(const Merge& merge, int seq, int kv_head, int first) const {
