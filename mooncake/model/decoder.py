@@ -133,7 +133,7 @@ class Decoder(ABC):
         layers: range | None = None,
         coding: Coding = "",
     ) -> None:
-        """``coding`` is for the hybrid families, and for their matrices: routers and what is small stay as they are.
+        """``coding`` is for matrices: routers and what is small stay as they are.
 
         If this is one rank's part of a model, ``reduce`` completes the output of attention and MLP in each layer,
         ``vocabulary`` its part of the embedding table and of the head, and it has these ``experts`` (None: all).
@@ -230,6 +230,10 @@ class Decoder(ABC):
         """One product from several published ones, stacked."""
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.product(*(self.matrix(f"{name}.weight") for name in names), bias=bias)
+
+    def uncoded(self, name: str, biased: bool = False) -> Linear:
+        """A product that stays as it is, whatever ``coding`` says: with a router, or what is small."""
+        return self.kernels.linear(self.weight(f"{name}.weight"), self.weight(f"{name}.bias") if biased else None)
 
     def product(self, *matrices: Matrix, bias: torch.Tensor | None = None) -> Linear:
         """One product with several matrices, stacked."""

@@ -60,9 +60,9 @@ class DeepSeek(RoutedDecoder[_Layer]):
         key_up, value_up = kv_up.tensor_split([latent.nope_dim], dim=1)
         return _Layer(
             attention_norm=self.vector(prefix + "input_layernorm.weight"),
-            down=self.kernels.linear(kv_down),
+            down=self.product(kv_down),
             query_norm=self.vector(attention + "q_a_layernorm.weight") if latent.query_rank else None,
-            query=self.kernels.linear(query),
+            query=self.product(query),
             latent_norm=self.vector(attention + "kv_a_layernorm.weight"),
             key_up=[self.kernels.linear(head.T.contiguous()) for head in key_up],
             value_up=[self.kernels.linear(head.contiguous()) for head in value_up],
@@ -105,7 +105,7 @@ class Mistral4(DeepSeek):
 
     def take_experts(self, prefix: str) -> Experts:
         gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

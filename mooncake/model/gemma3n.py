@@ -82,9 +82,9 @@ class Gemma3n(LateGemma):
     def _take_streams(self, prefix: str) -> _AltUp:
         return _AltUp(
             self.vector(prefix + "router_norm.weight"),
-            self.linear(prefix + "modality_router"),
-            self.linear(prefix + "prediction_coefs"),
-            self.linear(prefix + "correction_coefs"),
+            self.uncoded(prefix + "modality_router"),
+            self.uncoded(prefix + "prediction_coefs"),
+            self.uncoded(prefix + "correction_coefs"),
             self.vector(prefix + "correct_output_scale") if self._streams.are_scaled else None,
         )
 

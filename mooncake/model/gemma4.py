@@ -73,10 +73,12 @@ class Gemma4(LateGemma):
         gate_up, down = (self.expert_matrices(f"{prefix}experts.{name}_proj") for name in ("gate_up", "down"))
         return _Mixture(
             vector(scale, self.kernels),
-            self.linear(prefix + "router.proj"),
+            self.uncoded(prefix + "router.proj"),
             vector(self.weight(prefix + "router.per_expert_scale").float(), self.kernels),
             self.vector(prefix + "pre_feedforward_layernorm_2.weight"),
-            self.kernels.experts(gate_up, down, gate="silu" if self.config.activation == "silu" else "gelu_tanh"),
+            self.kernels.experts(
+                gate_up, down, gate="silu" if self.config.activation == "silu" else "gelu_tanh", coding=self.coding
+            ),
             self.vector(prefix + "post_feedforward_layernorm_2.weight"),
             self.vector(prefix + "post_feedforward_layernorm_1.weight"),
         )

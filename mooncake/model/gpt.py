@@ -91,9 +91,8 @@ class Gpt2(_Gpt):
 
     def _take(self, prefix: str) -> _Layer:
         def transposed(name: str) -> Linear:
-            return self.kernels.linear(
-                self.weight(f"{prefix}{name}.weight").T.contiguous(), self.weight(f"{prefix}{name}.bias")
-            )
+            matrix, bias = (self.weight(f"{prefix}{name}.{part}") for part in ("weight", "bias"))
+            return self.product(matrix.T.contiguous(), bias=bias)
 
         return _Layer(
             self.layer_norm(prefix + "ln_1"),
@@ -173,7 +172,7 @@ class GptNeoX(_Gpt):
         qkv = prefix + "attention.query_key_value"
         return _Layer(
             self.layer_norm(prefix + "input_layernorm"),
-            self.kernels.linear(self._by_kind(self.weight(qkv + ".weight")), self._by_kind(self.weight(qkv + ".bias"))),
+            self.product(self._by_kind(self.weight(qkv + ".weight")), bias=self._by_kind(self.weight(qkv + ".bias"))),
             self.linear(prefix + "attention.dense", biased=True),
             self.layer_norm(prefix + "post_attention_layernorm"),
             self.linear(prefix + "mlp.dense_h_to_4h", biased=True),
@@ -199,7 +198,7 @@ class Falcon(_Gpt):
         norm = self.layer_norm(prefix + ("ln_attn" if has_two else "input_layernorm"))
         return _Layer(
             norm,
-            self.kernels.linear(self._by_kind(self.weight(attention + "query_key_value.weight"))),
+            self.product(self._by_kind(self.weight(attention + "query_key_value.weight"))),
             self.linear(attention + "dense"),
             self.layer_norm(prefix + "ln_mlp") if has_two else norm,
             self.linear(prefix + "mlp.dense_h_to_4h"),

@@ -36,7 +36,7 @@ class GptOss(GatedDecoder[_Layer]):
             self.vector(attention + "sinks"),
             self.linear(attention + "o_proj", biased=True),
             self.vector(prefix + "post_attention_layernorm.weight"),
-            self.linear(mlp + "router", biased=True),
+            self.uncoded(mlp + "router", biased=True),
             self._experts(mlp + "experts."),
         )
 
@@ -54,6 +54,7 @@ class GptOss(GatedDecoder[_Layer]):
             self.weight(prefix + "down_proj_bias"),
             Bounds(SWIGLU_ALPHA, SWIGLU_LIMIT),
             self.experts_here.start,
+            coding=self.coding,
         )
 
     def _expert_matrices(self, name: str) -> Sequence[torch.Tensor | GroupedCodes]:

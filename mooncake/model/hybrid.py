@@ -172,9 +172,9 @@ class Qwen3Next(HybridDecoder[_Layer]):
         else:
             experts = self.take_experts(prefix)
         return _Mixture(
-            self.kernels.linear(self.weight(f"{prefix}{expert_names(self.config).router}.weight")),
+            self.uncoded(prefix + expert_names(self.config).router),
             experts,
-            self.kernels.linear(self.weight(prefix + "mlp.shared_expert_gate.weight")),
+            self.uncoded(prefix + "mlp.shared_expert_gate"),
             self._take_dense(prefix + "mlp.shared_expert."),
         )
 

@@ -23,7 +23,7 @@ from mooncake.model.gemma3n import Gemma3n
 from mooncake.model.gemma4 import Gemma4
 from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
 from mooncake.model.gpt_oss import GptOss
-from mooncake.model.hybrid import HybridDecoder, Qwen3Next
+from mooncake.model.hybrid import Qwen3Next
 from mooncake.model.interleaved import Cohere, Glm
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.lfm2 import Lfm2
@@ -170,8 +170,6 @@ def load_model(
             layers=layers,
             keep_hidden=keep_hidden,
         )
-    if coding and not issubclass(family, HybridDecoder):
-        raise ModelError(_for_llama("int8 weights", checkpoint, " and models with recurrent layers"))
     if adapters or key_scales:
         raise ModelError(_for_llama("adapters" if adapters else "model.key_scales", checkpoint))
     weights = load_weights(checkpoint, dtype, keeps_groups=keeps_groups)
@@ -205,7 +203,7 @@ def load_part(
     if family is None:
         return CausalLM(config, weights, max_model_len, kernels, coding, reduce=ranks.sum, vocabulary=vocabulary)
     if coding:
-        raise ModelError(_for_llama("int8 weights", checkpoint))
+        raise ModelError(_for_llama("tensor parallel ranks with int8 weights", checkpoint))
     experts = experts_of(whole, rank, size)
     return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)
 
@@ -216,6 +214,5 @@ def _family_of(config: ModelConfig) -> type[Decoder] | None:
     return GraniteMamba if is_granite and config.mamba else OTHER_FAMILIES.get(config.architecture)
 
 
-def _for_llama(what: str, checkpoint: Checkpoint, others: str = "") -> str:
-    family = checkpoint.config.architecture
-    return f"{what} are for the Llama family{others}; {checkpoint.name} is of the family {family}"
+def _for_llama(what: str, checkpoint: Checkpoint) -> str:
+    return f"{what} are for the Llama family; {checkpoint.name} is of the family {checkpoint.config.architecture}"

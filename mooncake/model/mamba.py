@@ -141,8 +141,8 @@ class GraniteMamba(MambaDecoder[_Layer]):
         gate_up, down = (
             self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
         )
-        router = self.weight(f"{prefix}{expert_names(self.config).router}.weight")
-        return self.kernels.linear(router), self.kernels.experts(gate_up, down, coding=self.coding)
+        router = self.uncoded(prefix + expert_names(self.config).router)
+        return router, self.kernels.experts(gate_up, down, coding=self.coding)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

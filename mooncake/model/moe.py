@@ -55,7 +55,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             key_norm,
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
-            self.linear(prefix + expert_names(self.config).router),
+            self.uncoded(prefix + expert_names(self.config).router),
             self._experts(prefix),
             self._shared(prefix) if self.config.shared_expert_size else None,
         )
@@ -66,7 +66,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
     def _shared(self, prefix: str) -> _Shared:
         name = prefix + "mlp.shared_expert"
         gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
-        return _Shared(self.linear(f"{name}_gate"), gate_up, self.linear(f"{name}.down_proj"))
+        return _Shared(self.uncoded(f"{name}_gate"), gate_up, self.linear(f"{name}.down_proj"))
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
@@ -119,7 +119,7 @@ class GraniteMoe(MixtureOfExperts):
         gate_up, down = (
             self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
         )
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
 
 
 class HunyuanMoe(MixtureOfExperts):
@@ -144,4 +144,4 @@ class Qwen3VlMoe(MixtureOfExperts):
 
     def _experts(self, prefix: str) -> Experts:
         gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").mT.unbind() for name in ("gate_up", "down"))
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start)
+        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)

@@ -262,9 +262,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Published:
         ({"tensor_parallel_size": 2}, "tensor parallelism is not for Gemma 3n and 4"),
         ({"pipeline_parallel_size": 2}, "stages are for the Llama family"),
         ({"context_parallel_size": 2}, "context parallel ranks are not for Gemma 3n and 4"),
-        ({"weights": "int8"}, "int8 weights are for the Llama family"),
     ],
-    ids=["tensor", "pipeline", "context", "int8"],
+    ids=["tensor", "pipeline", "context"],
 )
 def test_what_computes_only_models_of_equal_layers_says_so(
     whole: Published, options: dict[str, Any], sentence: str
