@@ -303,7 +303,7 @@ class Relay:
                 return
             self._writers.add(writer)
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                target_reader, target_writer = await asyncio.open_connection("127.0.0.1", self._target)
+                target_reader, target_writer = await self._open()
                 ends.add(target_writer)
                 self._writers.add(target_writer)
                 await asyncio.gather(self._copy(reader, target_writer), self._copy(target_reader, writer))
@@ -311,6 +311,16 @@ class Relay:
             for end in ends:
                 end.transport.abort()
             self._writers -= ends
+
+    async def _open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection whose opening is cancelled may be open by then, and nobody would close it."""
+        opening = asyncio.create_task(asyncio.open_connection("127.0.0.1", self._target))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            with contextlib.suppress(OSError):
+                (await opening)[1].transport.abort()
+            raise
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):

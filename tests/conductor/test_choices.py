@@ -103,10 +103,12 @@ async def test_an_unneeded_answer_ends_on_its_node_and_the_others_continue(start
     cluster.decode[0].script.token_s = 0.01
     dispatcher = cluster.core.dispatcher
     deltas: list[Delta] = []
+    is_ended = False
     async for delta in dispatcher.generate(cluster.request(PROMPT, 20, n=2)):
         deltas.append(delta)
-        if delta.choice == 0 and len(deltas) > 2 and not cluster.decode[0].ended_choices:
+        if delta.choice == 0 and len(deltas) > 2 and not is_ended:
             dispatcher.end_choice("r", 0)
+            is_ended = True
     [(_, ended)] = cluster.decode[0].ended_choices
     assert ended == 0
     assert deltas[-1].finish_reason is FinishReason.LENGTH
