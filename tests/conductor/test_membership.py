@@ -137,7 +137,7 @@ async def test_a_process_that_was_replaced_ends_with_an_error(start_cluster: Any
     try:
         await cluster.eventually(lambda: incarnation() != first, within_s=30)
         old.send_signal(signal.SIGCONT)
-        _, said = await asyncio.wait_for(old.communicate(), 20)
+        _, said = await asyncio.wait_for(old.communicate(), 60)
         assert old.returncode == 1
         assert "another process has registered as 's9'" in said.decode()
         assert new.returncode is None
