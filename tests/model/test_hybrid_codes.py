@@ -11,7 +11,7 @@ from converted import Kind, cache_for_weights
 from converted_hybrid import SIZES, ConvertedHybrid
 from published import NEW_TOKENS, Published
 from quantised import packed
-from tiny_hybrid import STATES, greedy, hybrid_engine, prompt_of, run, sequence, write_hybrid
+from tiny_hybrid import LENGTHS, STATES, answers, greedy, hybrid_engine, prompt_of, run, sequence, write_hybrid
 
 from mooncake import LLM
 from mooncake.gguf.file import GGUFFile
@@ -24,7 +24,6 @@ from mooncake.model.mamba import GraniteMamba
 from mooncake.model.weights import load_weights
 from mooncake.sampling_params import SamplingParams
 
-LENGTHS = 1, 9, 40, 70
 EXACT = [name for name in SIZES if not name.startswith("falcon")]  # whose factors would be rounded a second time
 ROUTERS = tuple(
     f"{name}.weight"
@@ -35,14 +34,6 @@ ROUTERS = tuple(
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
-
-
-def answers(path: Path, **settings: Any) -> list[list[int]]:
-    engine = hybrid_engine(path, **settings)
-    for length in LENGTHS:
-        engine.add(sequence(str(length), prompt_of(length)))
-    found = run(engine)
-    return [found[str(length)] for length in LENGTHS]
 
 
 def logprobs(path: Path, **settings: Any) -> torch.Tensor:

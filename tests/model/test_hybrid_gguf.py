@@ -10,14 +10,13 @@ import torch
 from converted import cache_for_weights, plain
 from converted_hybrid import SIZES, ConvertedHybrid
 from tiny_gguf import write_gguf
-from tiny_hybrid import greedy, hybrid_engine, prompt_of, run, sequence
+from tiny_hybrid import LENGTHS, answers, greedy, prompt_of
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUFFile
 from mooncake.model.weights import load_weights
 
-LENGTHS = 1, 9, 40, 70
 WIDE = (".expert_bias", ".e_score_correction_bias", ".A_log", ".dt_bias", ".D")
 FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's, into weights
 
@@ -30,14 +29,6 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
-
-
-def answers(path: Path, **settings: object) -> list[list[int]]:
-    engine = hybrid_engine(path, **settings)
-    for length in LENGTHS:
-        engine.add(sequence(str(length), prompt_of(length)))
-    found = run(engine)
-    return [found[str(length)] for length in LENGTHS]
 
 
 def theirs(converted: ConvertedHybrid) -> list[list[int]]:

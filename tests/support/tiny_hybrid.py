@@ -196,3 +196,15 @@ def run_failing(engine: Engine, hook: Failing, prompts: dict[str, list[int]], co
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     found: list[int] = np.random.default_rng([seed, length]).integers(3, 320, length).tolist()
     return found
+
+
+LENGTHS = 1, 9, 40, 70
+
+
+def answers(path: Path, **settings: Any) -> list[list[int]]:
+    """To prompts of these lengths, by an engine with these settings."""
+    engine = hybrid_engine(path, **settings)
+    for length in LENGTHS:
+        engine.add(sequence(str(length), prompt_of(length)))
+    found = run(engine)
+    return [found[str(length)] for length in LENGTHS]
