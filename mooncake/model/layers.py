@@ -197,7 +197,7 @@ class SideBySide:
         return torch.cat([part(hidden) for part in self._parts], dim=-1)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError("what embeds is one matrix")
+        raise AssertionError("what embeds is one matrix, and so no such product")
 
 
 class MatricesOnDemand(Sequence[Matrix]):
