@@ -156,6 +156,7 @@ async def test_a_conductor_that_dies_while_it_replaces_one_leaves_it_or_its_succ
     mine = folder / "changing"
     shutil.copytree(folder / "sql", mine, dirs_exist_ok=True)
     assert (await front.load("mine", mine)).status_code == 200
+    await front.until_loads({"prefill-0": 1, "decode-0": 1})  # what an earlier test unloaded is gone, too
     shutil.copytree(folder / "poems", mine, dirs_exist_ok=True)
     decode = front.cluster.pids["decode-0"]
     os.kill(decode, signal.SIGSTOP)
