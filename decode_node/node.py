@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole
 from mooncake.config import Config
-from mooncake.engine.engine import StepHook
+from mooncake.engine.contract import StepHook
 from mooncake.engine.host import CachePlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.model.pages import Mappable

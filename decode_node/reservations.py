@@ -10,7 +10,7 @@ from bisect import insort
 from collections.abc import Callable
 from itertools import count
 
-from mooncake.engine.engine import Reservation
+from mooncake.engine.contract import Reservation
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import OutOfBlocks

@@ -11,7 +11,7 @@ from typing import Any
 from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from decode_node.writeback_hook import WriteBackHook
-from mooncake.engine.engine import StepOutput
+from mooncake.engine.contract import StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, MooncakeError

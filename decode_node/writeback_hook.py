@@ -10,10 +10,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from decode_node.writeback import FilledBlock, WriteBack
-from mooncake.engine.engine import StepPlan
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 

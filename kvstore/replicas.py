@@ -18,7 +18,9 @@ from kvstore.index.types import OWN, BlockName
 from kvstore.segment import Segment
 from kvstore.service import checked_key
 from kvstore.store import Store
-from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange
+from kvstore.transfer.transport import Priority
 from kvstore.writing import Sealing
 from mooncake.addresses import check_address
 from mooncake.config import Config, transfer_secret

@@ -41,8 +41,7 @@ from mooncake.gguf.parts import name_of, open_gguf
 from mooncake.gguf.sources import check_tensors, sources
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.json_file import read_json
-from mooncake.model_config import ModelConfig as ModelConfig
-from mooncake.model_config import Settings
+from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases

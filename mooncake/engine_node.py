@@ -17,7 +17,7 @@ from mooncake.adapter_loads import load_from_wire, load_to_wire
 from mooncake.addresses import join_address
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
-from mooncake.engine.engine import StepHook
+from mooncake.engine.contract import StepHook
 from mooncake.engine.host import CachePlan, EngineHost, plan_cache
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer

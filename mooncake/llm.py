@@ -31,8 +31,8 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
 from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages, put_adapter
-from mooncake.engine.contract import check_least
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig, check_least
+from mooncake.engine.engine import Engine
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint

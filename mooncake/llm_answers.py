@@ -10,7 +10,7 @@ from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.types import FinishReason, SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
-    from mooncake.engine.engine import StepOutput
+    from mooncake.engine.contract import StepOutput
     from mooncake.engine.sequence import Sequence
     from mooncake.text.tokenizer import Tokenizer
 

@@ -16,7 +16,8 @@ import numpy as np
 from mooncake.adapters import Adapter
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling_params import SamplingParams
-from mooncake.text.tokenizer import ROLES, ChatCall, ChatMessage, Tokenizer
+from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage
+from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, object]

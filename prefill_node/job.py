@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from kvstore.client.store_client import StoreClient
-from mooncake.engine.engine import Engine, StepOutput
+from mooncake.engine.contract import StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad

@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.checksum import checksum
-from kvstore.transfer.engine import Priority, Request, Transfer, TransferEngine, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import Request, Transfer, WriteRange
+from kvstore.transfer.transport import Priority
 from mooncake.engine.cache.kv_cache import HERE, Arrival
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.types import KVLayout, SegmentAddress

@@ -22,7 +22,9 @@ import numpy.typing as npt
 
 from kvstore.checksum import checksum
 from kvstore.layout.reader import LayoutReader, WrongBytes
-from kvstore.transfer.engine import Priority, ReadRange, TransferEngine
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange
+from kvstore.transfer.transport import Priority
 from mooncake.engine.cache.kv_cache import HERE, Arrival, Mirror
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import ChecksumMismatch, KVLoadFailed, LeaseExpired, MooncakeError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake.config import Config
-from mooncake.engine.engine import StepHook
+from mooncake.engine.contract import StepHook
 from mooncake.engine.host import CachePlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.types import Role

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from kvstore.client.store_client import StoreClient
-from kvstore.transfer.engine import Priority, TransferEngine
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.transport import Priority
 from mooncake.config import Config
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.host import EngineHost

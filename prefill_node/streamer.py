@@ -19,9 +19,8 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.cache.sequence_blocks import NEVER
-from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import KVLoadFailed
 from mooncake.page_groups import UNIFORM, PageGroups, page_key, page_number
 from prefill_node.kv_writer import LayerBlocks, WriteStream

@@ -46,7 +46,7 @@ from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseForm
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
-from mooncake.text.tokenizer import ChatCall, ChatMessage
+from mooncake.text.chat_template import ChatCall, ChatMessage
 from mooncake.types import FinishReason
 
 _NOT_OURS = ("n", "stop", "response_format", "stream_options", "prompt_logprobs", "return_token_ids", "use_beam_search")

@@ -19,7 +19,7 @@ from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import report_to_wire, sampled_to_wire, sampling_from_wire
 from mooncake.rpc.server import remaining_s
-from mooncake.text.tokenizer import ChatMessage
+from mooncake.text.chat_template import ChatMessage
 from mooncake.types import TokenIds
 
 SERVICE = "mooncake.v1.Inference"

@@ -9,7 +9,7 @@ from conductor.ingress.openai_types import ContentPart, Message
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.tools import Tools, chat_calls, in_words
 from mooncake.errors import InvalidRequest, shown
-from mooncake.text.tokenizer import ROLES, ChatMessage
+from mooncake.text.chat_template import ROLES, ChatMessage
 
 TEMPLATE_ROLES = (*ROLES, "tool")  # the last only where the template supports calls
 _ROLES = ("assistant", "developer", "system", "tool", "user")

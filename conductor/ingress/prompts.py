@@ -16,8 +16,9 @@ import numpy as np
 from conductor.ingress.served_model import ServedModel
 from mooncake.errors import ContextTooLong, InvalidRequest, shown
 from mooncake.guides import Guides
+from mooncake.text.chat_template import ROLES, ChatMessage
 from mooncake.text.detokenizer import bad_word_tokens
-from mooncake.text.tokenizer import LONG_TEXT_CHARS, ROLES, ChatMessage, Tokenizer
+from mooncake.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from mooncake.types import Guide, TokenIds
 
 MAX_MESSAGES = 4096

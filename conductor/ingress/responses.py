@@ -63,7 +63,7 @@ from conductor.ingress.tools import (
     tools_of,
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
-from mooncake.text.tokenizer import ChatMessage
+from mooncake.text.chat_template import ChatMessage
 from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``

@@ -19,7 +19,7 @@ import msgspec
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN
 from conductor.ingress.parsers.parts import NOT_JSON, SurrogateFilter
 from mooncake.errors import InvalidRequest, shown
-from mooncake.text.tokenizer import ChatCall, ChatMessage
+from mooncake.text.chat_template import ChatCall, ChatMessage
 from mooncake.types import Guide, GuideKind
 
 MAX_TOOLS = 128

@@ -32,13 +32,11 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake.errors import (
     ChecksumMismatch,
     InvalidRequest,
-    KVLoadFailed,
     MooncakeError,
     NodeUnavailable,
     OutOfBlocks,
 )
 from mooncake.rpc.server import Channels
-from mooncake.types import BlockKey
 
 MAX_TIMEOUT_S = 86400.0
 MAX_NAME_CHARS = 128
@@ -418,6 +416,3 @@ def _checked_views(data: Sequence[Memory]) -> list[memoryview]:
 async def _off_loop(work: Callable[[], T], nbytes: int) -> T:
     """In a thread if it takes long enough for others to notice."""
     return await asyncio.to_thread(work) if nbytes > 1 << 20 else work()
-
-
-__all__ = ("BlockKey", "Client", "KVLoadFailed", "Memory", "StoreStats")

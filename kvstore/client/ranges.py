@@ -23,7 +23,8 @@ from kvstore.client.types import (
     reservations_from_wire,
     slot_to_wire,
 )
-from kvstore.transfer.engine import ReadRange, TransferEngine, TransferReport, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange, TransferReport, WriteRange
 from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVLoadFailed, LeaseExpired, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.server import Channels

@@ -26,7 +26,8 @@ from kvstore.client.far import FarStore
 from kvstore.client.near import NearStore
 from kvstore.client.ranges import RangeClient
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
-from kvstore.transfer.engine import ReadRange, TransferEngine, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange, WriteRange
 from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire

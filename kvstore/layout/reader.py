@@ -21,8 +21,9 @@ import xxhash
 from kvstore.checksum import Checksums
 from kvstore.layout.convert import Converter
 from kvstore.layout.plan import BOX_BYTES, Box, Plan
-from kvstore.transfer.engine import Request, Transfer, TransferEngine
+from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.piece_table import Lot, Pattern, PieceTable
+from kvstore.transfer.requests import Request, Transfer
 from kvstore.transfer.shm import SegmentView
 from kvstore.transfer.sockets import time_left
 from kvstore.transfer.transport import PathFailed

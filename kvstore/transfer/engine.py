@@ -21,18 +21,17 @@ from typing_extensions import Buffer
 from kvstore.transfer import protocol
 from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.limiter import Pacer
-from kvstore.transfer.link import RETRY_AFTER_S, Link, TransportStats
+from kvstore.transfer.link import RETRY_AFTER_S, Link
 from kvstore.transfer.rdma import RdmaTransport
 from kvstore.transfer.requests import (
     ReadRange,
     Request,
     Transfer,
     TransferReport,
-    TransferStatus,
     WriteRange,
     cut,
 )
-from kvstore.transfer.routes import merged
+from kvstore.transfer.routes import TransportStats, merged
 from kvstore.transfer.shm import SegmentView, ShmTransport
 from kvstore.transfer.tcp import TcpTransport, connect_keyed
 from kvstore.transfer.transport import Caller, Priority, Transport
@@ -343,16 +342,3 @@ def make_transport(name: str, streams: int) -> Transport:
     if name == "rdma":
         return RdmaTransport()
     raise ConfigError(f"transfer.transports: {name!r} is none of shm, rdma, tcp")
-
-
-__all__: Sequence[str] = (
-    "Priority",
-    "ReadRange",
-    "Request",
-    "Transfer",
-    "TransferEngine",
-    "TransferReport",
-    "TransferStatus",
-    "TransportStats",
-    "WriteRange",
-)

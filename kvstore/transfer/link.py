@@ -375,6 +375,3 @@ class Link:
 def _close(paths: Iterable[Path]) -> None:
     for path in paths:
         path.close()
-
-
-__all__: Sequence[str] = ("Link", "TransportStats")

@@ -26,7 +26,7 @@ from mooncake.app.outputs import output_file
 from mooncake.app.preflight import available_cores
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
-from mooncake.engine.engine import EngineConfig
+from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.precision import resolve_precision
 

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from decode_node.role import DecodeRole
 from mooncake.app.role_main import run_role
 from mooncake.config import Config, EngineSection
-from mooncake.engine.engine import StepHook, StepPlan
+from mooncake.engine.contract import StepHook
 from mooncake.engine.host import CachePlan
 from mooncake.engine.sequence import Sequence as EngineSequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.model.pages import Mappable

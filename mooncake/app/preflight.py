@@ -22,10 +22,11 @@ from conductor.admission.rules import ADMISSIONS
 from conductor.ingress.parsers.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
 from conductor.placement.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
-from mooncake.checkpoint import Checkpoint, ModelConfig, weight_shapes
+from mooncake.checkpoint import Checkpoint, weight_shapes
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.errors import ConfigError
 from mooncake.host_memory import available_bytes
+from mooncake.model_config import ModelConfig
 
 GB = 1e9
 ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process without weights and KV: interpreter and torch

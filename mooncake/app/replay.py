@@ -20,7 +20,7 @@ import grpc
 import msgspec
 
 from mooncake.api_keys import bearer, own_api_key
-from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, Spread, summarize
+from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, summarize
 from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
 from mooncake.hashing import extend_chain
 from mooncake.rpc import common_pb2, inference_pb2
@@ -258,6 +258,3 @@ def _finite(value: object) -> object:
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-__all__ = ("Replay", "ReplayOptions", "ReplayReport", "Spread", "plan_arrivals", "write_json")

@@ -15,8 +15,8 @@ from torch.distributed import is_nccl_available
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache, Mirror
+from mooncake.engine.contract import Cache, CausalModel
 from mooncake.engine.decoding.draft_model import DraftModel
-from mooncake.engine.engine import Cache, CausalModel
 from mooncake.errors import ConfigError, ModelError, MooncakeError
 from mooncake.kernels import Kernels
 from mooncake.kernels.cpu_threads import num_threads

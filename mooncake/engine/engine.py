@@ -51,20 +51,6 @@ from mooncake.guides import Guides
 from mooncake.model_config import ModelConfig
 from mooncake.types import BlockKey, SampledToken
 
-__all__ = [
-    "NO_HOOK",
-    "Cache",
-    "CausalModel",
-    "Engine",
-    "EngineConfig",
-    "EngineLoad",
-    "Reservation",
-    "StepEntry",
-    "StepHook",
-    "StepOutput",
-    "StepPlan",
-]
-
 
 class Engine:
     """Runs sequences over one paged cache."""

@@ -22,8 +22,9 @@ from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node, prepare_adapter
 from mooncake.engine.cache.kv_cache import Mirror
+from mooncake.engine.contract import EngineConfig, StepHook
 from mooncake.engine.decoding.draft_model import DraftModel
-from mooncake.engine.engine import Engine, EngineConfig, StepHook
+from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV

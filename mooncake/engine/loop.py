@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mooncake.engine.engine import NO_HOOK, Engine, StepHook, StepOutput
+from mooncake.engine.contract import NO_HOOK, StepHook, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, NodeUnavailable
 

@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from mooncake.engine.engine import StepHook, StepPlan
+from mooncake.engine.contract import StepHook
+from mooncake.engine.step_plan import StepPlan
 from mooncake.model.batch import PieceHook
 from mooncake.rpc import cluster_pb2 as pb
 

@@ -7,7 +7,8 @@ import secrets
 
 import numpy as np
 
-from mooncake.engine.engine import NO_HOOK, Engine
+from mooncake.engine.contract import NO_HOOK
+from mooncake.engine.engine import Engine
 from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain

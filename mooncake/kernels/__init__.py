@@ -14,9 +14,10 @@ import torch
 
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
-from mooncake.kernels.cpu_build import BuildFailed, load_library
-from mooncake.kernels.reference import Bounds, Coding, Gate, Matrices, Matrix
-from mooncake.precision import cpu_features
+from mooncake.kernels.cpu_build import load_library
+from mooncake.kernels.reference import Bounds, Gate, Matrices, Matrix
+from mooncake.native import BuildFailed
+from mooncake.precision import Coding, cpu_features
 
 log = logging.getLogger(__name__)
 

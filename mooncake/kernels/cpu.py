@@ -32,7 +32,8 @@ from mooncake.kernels.cpu_library import (
 from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear, WeightMemory
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.recurrent import Runs
-from mooncake.kernels.reference import Bounds, Coding, Gate, Matrices, Matrix
+from mooncake.kernels.reference import Bounds, Gate, Matrices, Matrix
+from mooncake.precision import Coding
 
 
 class CpuKernels:

@@ -6,9 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
-from mooncake.native import BuildFailed, load_native
-
-__all__ = ["BuildFailed", "load_library"]
+from mooncake.native import load_native
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 FOLDER = Path(__file__).with_name("cpp")

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 
 from mooncake.kernels import reference
-from mooncake.kernels.reference import Coding
+from mooncake.precision import Coding
 
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 SIGNATURES = {

@@ -23,7 +23,8 @@ from mooncake.kernels.cpu_library import (
 )
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import GATES, Bounds, Codes, Coding, Gate, Matrix
+from mooncake.kernels.reference import GATES, Bounds, Codes, Gate, Matrix
+from mooncake.precision import Coding
 
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
 

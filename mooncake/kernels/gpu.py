@@ -32,6 +32,7 @@ from mooncake.kernels.gpu_experts import GroupedExperts
 from mooncake.kernels.gpu_latent import LATENT_ROWS, latent_launch, pack_latent, run_latent_plan
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.precision import Coding
 
 COPY_PROGRAMS = 8  # multiprocessors that page copies may take from computation
 COPY_WORDS = 4096  # 8-byte words in flight per program: a thread loads eight times 16 bytes before it stores
@@ -54,7 +55,7 @@ class GpuKernels:
     # Products and norms
 
     def linear(
-        self, weight: reference.Matrix, bias: torch.Tensor | None = None, coding: reference.Coding = ""
+        self, weight: reference.Matrix, bias: torch.Tensor | None = None, coding: Coding = ""
     ) -> reference.Linear | Int8Linear:
         if isinstance(weight, GroupedCodes):
             weight = weight.weights()
@@ -71,7 +72,7 @@ class GpuKernels:
         bounds: reference.Bounds | None = None,
         first: int = 0,
         gate: reference.Gate = "silu",
-        coding: reference.Coding = "",
+        coding: Coding = "",
     ) -> GroupedExperts:
         assert not coding, "GPUs have experts as values"
         return GroupedExperts(

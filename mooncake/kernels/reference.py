@@ -28,7 +28,7 @@ from mooncake.kernels.recurrent import gated_delta as gated_delta
 from mooncake.kernels.recurrent import short_convolution as short_convolution
 from mooncake.kernels.recurrent import state_space as state_space
 from mooncake.kernels.windows import first_seen
-from mooncake.precision import Coding as Coding
+from mooncake.precision import Coding
 
 SCALE_BYTES = 4  # a float32 after the codes of each int8 cache row
 MAX_CODE = 127

@@ -16,16 +16,17 @@ from typing import ClassVar, cast
 
 import torch
 
-from mooncake.checkpoint import ModelConfig
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_library import PROBLEMS, STOPPED_BY_HOOK, check_mirrors, page_kind
 from mooncake.kernels.cpu_panels import PanelLinear
 from mooncake.kernels.cpu_threads import num_threads
-from mooncake.kernels.reference import Coding, Matrix
+from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
 from mooncake.model.rope import Tables, query_scales
+from mooncake.model_config import ModelConfig
+from mooncake.precision import Coding
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)

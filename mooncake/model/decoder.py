@@ -15,13 +15,14 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
-from mooncake.kernels.reference import Coding, Matrices, Matrix
+from mooncake.kernels.reference import Matrices, Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, SideBySide, Weights, WeightsOnDemand, joined, matrix, vector, weight
 from mooncake.model.pages import first_rows, layer_pages
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
 from mooncake.page_groups import one_group
+from mooncake.precision import Coding
 
 
 class CacheLayers:

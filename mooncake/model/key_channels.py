@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
 from mooncake.key_scales import KeyScales
 from mooncake.model.layers import Weights, WeightsOnDemand
+from mooncake.model_config import ModelConfig
 
 
 def with_scaled_keys(weights: Weights, config: ModelConfig, scales: KeyScales) -> Weights:

@@ -16,8 +16,9 @@ from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import Codes, Coding, Matrix
+from mooncake.kernels.reference import Codes, Matrix
 from mooncake.model_config import ModelConfig
+from mooncake.precision import Coding
 
 T = TypeVar("T")
 

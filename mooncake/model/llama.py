@@ -11,11 +11,9 @@ from typing import TypeVar
 
 import torch
 
-from mooncake.checkpoint import ModelConfig
 from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, Linear, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
-from mooncake.kernels.reference import Coding
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
@@ -31,6 +29,8 @@ from mooncake.model.layers import (
 )
 from mooncake.model.lora import AdapterLayers, AdapterPlaces, LayerAdapter, rows_by_adapter
 from mooncake.model.rope import query_scales, tables_by_layer
+from mooncake.model_config import ModelConfig
+from mooncake.precision import Coding
 
 T = TypeVar("T")
 

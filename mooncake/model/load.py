@@ -9,7 +9,6 @@ from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ModelError
 from mooncake.host_memory import gives_back_memory
 from mooncake.kernels import Kernels, Linear
-from mooncake.kernels.reference import Coding
 from mooncake.key_scales import KeyScales
 from mooncake.model.afmoe import Afmoe
 from mooncake.model.cohere_moe import CohereMoe
@@ -38,7 +37,7 @@ from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
-from mooncake.precision import KeptGroups
+from mooncake.precision import Coding, KeptGroups
 
 DTYPES = ("float32", "bfloat16")
 OTHER_FAMILIES: dict[str, type[Decoder]] = {

@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from mooncake.adapters import Adapter, read_weights
-from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.model.as_llama import head_order
 from mooncake.model.rope import heads_in_order
+from mooncake.model_config import ModelConfig
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # A [r, inputs] and scaled B [outputs, r], float32
 

@@ -271,12 +271,3 @@ def remaining_s(context: Any, most_s: float) -> float:
     """Seconds until the caller's deadline, if it set one, and at most ``most_s``."""
     left = context.time_remaining()
     return most_s if left is None else max(0.0, min(left, most_s))
-
-
-__all__: Sequence[str] = (
-    "MAX_MESSAGE_BYTES",
-    "Channels",
-    "RpcServer",
-    "opener",
-    "remaining_s",
-)

@@ -19,21 +19,11 @@ from tokenizers import decoders, pre_tokenizers
 
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.json_file import MAX_JSON_BYTES, read_json
-from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage, ChatTemplate
+from mooncake.text.chat_template import ChatMessage, ChatTemplate
 from mooncake.text.tiktoken_file import backend_from_tiktoken
 from mooncake.types import TokenIds
 
 LONG_TEXT_CHARS = 64 << 10  # longer texts should be tokenized in a thread; the interpreter is free meanwhile
-
-__all__ = [
-    "LONG_TEXT_CHARS",
-    "ROLES",
-    "ChatCall",
-    "ChatMessage",
-    "DetokenizeStream",
-    "Tokenizer",
-    "tokenizer_from_hf",
-]
 
 TokenBytes = Callable[[str], bytes]
 """The UTF-8 bytes that a token's name in the vocabulary stands for."""

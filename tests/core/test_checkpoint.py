@@ -20,10 +20,11 @@ from tiny_gguf import TOKENS, head_dim, write_gguf
 from tiny_model import write_tiny_model
 
 from mooncake import LLM
-from mooncake.checkpoint import GGUFCheckpoint, ModelConfig, open_checkpoint
+from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.host import plan_cache
 from mooncake.errors import ConfigError, ModelError
+from mooncake.model_config import ModelConfig
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import KVLayout
 

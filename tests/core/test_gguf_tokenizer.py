@@ -22,7 +22,8 @@ from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.gguf.tokens import end_ids
 from mooncake.gguf.words import words_of
-from mooncake.text.tokenizer import ChatMessage, Tokenizer
+from mooncake.text.chat_template import ChatMessage
+from mooncake.text.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -21,7 +21,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
-from mooncake.text.tokenizer import ChatMessage, Tokenizer, tokenizer_from_hf
+from mooncake.text.chat_template import ChatMessage
+from mooncake.text.tokenizer import Tokenizer, tokenizer_from_hf
 
 # As published, in the words of another library than the one that is tested.
 WORDS = regex.compile(

@@ -21,8 +21,8 @@ from tokenizers import Tokenizer as Backend
 
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.errors import InvalidRequest, ModelError
-from mooncake.text.chat_template import ChatTemplate, Piece
-from mooncake.text.tokenizer import LONG_TEXT_CHARS, ChatMessage, Tokenizer
+from mooncake.text.chat_template import ChatMessage, ChatTemplate, Piece
+from mooncake.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 
 TEXTS = [
     "",

@@ -17,10 +17,12 @@ from decode_node.handoff import Handoff, HandoffState, Outcome
 from decode_node.receiver import Receiver
 from kvstore.checksum import digest, range_checksums
 from kvstore.segment import Segment
-from kvstore.transfer.engine import TransferEngine, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import WriteRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.engine.cache.kv_cache import Arrival, KVCache
-from mooncake.engine.engine import Engine, EngineConfig, StepOutput
+from mooncake.engine.contract import EngineConfig, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread
 from mooncake.errors import Cancelled, HandoffFailed, InvalidRequest, MooncakeError, StaleEpoch
 from mooncake.types import SampledToken

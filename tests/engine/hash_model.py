@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import NO_HOOK, EngineConfig, StepHook, StepOutput
 from mooncake.engine.decoding.randomness import splitmix64
-from mooncake.engine.engine import NO_HOOK as NO_HOOK
-from mooncake.engine.engine import Engine, EngineConfig, StepHook, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook

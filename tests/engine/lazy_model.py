@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from mooncake.engine.cache.block_pool import BlockPool
-from mooncake.engine.engine import NO_HOOK, Engine
+from mooncake.engine.contract import NO_HOOK
+from mooncake.engine.engine import Engine
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.device_sampler import Draws, choose
 from tests.engine.hash_model import BLOCK, HashModel, hash_engine

@@ -13,11 +13,12 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, BeamSearchParams
 from mooncake import SamplingParams as Wanted
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import StepOutput
 from mooncake.engine.decoding.beams import Beams, Candidate
-from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.engine import Engine
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams

@@ -12,7 +12,8 @@ from tiny_model import write_tiny_model
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.blend import Blend
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain, chain_seed, chunk_seed, extend_chain
 from mooncake.model import load_model

@@ -16,8 +16,9 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import NO_HOOK, EngineConfig, StepOutput
 from mooncake.engine.decoding.draft_model import CausalModel, DraftModel
-from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.host import EngineHost, plan_cache
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from mooncake.engine.engine import Engine, StepPlan
+from mooncake.engine.engine import Engine
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import (
     Cancelled,
     ContextTooLong,

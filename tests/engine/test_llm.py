@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
-from mooncake.text.tokenizer import ChatMessage
+from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.contract import StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import (
     Cancelled,
     InternalError,

@@ -17,7 +17,8 @@ from tiny_model import write_tiny_model
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import CacheSize, on_cpu, plan_pages
-from mooncake.engine.engine import Engine, EngineConfig, StepOutput
+from mooncake.engine.contract import EngineConfig, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.precision import resolve_precision

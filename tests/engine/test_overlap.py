@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mooncake.engine.contract import AsyncModel
-from mooncake.engine.engine import Engine, StepOutput, StepPlan
+from mooncake.engine.contract import AsyncModel, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.types import FinishReason, SampledToken, SamplingParams
 from tests.engine.hash_model import (

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.page_groups import plan_groups
 from mooncake.types import KVLayout

@@ -15,9 +15,8 @@ from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.cpu_library import check_mirrors
 from mooncake.kernels.cpu_threads import threads_for
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import Coding
 from mooncake.model.pages import layer_pages
-from mooncake.precision import cpu_features
+from mooncake.precision import Coding, cpu_features
 
 PAGES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32 pages", "bf16 pages", "int8 pages"]

@@ -30,7 +30,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.device_cache import DeviceCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model import load_model
 from mooncake.model.gpu_model import GpuModel

@@ -13,6 +13,7 @@ from mooncake.kernels import reference
 from mooncake.kernels import triton_elementwise as elementwise
 from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
 from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.precision import Coding
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),
@@ -323,7 +324,7 @@ def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
 
 
 @pytest.mark.parametrize("coding", ["int8", "w8a8"])
-def test_codes_of_a_checkpoint_are_multiplied_as_they_are(kernels: GpuKernels, coding: reference.Coding) -> None:
+def test_codes_of_a_checkpoint_are_multiplied_as_they_are(kernels: GpuKernels, coding: Coding) -> None:
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(-128, 128, (70, 160), generator=generator).to(torch.int8)
     codes = reference.Codes(values, torch.rand(70, generator=generator) / 64, coding, torch.float32)

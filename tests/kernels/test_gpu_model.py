@@ -19,11 +19,12 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA4
 
-from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.checkpoint import weight_shapes
 from mooncake.engine.backend import plan_pages
 from mooncake.engine.cache.device_cache import DeviceCache
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
@@ -34,7 +35,7 @@ from mooncake.model.gpu_model import GpuModel
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
-from mooncake.model_config import LatentAttention, Routing
+from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import KVLayout, SamplingParams
 

@@ -18,7 +18,7 @@ import pytest
 from kvstore.checksum import range_checksums
 from kvstore.client.store_client import StoreClient
 from kvstore.fast_rpc import FastRpc
-from kvstore.transfer.engine import ReadRange, WriteRange
+from kvstore.transfer.requests import ReadRange, WriteRange
 from mooncake.errors import (
     ChecksumMismatch,
     DeadlineExceeded,

@@ -29,7 +29,7 @@ from kvstore.ssd.io import PlainIO, SsdIO
 from kvstore.ssd.log import SsdLog
 from kvstore.ssd.tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Store
-from kvstore.transfer.engine import WriteRange
+from kvstore.transfer.requests import WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.writing import Sealing
 from mooncake.config import load_config

@@ -19,8 +19,9 @@ import pytest
 from kvstore.checksum import checksum, part_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
-from kvstore.transfer.engine import ReadRange, Request, TransferEngine, TransferStatus, WriteRange
+from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.protocol import Operation, WireRange
+from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.tcp import TcpTransport
 from mooncake.addresses import split_address

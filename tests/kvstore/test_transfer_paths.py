@@ -15,10 +15,12 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
-from kvstore.transfer.engine import Priority, ReadRange, Request, TransferEngine, TransferStatus, WriteRange
+from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.fake import FakeRail, FakeTransport
+from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed, Wire, tune
+from kvstore.transfer.transport import Priority
 from mooncake.addresses import split_address
 from mooncake.app.bench.peers.rails import Rails
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch

@@ -17,8 +17,9 @@ from kvstore.board import Board
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
-from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.protocol import ProtocolViolation, Status
+from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
 from mooncake.addresses import split_address

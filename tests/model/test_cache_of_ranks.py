@@ -19,7 +19,8 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import KVLoadFailed
 from mooncake.hashing import Chain

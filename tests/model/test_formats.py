@@ -10,10 +10,9 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
-from mooncake.kernels.reference import Coding
 from mooncake.model import CausalLM, ForwardBatch, NoHook
 from mooncake.model.weights import load_weights
-from mooncake.precision import resolve_precision
+from mooncake.precision import Coding, resolve_precision
 
 BLOCK = 16
 FORMATS = pytest.mark.parametrize(

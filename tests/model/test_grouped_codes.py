@@ -16,10 +16,11 @@ from quantised import Format, awq, fp8, gptq, packed
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
+from mooncake.gguf.config import GROUPED_KINDS
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.key_scales import KeyScales
 from mooncake.model import CausalLM, ForwardBatch, NoHook
-from mooncake.model.gguf_codes import GROUPED_KINDS, grouped_codes
+from mooncake.model.gguf_codes import grouped_codes
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.load import load_model

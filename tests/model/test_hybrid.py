@@ -31,7 +31,8 @@ from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, open_for_node
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.errors import ConfigError, ModelError
 from mooncake.families.registry import read_config
 from mooncake.kernels import choose_kernels, reference

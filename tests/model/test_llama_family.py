@@ -18,11 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from mooncake.checkpoint import ModelConfig
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.llama import CausalLM
+from mooncake.model_config import ModelConfig
 
 BLOCK_TOKENS = 8
 VOCAB = 97

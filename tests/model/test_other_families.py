@@ -13,7 +13,8 @@ from tiny_families import FAMILIES, NEW_TOKENS, VOCAB, YARN, Published
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ModelError
 from mooncake.hashing import Chain

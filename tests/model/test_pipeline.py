@@ -23,7 +23,8 @@ from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.backend import CacheSize, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig, StepOutput
+from mooncake.engine.contract import EngineConfig, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence as Prompt
 from mooncake.errors import (
     ConfigError,

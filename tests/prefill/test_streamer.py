@@ -11,9 +11,8 @@ from tiny_hybrid import BLOCK, hybrid_engine, prompt_of, sequence, write_hybrid
 
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.cache.sequence_blocks import SequenceBlocks
-from mooncake.engine.engine import StepPlan
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import StepEntry
+from mooncake.engine.step_plan import StepEntry, StepPlan
 from mooncake.hashing import Chain
 from mooncake.page_groups import one_group
 from mooncake.types import KVLayout, SamplingParams

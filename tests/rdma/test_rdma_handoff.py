@@ -22,7 +22,8 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import load_model

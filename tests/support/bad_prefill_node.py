@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import mooncake.engine_node
-from kvstore.transfer.engine import Request, Transfer, TransferEngine, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import Request, Transfer, WriteRange
 from mooncake.app.role_main import run_role
 from prefill_node.node import PrefillNode
 

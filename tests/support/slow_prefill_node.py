@@ -14,8 +14,8 @@ from typing import ClassVar
 
 import mooncake.engine.host
 from mooncake.app.role_main import run_role
-from mooncake.engine.engine import StepPlan
 from mooncake.engine.node_hook import NodeHook
+from mooncake.engine.step_plan import StepPlan
 from prefill_node.node import PrefillNode
 
 

@@ -10,7 +10,8 @@ import torch
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.engine import Cache, CausalModel, Engine, EngineConfig
+from mooncake.engine.contract import Cache, CausalModel, EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.types import SamplingParams

@@ -41,11 +41,12 @@ from mooncake.app.bench.quality import window_losses
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags, positive, whole
 from mooncake.app.outputs import output_folder
-from mooncake.checkpoint import ModelConfig, open_checkpoint, weight_shapes
+from mooncake.checkpoint import open_checkpoint, weight_shapes
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.json_file import read_json
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.model_config import ModelConfig
 from mooncake.precision import has_native_bf16
 from mooncake.types import KVLayout
 

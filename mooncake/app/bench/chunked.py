@@ -18,7 +18,8 @@ from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags, positive
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.engine import Engine, EngineConfig
+from mooncake.engine.contract import EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError
 from mooncake.hashing import Chain

@@ -28,7 +28,7 @@ from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.extras import require
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.engine import EngineConfig
+from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.precision import has_native_bf16, resolve_precision

@@ -9,7 +9,7 @@ import torch
 
 from mooncake.app.flags import Flags, names, numbers
 from mooncake.config import EngineSection
-from mooncake.engine.engine import EngineConfig
+from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 

@@ -18,7 +18,8 @@ from mooncake.app.bench.gpu_device import Gpu, rate
 from mooncake.app.bench.gpu_model import BLOCK, build_model, decode_batch
 from mooncake.app.bench.report import Report
 from mooncake.engine.cache.device_cache import DeviceCache
-from mooncake.engine.engine import CausalModel, Engine, EngineConfig
+from mooncake.engine.contract import CausalModel, EngineConfig
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook

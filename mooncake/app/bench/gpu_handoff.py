@@ -18,7 +18,8 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench.report import Figure, Report
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel
-from mooncake.engine.engine import NO_HOOK, Engine, EngineConfig, StepHook, StepOutput
+from mooncake.engine.contract import NO_HOOK, EngineConfig, StepHook, StepOutput
+from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.gpu_model import GpuModel

@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from mooncake.checkpoint import ModelConfig, weight_shapes
+from mooncake.checkpoint import weight_shapes
 from mooncake.kernels import choose_kernels, reference
 from mooncake.kernels.cpu import CpuKernels
+from mooncake.model_config import ModelConfig
 
 READ_BYTES = 512 << 20
 SPIN_S = 0.03  # after a call torch's threads spin this long, and would slow the next measurement

@@ -19,7 +19,8 @@ from kvstore.layout.layout import ShardedLayout
 from kvstore.layout.plan import plan
 from kvstore.layout.reader import LayoutReader, Shard
 from kvstore.segment import Segment
-from kvstore.transfer.engine import ReadRange, TransferEngine
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell

@@ -28,7 +28,7 @@ from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import Config, EngineSection, load_config, toml_value
-from mooncake.engine.engine import EngineConfig
+from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.types import PrefillReport
 

@@ -17,7 +17,7 @@ import grpc
 
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.bench.peers.own import OwnEngine
-from mooncake.engine.engine import StepOutput
+from mooncake.engine.contract import StepOutput
 from mooncake.engine.loop import EngineThread
 from mooncake.errors import InternalError, MooncakeError
 from mooncake.rpc import common_pb2, inference_pb2

@@ -23,7 +23,8 @@ import numpy as np
 from rich.progress import Progress
 
 from kvstore.segment import Segment
-from kvstore.transfer.engine import ReadRange, Request, Transfer, TransferEngine, WriteRange
+from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import ReadRange, Request, Transfer, WriteRange
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import tune
 from mooncake.addresses import split_address

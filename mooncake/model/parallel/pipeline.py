@@ -23,13 +23,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from mooncake.checkpoint import ModelConfig, open_checkpoint
+from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import InternalError, ModelError, MooncakeError, NodeUnavailable
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook, PieceHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.parallel.pieces import CostFit, Cutter, PieceCost, Span, cut_spans, fastest, guessed_cost
 from mooncake.model.parallel.pipeline_stage import WITH_DATA, Kind, StageTask, Told, bytes_between, receive, send
 from mooncake.model.parallel.ranks import Workers, batch_arrays
+from mooncake.model_config import ModelConfig
 from mooncake.precision import Precision
 from mooncake.types import KVLayout
 

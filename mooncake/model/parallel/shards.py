@@ -19,9 +19,10 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.families.llama import FAMILIES
 from mooncake.kernels.grouped import GroupedCodes
-from mooncake.kernels.reference import Codes, Coding, quantise_rows
+from mooncake.kernels.reference import Codes, quantise_rows
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model_config import ModelConfig
+from mooncake.precision import Coding
 
 _ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 _COLUMNS = ("o_proj", "down_proj")

@@ -10,7 +10,6 @@ import multiprocessing
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -134,6 +133,3 @@ def _pump(relay: _Relay, source: socket.socket, sink: socket.socket) -> None:
 def _wait(relay: _Relay, size: int) -> float:
     with relay.lock:
         return relay.bucket.try_take(size, time.monotonic())
-
-
-__all__: Sequence[str] = ("Rails",)
