@@ -30,7 +30,7 @@ from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, plan_pages, put_adapter
+from mooncake.engine.backend import BackendSpec, CacheSize, Processes, draft_on, open_backend, plan_pages, put_adapter
 from mooncake.engine.contract import EngineConfig, check_least
 from mooncake.engine.engine import Engine
 from mooncake.errors import InternalError, InvalidRequest
@@ -145,7 +145,8 @@ class LLM:
         self._vocab_size = checkpoint.config.vocab_size
         self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
         self._adapters = open_adapters(adapters or {})
-        self._backend = open_backend(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
+        spec = BackendSpec(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
+        self._backend = open_backend(spec)
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens, chunk_tokens)

@@ -41,6 +41,11 @@ class CacheSize:
     max_sequences: int = 64  # in one step
     groups: PageGroups = UNIFORM  # of layers, if ``layout`` is of their pages
 
+    @property
+    def num_bytes(self) -> int:
+        """Without the places."""
+        return self.num_blocks * self.layout.block_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Processes:
@@ -62,6 +67,25 @@ class Processes:
 
 
 ALONE = Processes()
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """Which model to compute with, how precisely, over which cache and where."""
+
+    checkpoint: Checkpoint
+    precision: Precision
+    size: CacheSize
+    device: str = "cpu"  # or the name of a GPU: the first one's, where there are several
+    processes: Processes = ALONE
+    adapters: Sequence[Adapter] = ()
+    context: int = 0  # tokens that the model was opened for; 0: what it reads
+    can_blend: bool = False  # whether batches may have ``reuse``: on CPUs alone
+
+    @property
+    def asked_context(self) -> int:
+        """Tokens. For processes that open the model themselves: the cache may be for fewer."""
+        return self.checkpoint.config.context(self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,75 +126,48 @@ def plan_pages(
     return groups, groups.page_layout(layout)
 
 
-def open_backend(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    size: CacheSize,
-    device: str = "cpu",
-    processes: Processes = ALONE,
-    adapters: Sequence[Adapter] = (),
-    context: int = 0,
-    memory: Mappable | None = None,
-) -> Backend:
-    """For an engine on its own; ``device`` is "cpu" or names a GPU, ``context`` is what the model was opened for
-    (tokens; 0: what it reads), ``memory`` is for the cache of tensor parallel ranks (None: their own). Raises as the
-    others do."""
-    _check_recurrence(checkpoint, processes)
-    path = str(checkpoint.path)
-    asked = replace(size, max_model_len=checkpoint.config.context(context))
-    if processes.tensor > 1 and device != "cpu":
-        return over_gpus(checkpoint, precision, size, processes.tensor, device)
+def open_backend(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
+    """For an engine on its own. ``memory`` is for a cache that other processes map (None: the backend's own). Raises as
+    the others do."""
+    _check_recurrence(spec)
+    processes = spec.processes
     if processes.tensor > 1:
-        return over_ranks(path, precision, asked, processes.tensor, processes.threads, memory)
+        return over_ranks(spec, memory) if spec.device == "cpu" else over_gpus(spec)
     if processes.stages > 1:
-        return over_stages(path, precision, asked, processes.stages, processes.threads, processes.cores)
-    if device != "cpu":
-        return on_gpu(checkpoint, precision, size, device, adapters)
-    return on_cpu(checkpoint, precision, size, adapters, context_ranks=processes.context)
+        return over_stages(spec)
+    return on_cpu(spec) if spec.device == "cpu" else on_gpu(spec)
 
 
-def open_for_node(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    size: CacheSize,
-    device: str = "cpu",
-    processes: Processes = ALONE,
-    adapters: Sequence[Adapter] = (),
-    context: int = 0,
-    memory: Mappable | None = None,
-    can_blend: bool = False,
-    timeout_s: float = 0.0,
-) -> Backend:
-    """The same with a cache that others see, in ``memory`` or in memory of its own; ``can_blend``: on CPUs alone.
-    ``timeout_s``: what no step takes, and so no copy of blocks on another GPU (0: never mind)."""
-    _check_recurrence(checkpoint, processes)
-    if processes.tensor > 1 and device != "cpu":
+def open_for_node(spec: BackendSpec, memory: Mappable | None = None, timeout_s: float = 0.0) -> Backend:
+    """The same with a cache that others see, in ``memory`` or in memory of its own. ``timeout_s``: what no step takes,
+    and so no copy of blocks on another GPU (0: never mind)."""
+    _check_recurrence(spec)
+    processes = spec.processes
+    if processes.tensor > 1 and spec.device != "cpu":
         with contextlib.ExitStack() as opened:
-            num_bytes = size.num_blocks * size.layout.block_bytes
-            shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
-            return over_gpus(checkpoint, precision, size, processes.tensor, device, shared, timeout_s)
+            shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(spec.size.num_bytes)))
+            return over_gpus(spec, shared, timeout_s)
     if processes.tensor > 1 or processes.stages > 1:
-        return open_backend(checkpoint, precision, size, device, processes, adapters, context, memory)
-    buffer = None if memory is None else memory.buffer
-    if device == "cpu":
-        return on_cpu(checkpoint, precision, size, adapters, buffer, can_blend, processes.context)
-    if can_blend:
+        return open_backend(spec, memory)
+    if spec.device == "cpu":
+        return on_cpu(spec, memory)
+    if spec.can_blend:
         raise ConfigError("prefill.blend_share is for prefill nodes on CPUs")
-    if size.layout.inputs_of:
+    if spec.size.layout.inputs_of:
         raise ConfigError("model.keep_hidden is for nodes on CPUs")
-    backend = on_gpu(checkpoint, precision, size, device, adapters)
+    backend = on_gpu(spec)
     from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel
 
     assert isinstance(backend.cache, DeviceCache)
-    mirror = HostMirror(backend.cache, buffer)
+    mirror = HostMirror(backend.cache, None if memory is None else memory.buffer)
     settled = SettledModel(backend.model, mirror)
     return replace(backend, model=settled, mirror=mirror, close=mirror.close)
 
 
-def _check_recurrence(checkpoint: Checkpoint, processes: Processes) -> None:
+def _check_recurrence(spec: BackendSpec) -> None:
     """Raises ModelError where layers that keep states cannot run."""
-    if checkpoint.config.recurrence and processes.count > 1:
-        raise ModelError(f"{checkpoint.name} has recurrent layers, which run in one process")
+    if spec.checkpoint.config.recurrence and spec.processes.count > 1:
+        raise ModelError(f"{spec.checkpoint.name} has recurrent layers, which run in one process")
 
 
 def draft_on(
@@ -190,41 +187,32 @@ def draft_on(
     layout = checkpoint.kv_layout(size.layout.block_tokens, precision.kv_dtype)
     max_model_len = min(size.max_model_len, checkpoint.config.max_model_len)
     one, draft = (-(-count // layout.block_tokens) for count in (max_model_len, max_tokens))
-    its_bytes = size.num_blocks * size.layout.block_bytes  # a page there may be no whole block
-    num_blocks = max(min(size.num_blocks, its_bytes // layout.block_bytes), one) + draft
+    as_many = min(size.num_blocks, size.num_bytes // layout.block_bytes)  # a page there may be no whole block
+    num_blocks = max(as_many, one) + draft
     limits = {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_places": 0}
     its_size = replace(size, layout=layout, groups=UNIFORM, **limits)
-    if device == "cpu":
-        backend = on_cpu(checkpoint, precision, its_size)
-    else:
-        backend = on_gpu(checkpoint, precision, its_size, device)
+    backend = open_backend(BackendSpec(checkpoint, precision, its_size, device))
     return DraftModel(backend.model, backend.cache, max_tokens, max_model_len, chunk_tokens)
 
 
-def on_cpu(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    size: CacheSize,
-    adapters: Sequence[Adapter] = (),
-    buffer: memoryview | None = None,
-    can_blend: bool = False,
-    context_ranks: int = 1,
-) -> Backend:
-    """The cache lies over ``buffer``, where one is given. With ``context_ranks`` the tokens of prompts are cut over so
-    many processes, which share the threads of this one. Raises ModelError."""
-    model = _model(checkpoint, precision, size, None, adapters, can_blend)
-    cache = KVCache(size.layout, size.num_blocks, buffer, size.num_places)
-    if buffer is None:  # else whoever lent it sees to that
+def on_cpu(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
+    """The cache lies in ``memory``, where it is given. With a context of several processes the tokens of prompts are
+    cut over them, and they share the threads of this one. Raises ModelError."""
+    checkpoint, precision, size = spec.checkpoint, spec.precision, spec.size
+    model = _model(spec)
+    cache = KVCache(size.layout, size.num_blocks, None if memory is None else memory.buffer, size.num_places)
+    if memory is None:  # else whoever lent it sees to that
         prefault_in_background(cache.memory)
-    if context_ranks == 1:
+    num_ranks = spec.processes.context
+    if num_ranks == 1:
         places = model.adapter_places if isinstance(model, CausalLM) and not precision.key_scales else None
         return Backend(model, cache, mirror=cache, adapters=places)
-    if adapters or precision.key_scales or can_blend:
+    if spec.adapters or precision.key_scales or spec.can_blend:
         raise ModelError("context parallelism goes without adapters, model.key_scales and blending")
     from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup
 
     setup = Setup(
-        size=context_ranks,
+        size=num_ranks,
         model=str(checkpoint.path),
         max_model_len=checkpoint.config.max_model_len,
         positions=size.max_model_len,
@@ -233,32 +221,27 @@ def on_cpu(
         coding=precision.coding,
         codes=precision.codes,
         keeps_groups=precision.keeps_groups,
-        threads=max(num_threads() // context_ranks, 1),
+        threads=max(num_threads() // num_ranks, 1),
     )
     cut = ContextParallelModel(model, setup, checkpoint)
     return Backend(cut, cache, cache, cut.close)
 
 
-def on_gpu(
-    checkpoint: Checkpoint, precision: Precision, size: CacheSize, device: str, adapters: Sequence[Adapter] = ()
-) -> Backend:
+def on_gpu(spec: BackendSpec) -> Backend:
     """Decode steps are replayed as CUDA graphs, which are captured here. In Triton's interpreter (TRITON_INTERPRET=1)
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
+    checkpoint, precision, size, device = spec.checkpoint, spec.precision, spec.size, spec.device
     _check_gpus(checkpoint, device)
     if precision.coding and checkpoint.config.num_experts:
         raise ModelError(f'{checkpoint.name} is a mixture, and experts on GPUs are values: model.weights="auto"')
     from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
     from mooncake.model.gpu_model import BUCKETS, GpuModel
-    from mooncake.model.planned_kernels import PlannedKernels
-
-    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
-        return _model(checkpoint, precision, size, kernels, adapters)
 
     buckets = () if INTERPRETED else BUCKETS
     try:
         gpu = GpuModel(
-            build,
+            lambda kernels: _model(spec, kernels),
             max_blocks=-(-size.max_model_len // size.layout.block_tokens),
             dtype=TORCH_DTYPES[precision.dtype],
             device=None if INTERPRETED else device,
@@ -272,18 +255,11 @@ def on_gpu(
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
-def over_gpus(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    size: CacheSize,
-    num_ranks: int,
-    device: str,
-    memory: Mappable | None = None,
-    timeout_s: float = 0.0,
-) -> Backend:
-    """Tensor parallelism over ``num_ranks`` GPUs of this machine from ``device`` on, each with a process and its part
-    of the cache; the mirror is in ``memory``, where it is given. ``timeout_s`` as for ``open_for_node``. Raises
-    ConfigError where there are fewer GPUs or too small ones, ModelError when the model cannot be cut so."""
+def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: float = 0.0) -> Backend:
+    """Tensor parallelism over GPUs of this machine from ``spec.device`` on, each with a process and its part of the
+    cache; the mirror is in ``memory``, where it is given. ``timeout_s`` as for ``open_for_node``. Raises ConfigError
+    where there are fewer GPUs or too small ones, ModelError when the model cannot be cut so."""
+    checkpoint, precision, size, num_ranks = spec.checkpoint, spec.precision, spec.size, spec.processes.tensor
     if precision.coding or precision.codes:
         raise ModelError(
             'tensor parallelism over GPUs takes float32 or bfloat16 weights (model.weights="plain" dequantises stored '
@@ -291,7 +267,7 @@ def over_gpus(
         )
     if precision.key_scales:
         raise ModelError("tensor parallelism takes no model.key_scales")
-    _check_gpus(checkpoint, device, num_ranks)
+    _check_gpus(checkpoint, spec.device, num_ranks)
     from mooncake.engine.gpu_ranks import Setup, TensorParallelGpuModel
 
     setup = Setup(
@@ -303,7 +279,7 @@ def over_gpus(
         num_blocks=size.num_blocks,
         num_places=size.num_places,
         max_sequences=size.max_sequences,
-        first_gpu=torch.device(device).index or 0,
+        first_gpu=torch.device(spec.device).index or 0,
     )
     model = TensorParallelGpuModel(setup, memory, timeout_s)
     return Backend(model, model, model.mirror, model.close, model.watch)
@@ -330,13 +306,12 @@ def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
         raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
 
 
-def over_ranks(
-    path: str, precision: Precision, size: CacheSize, num_ranks: int, threads: int = 0, memory: Mappable | None = None
-) -> Backend:
-    """Tensor parallelism over so many processes of this machine, with ``threads`` each; the cache lies in ``memory``,
-    where it is given, and is its own mirror. Raises ModelError when the model cannot be cut so."""
+def over_ranks(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
+    """Tensor parallelism over processes of this machine; the cache lies in ``memory``, where it is given, and is its
+    own mirror. Raises ModelError when the model cannot be cut so."""
     from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 
+    precision, size, processes = spec.precision, spec.size, spec.processes
     if "w8a8" in (precision.coding, precision.codes):
         raise ModelError(
             "tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone "
@@ -345,10 +320,16 @@ def over_ranks(
     if precision.key_scales:
         raise ModelError("tensor parallelism takes no model.key_scales")
     with contextlib.ExitStack() as opened:
-        num_bytes = size.num_blocks * size.layout.block_bytes
-        shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(num_bytes)))
+        shared = memory or opened.enter_context(contextlib.closing(SharedMemory.create(size.num_bytes)))
         model = TensorParallelModel(
-            path, num_ranks, precision, shared, size.layout, size.num_blocks, size.max_model_len, threads
+            str(spec.checkpoint.path),
+            processes.tensor,
+            precision,
+            shared,
+            size.layout,
+            size.num_blocks,
+            spec.asked_context,
+            processes.threads,
         )
     cache = KVCache(size.layout, size.num_blocks, shared.buffer, size.num_places)
     if memory is None:  # else whoever lent it sees to that
@@ -356,19 +337,26 @@ def over_ranks(
     return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
-def over_stages(
-    path: str, precision: Precision, size: CacheSize, num_stages: int, threads: int = 0, cores: Sequence[int] = ()
-) -> Backend:
-    """A pipeline of so many processes of this machine, with ``threads`` and as many of ``cores`` each, where there are
-    enough; the cache is its own mirror. Raises ModelError when the model cannot be cut so."""
+def over_stages(spec: BackendSpec) -> Backend:
+    """A pipeline of processes of this machine; the cache is its own mirror. Raises ModelError when the model cannot be
+    cut so."""
     from mooncake.model.parallel.pipeline import PipelineModel
 
+    precision, size, processes = spec.precision, spec.size, spec.processes
     if precision.key_scales:
         raise ModelError("pipeline stages do not take model.key_scales")
-    memory = SharedMemory.create(size.num_blocks * size.layout.block_bytes)
+    memory = SharedMemory.create(size.num_bytes)
     try:
         model = PipelineModel(
-            path, precision, memory, size.layout, size.num_blocks, num_stages, size.max_model_len, threads, cores
+            str(spec.checkpoint.path),
+            precision,
+            memory,
+            size.layout,
+            size.num_blocks,
+            processes.stages,
+            spec.asked_context,
+            processes.threads,
+            processes.cores,
         )
     finally:
         memory.close()
@@ -376,25 +364,18 @@ def over_stages(
     return Backend(model, cache, mirror=cache, close=model.close, watch=model.watch)
 
 
-def _model(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    size: CacheSize,
-    kernels: Kernels | None,
-    adapters: Sequence[Adapter],
-    can_blend: bool = False,
-) -> CausalLM | Decoder:
-    dtype, coding, key_scales = precision.dtype, precision.coding, precision.key_scales
+def _model(spec: BackendSpec, kernels: Kernels | None = None) -> CausalLM | Decoder:
+    precision = spec.precision
     return load_model(
-        checkpoint,
-        dtype,
-        size.max_model_len,
-        coding,
+        spec.checkpoint,
+        precision.dtype,
+        spec.size.max_model_len,
+        precision.coding,
         kernels,
-        adapters,
-        key_scales,
+        spec.adapters,
+        precision.key_scales,
         codes=precision.codes,
         keeps_groups=precision.keeps_groups,
-        can_blend=can_blend,
-        keep_hidden=size.layout.inputs_of,
+        can_blend=spec.can_blend,
+        keep_hidden=spec.size.layout.inputs_of,
     )

@@ -20,7 +20,7 @@ from mooncake.adapters import Adapter, AdapterTable, open_adapters, parse_adapte
 from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
-from mooncake.engine.backend import Backend, CacheSize, Processes, draft_on, open_for_node, prepare_adapter
+from mooncake.engine.backend import Backend, BackendSpec, CacheSize, Processes, draft_on, open_for_node, prepare_adapter
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.contract import EngineConfig, StepHook
 from mooncake.engine.decoding.draft_model import DraftModel
@@ -312,18 +312,17 @@ class EngineHost:
         if isinstance(section, PrefillSection):
             stages, context = section.pipeline_stages, section.context_parallel
             processes = replace(processes, stages=stages, context=context)
-        return open_for_node(
+        spec = BackendSpec(
             self._checkpoint,
             self._precision,
             size,
             self.device,
             processes,
             self._adapters.adapters,
-            context=config.model.max_model_len,
-            memory=memory,
+            config.model.max_model_len,
             can_blend=isinstance(section, PrefillSection) and section.blend_share > 0,
-            timeout_s=config.node.step_timeout_s,
         )
+        return open_for_node(spec, memory, config.node.step_timeout_s)
 
     async def _watch_steps(self, hook: NodeHook, timeout_s: float) -> None:
         """Declare the engine broken when a layer of a step takes longer than any step may. Time in which this

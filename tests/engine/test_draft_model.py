@@ -14,7 +14,7 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.backend import CacheSize, draft_on, on_cpu
+from mooncake.engine.backend import BackendSpec, CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import NO_HOOK, EngineConfig, StepOutput
 from mooncake.engine.decoding.draft_model import CausalModel, DraftModel
@@ -100,7 +100,8 @@ def test_a_small_model_that_fails_costs_its_drafts_alone(
     folders: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = open_checkpoint(str(folders["twin"]))
-    backend = on_cpu(checkpoint, resolve_precision("float32"), CacheSize(checkpoint.kv_layout(8, "float32"), 100, 256))
+    size = CacheSize(checkpoint.kv_layout(8, "float32"), 100, 256)
+    backend = on_cpu(BackendSpec(checkpoint, resolve_precision("float32"), size))
     drafter = DraftModel(load_model(checkpoint, "float32", max_model_len=32), backend.cache, 6, max_model_len=256)
     config = EngineConfig(8, max_model_len=256, speculative_tokens=6)
     engine = Engine(backend.model, KVCache(checkpoint.kv_layout(8, "float32"), 100), config, draft_model=drafter)
@@ -135,7 +136,7 @@ class Counting:
 def drafter_on(folder: Path, chunk_tokens: int, num_blocks: int = 40) -> tuple[DraftModel, Counting]:
     checkpoint = open_checkpoint(str(folder))
     size = CacheSize(checkpoint.kv_layout(8, "float32"), num_blocks, 256)
-    backend = on_cpu(checkpoint, resolve_precision("float32"), size)
+    backend = on_cpu(BackendSpec(checkpoint, resolve_precision("float32"), size))
     model = Counting(backend.model)
     return DraftModel(model, backend.cache, 4, 256, chunk_tokens), model
 

@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import CacheSize, on_cpu, plan_pages
+from mooncake.engine.backend import BackendSpec, CacheSize, on_cpu, plan_pages
 from mooncake.engine.contract import EngineConfig, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
@@ -55,7 +55,7 @@ class Deployment:
 
     def engine(self, num_blocks: int, num_places: int = 0, **numbers: int) -> Engine:
         size = CacheSize(self.layout, num_blocks, CONTEXT, num_places)
-        backend = on_cpu(self.checkpoint, PLAIN, size, self.adapters)
+        backend = on_cpu(BackendSpec(self.checkpoint, PLAIN, size, adapters=self.adapters))
         config = EngineConfig(BLOCK, max_model_len=CONTEXT, groups=self.groups, **numbers)
         return Engine(backend.model, backend.cache, config)
 

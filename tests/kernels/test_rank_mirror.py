@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import Backend, CacheSize, Processes, on_cpu, open_for_node
+from mooncake.engine.backend import Backend, BackendSpec, CacheSize, Processes, on_cpu, open_for_node
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror
 from mooncake.engine.cache.kv_cache import Arrival, Mirror
 from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
@@ -75,7 +75,7 @@ def size_of(folder: str) -> CacheSize:
 def two_ranks(folder: str, timeout_s: float = 0.0) -> Iterator[Backend]:
     precision, two = resolve_precision("float32", devices=("cuda",)), Processes(tensor=2)
     checkpoint = open_checkpoint(folder)
-    backend = open_for_node(checkpoint, precision, size_of(folder), "cuda", two, timeout_s=timeout_s)
+    backend = open_for_node(BackendSpec(checkpoint, precision, size_of(folder), "cuda", two), timeout_s=timeout_s)
     with contextlib.closing(backend):
         yield backend
 
@@ -152,7 +152,7 @@ def one_more(block_ids: list[int]) -> ForwardBatch:
 
 
 def test_whole_blocks_leave_layer_by_layer_and_come_back_to_every_rank(folder: str) -> None:
-    alone = on_cpu(open_checkpoint(folder), resolve_precision("float32"), size_of(folder))
+    alone = on_cpu(BackendSpec(open_checkpoint(folder), resolve_precision("float32"), size_of(folder)))
     expected = alone.model.forward(prompt(), alone.cache.tensor, NoHook())
     with two_ranks(folder) as ranks:
         mirror = ranks.mirror
@@ -329,7 +329,7 @@ def test_whoever_waits_for_a_copy_of_a_rank_that_dies_is_told(one_family: str) -
 
 def test_ranks_of_a_node_that_is_dropped_end(one_family: str) -> None:
     precision, two = resolve_precision("float32", devices=("cuda",)), Processes(tensor=2)
-    ranks = open_for_node(open_checkpoint(one_family), precision, size_of(one_family), "cuda", two)
+    ranks = open_for_node(BackendSpec(open_checkpoint(one_family), precision, size_of(one_family), "cuda", two))
     assert isinstance(ranks.model, TensorParallelGpuModel)
     [process] = ranks.model._workers.processes
     del ranks

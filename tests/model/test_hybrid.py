@@ -30,7 +30,7 @@ from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.backend import CacheSize, Processes, draft_on, open_backend, open_for_node
+from mooncake.engine.backend import BackendSpec, CacheSize, Processes, draft_on, open_backend, open_for_node
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.errors import ConfigError, ModelError
@@ -331,7 +331,7 @@ def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
     for device, processes in (("cuda", CUT[0]), *(("cpu", cut) for cut in CUT)):
         for opening in (open_backend, open_for_node):
             with pytest.raises(ModelError, match="which run in one process"):
-                opening(model.checkpoint, precision, size, device, processes)
+                opening(BackendSpec(model.checkpoint, precision, size, device, processes))
     with pytest.raises(ModelError, match="blended"):
         load_model(model.checkpoint, "float32", can_blend=True)
     with pytest.raises(ConfigError, match="no states"):

@@ -21,7 +21,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import CacheSize, over_stages
+from mooncake.engine.backend import BackendSpec, CacheSize, Processes, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig, StepOutput
 from mooncake.engine.engine import Engine
@@ -420,7 +420,9 @@ def test_the_real_model_in_stages(capfd: pytest.CaptureFixture[str]) -> None:
     one = Engine(load_model(checkpoint, "float32", 1024), KVCache(layout, 40), config)
     wanted = [output.token.token_id for output in answers(one, prompts, 24, temperature=0)]
     for stages in (2, 3):
-        backend = over_stages("smollm2", FP32, CacheSize(layout, 40, 1024), stages, 1)
+        processes = Processes(stages=stages, threads=1)
+        size = CacheSize(layout, 40, 1024)
+        backend = over_stages(BackendSpec(checkpoint, FP32, size, processes=processes, context=1024))
         try:
             got = answers(Engine(backend.model, backend.cache, config), prompts, 24, temperature=0)
             assert [output.token.token_id for output in got] == wanted

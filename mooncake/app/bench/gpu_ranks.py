@@ -21,7 +21,7 @@ from mooncake.app.bench.gpu_device import Gpu, check, rate
 from mooncake.app.bench.gpu_model import BLOCK, MOST_ERROR, decode_batch, model_of_8b
 from mooncake.app.bench.report import Report
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
-from mooncake.engine.backend import ALONE, Backend, CacheSize, Processes, open_for_node
+from mooncake.engine.backend import ALONE, Backend, BackendSpec, CacheSize, Processes, open_for_node
 from mooncake.engine.cache.kv_cache import Arrival, Mirror
 from mooncake.engine.contract import AsyncModel
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
@@ -92,7 +92,7 @@ class _Found:
         size = CacheSize(
             checkpoint.kv_layout(BLOCK, dtype), sequences * blocks, blocks * BLOCK, max_sequences=sequences
         )
-        backend = open_for_node(checkpoint, Precision(dtype, dtype, ""), size, "cuda", processes)
+        backend = open_for_node(BackendSpec(checkpoint, Precision(dtype, dtype, ""), size, "cuda", processes))
         try:
             self._compute(backend)
             for name in SHAPES:

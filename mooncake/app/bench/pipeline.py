@@ -26,7 +26,7 @@ from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.backend import CacheSize, over_stages
+from mooncake.engine.backend import BackendSpec, CacheSize, Processes, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.cpu_threads import use_threads
@@ -146,7 +146,8 @@ class Contest:
         num_blocks = -(-longest // BLOCK_TOKENS)
         precision = resolve_precision("float32")
         size = CacheSize(layout, num_blocks, longest)
-        self._backend = over_stages(options.model, precision, size, options.stages, options.threads, cores)
+        processes = Processes(stages=options.stages, threads=options.threads, cores=cores)
+        self._backend = over_stages(BackendSpec(checkpoint, precision, size, processes=processes, context=longest))
         assert isinstance(self._backend.model, PipelineModel)
         self._stages = self._backend.model
         one = load_model(checkpoint, "float32", longest)
