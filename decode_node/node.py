@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole
 from mooncake.config import Config
+from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import CachePlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
@@ -22,8 +22,8 @@ class DecodeNode(EngineNode):
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.DECODE, config.decode)
 
-    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
-        self._role = DecodeRole(self.node_id, self.config, plan, self._transfer, self._channels)
+    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
+        self._role = DecodeRole(self.node_id, self.config, size, self._transfer, self._channels)
         return (self._role,)
 
     @property

@@ -18,7 +18,8 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.config import Config, transfer_secret
 from mooncake.connection_cache import ConnectionCache
-from mooncake.engine.host import CachePlan, EngineHost
+from mooncake.engine.backend import CacheSize
+from mooncake.engine.host import EngineHost
 from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
@@ -29,13 +30,13 @@ class DecodeRole:
     """Build it, start the engine with ``hook`` over ``memory``, ``serve``; at the end ``drain`` and ``stop``."""
 
     def __init__(
-        self, node_id: str, config: Config, plan: CachePlan, transfer: TransferEngine, channels: Channels
+        self, node_id: str, config: Config, size: CacheSize, transfer: TransferEngine, channels: Channels
     ) -> None:
-        self._node_id, self._config, self._plan = node_id, config, plan
-        self._segment = Segment.create(node_id, plan.layout.block_bytes, plan.num_blocks)
+        self._node_id, self._config, self._layout = node_id, config, size.layout
+        self._segment = Segment.create(node_id, size.layout.block_bytes, size.num_blocks)
         prefault_in_background(self._segment.array)
         stores = ConnectionCache(lambda address: StoreClient(address, transfer, channels))
-        self._writeback = WriteBack(stores.get, plan.layout)
+        self._writeback = WriteBack(stores.get, size.layout)
         self.hook = WriteBackHook(self._writeback, config.block.tokens)
         self._loop = asyncio.get_running_loop()
         self._exit_stack = contextlib.ExitStack()
@@ -63,7 +64,7 @@ class DecodeRole:
             advertise=self._config.node.advertise,
         )
         self._exit_stack.callback(self._segment_server.stop)
-        self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._plan.layout)
+        self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._layout)
         self._segment_server.start()
         self._writeback.start(host.mirror)
         self._servicer = DecodeServicer(host, self.receiver, self.hook, self.address)

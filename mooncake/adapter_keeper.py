@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class AdapterHost(Protocol):
-    """What has the engine (``mooncake.engine.host``)."""
+    """What has them in an engine (``mooncake.engine.live_adapters``)."""
 
     def has_adapter(self, digest: str) -> bool: ...
 

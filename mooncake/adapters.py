@@ -172,11 +172,9 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The adapters of one engine, by digest. ``on_free`` is called with the place of one that was removed, on any
-    thread, once nobody refers to it; the place stays taken until it is ``freed``."""
+    """The adapters of one engine, by digest."""
 
-    def __init__(self, adapters: Iterable[Adapter], on_free: Callable[[int], None] = lambda place: None) -> None:
-        self._on_free = on_free
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
         self._taken: set[int] = set()
         self._loaded: dict[str, LoadedAdapter] = {}
         for adapter in adapters:
@@ -210,10 +208,11 @@ class AdapterTable:
         """Sequences may refer to it from now on."""
         self._loaded[adapter.digest] = LoadedAdapter(adapter, place)
 
-    def remove(self, digest: str) -> None:
-        """No new sequence can refer to it."""
+    def remove(self, digest: str, on_free: Callable[[int], None]) -> None:
+        """No new sequence can refer to it. ``on_free`` is called with its place, on any thread, once nobody refers to
+        it; the place stays taken until it is ``freed``."""
         loaded = self._loaded.pop(digest)
-        weakref.finalize(loaded, self._on_free, loaded.place).atexit = False
+        weakref.finalize(loaded, on_free, loaded.place).atexit = False
 
     def freed(self, place: int) -> None:
         self._taken.discard(place)

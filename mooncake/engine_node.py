@@ -17,8 +17,10 @@ from mooncake.adapter_loads import load_from_wire, load_to_wire
 from mooncake.addresses import join_address
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
+from mooncake.engine.backend import CacheSize
+from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import CachePlan, EngineHost, plan_cache
+from mooncake.engine.host import EngineHost
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer
 from mooncake.membership import Membership, check_settings, first_end
@@ -72,7 +74,7 @@ class EngineNode:
         self._adapters: AdapterKeeper
         self._cleanup = contextlib.AsyncExitStack()  # in the reverse order of starting
 
-    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
+    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
         raise NotImplementedError
 
     @property
@@ -89,11 +91,11 @@ class EngineNode:
         try:
             config, section = self.config, self._section
             checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
-            plan = plan_cache(config, section, checkpoint)
-            self.host = EngineHost(config, section, checkpoint, plan)
+            size = plan_cache(config, section, checkpoint)
+            self.host = EngineHost(config, section, checkpoint, size)
             await check_settings(config, EngineNode._info(self))  # without what the role adds: it has no memory yet
             self._open_transfer()
-            self._roles = self._make_roles(plan)
+            self._roles = self._make_roles(size)
             for role in self._roles:
                 self._cleanup.callback(role.stop)
             await self._start_engine()
@@ -130,7 +132,7 @@ class EngineNode:
 
     async def _join(self) -> None:
         membership = self._membership = Membership(self.config, self._info(), self._report, self._on_answer)
-        self._adapters = AdapterKeeper(self.host, membership.report_soon)
+        self._adapters = AdapterKeeper(self.host.adapters, membership.report_soon)
         self._cleanup.push_async_callback(self._adapters.stop)
         self._cleanup.push_async_callback(membership.stop)
         await membership.start()

@@ -88,7 +88,7 @@ class ApproximateKV:
         self, sender: Sender, tokens: TokenIds, keys: list[BlockKey], stored_blocks: int, store: StoreClient | None
     ) -> VariantPrefix | None:
         """Prompts for which there was nothing, though it would have helped, are counted."""
-        block_tokens = self._node.host.plan.layout.block_tokens
+        block_tokens = self._node.host.cache_size.layout.block_tokens
         usable = (len(tokens) - 1) // block_tokens
         first = max(stored_blocks, self._node.host.engine.block_pool.match(keys[:usable]))
         if first >= usable:

@@ -73,7 +73,7 @@ class BlendChunks:
         self._host = host
         self._separator = separator
         self._share = share
-        self._block_tokens = host.plan.layout.block_tokens
+        self._block_tokens = host.cache_size.layout.block_tokens
         self._numbers = count()
         self._waiting: dict[BlockKey, tuple[pb.PrefillRequest, Compute]] = {}  # by the name of the last block
         self._worker: asyncio.Task[None] | None = None

@@ -33,8 +33,8 @@ class HandoffSender:
         self._request = request
         self._num_tokens = num_tokens
         self._deadline = deadline
-        self._layout: KVLayout = node.host.plan.layout
-        self._groups: PageGroups = node.host.plan.groups
+        self._layout: KVLayout = node.host.cache_size.layout
+        self._groups: PageGroups = node.host.cache_size.groups
         self._pages: list[int] = []  # page numbers that the decode node wants
         self._is_committed = False
         self.stream = WriteStream(f"hand-off {request.handoff_id}", self._layout, deadline.at_s, node.handoff_writer)

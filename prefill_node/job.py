@@ -58,7 +58,7 @@ class PrefillJob:
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
         host = node.host
-        self._block_tokens = host.plan.layout.block_tokens
+        self._block_tokens = host.cache_size.layout.block_tokens
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
         salt = request.cache_salt

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mooncake.config import Config
+from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import CachePlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.types import Role
 from prefill_node.role import PrefillRole
@@ -19,7 +19,7 @@ class PrefillNode(EngineNode):
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.PREFILL, config.prefill)
 
-    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
+    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
         self._role = PrefillRole(self.config, self._transfer, self._channels)
         return (self._role,)
 

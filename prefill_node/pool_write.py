@@ -33,8 +33,8 @@ class PoolWrite:
         self._request_id = request_id
         self._keys = keys
         self._deadline = deadline
-        self._layout: KVLayout = node.host.plan.layout
-        self._groups: PageGroups = node.host.plan.groups
+        self._layout: KVLayout = node.host.cache_size.layout
+        self._groups: PageGroups = node.host.cache_size.groups
         self._reservations: dict[int, Reservation] = {}  # by page number
         self._is_sealed = False
         self._retained: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours

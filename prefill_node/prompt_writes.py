@@ -59,13 +59,13 @@ class PromptWrites:
     @property
     def last_full_token(self) -> int:
         """The last token of the last full block: what follows it needs the windows it sees."""
-        return len(self._keys) * self._node.host.plan.layout.block_tokens - 1
+        return len(self._keys) * self._node.host.cache_size.layout.block_tokens - 1
 
     @property
     def first_pages(self) -> tuple[int, ...]:
         """For each group of layers, the first block whose page is needed elsewhere: windows are handed over, and
         stored, only at the prompt's end."""
-        groups, block_tokens = self._node.host.plan.groups, self._node.host.plan.layout.block_tokens
+        groups, block_tokens = self._node.host.cache_size.groups, self._node.host.cache_size.layout.block_tokens
         return tuple(groups.first_page(g, self.last_full_token, block_tokens) for g in range(groups.num_groups))
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class PromptWrites:
 
     async def _open_pool(self, pool: PoolWrite, first: int, num_exact: Callable[[], int | None]) -> None:
         await self._has_started.wait()
-        exact, block_tokens = num_exact(), self._node.host.plan.layout.block_tokens
+        exact, block_tokens = num_exact(), self._node.host.cache_size.layout.block_tokens
         end = len(self._keys) if exact is None else exact // block_tokens
         await pool.open(first, end, self.first_pages, into_dram=self._request.HasField("pool_tokens"))
 

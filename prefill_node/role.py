@@ -35,7 +35,7 @@ class PrefillRole:
     def serve(self, host: EngineHost, server: RpcServer) -> None:
         """Add the service; ``host`` is running."""
         self._host = host
-        self.hook.mirror, self.hook.groups = host.mirror, host.plan.groups
+        self.hook.mirror, self.hook.groups = host.mirror, host.cache_size.groups
         memory = host.mirror.memory
         self._transfer.register(memory.data)
         loader = Loader(self._transfer, host.mirror)
@@ -52,7 +52,7 @@ class PrefillRole:
             handoff_writer=handoff_writer,
             pool_writer=self._pool_writer,
             store_at=ConnectionCache(lambda address: StoreClient(address, self._transfer, self._channels)).get,
-            source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.plan.layout),
+            source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.cache_size.layout),
             blend_chunks=self._chunks,
             variant=Sender.configured(host),
         )

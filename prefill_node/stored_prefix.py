@@ -58,7 +58,7 @@ class StoredPrefix:
 
     async def _count_own(self, keys: list[BlockKey]) -> int:
         """Blocks after which a prompt can continue."""
-        groups, block_tokens = self._host.plan.groups, self._host.plan.layout.block_tokens
+        groups, block_tokens = self._host.cache_size.groups, self._host.cache_size.layout.block_tokens
         pages = [page_key(key, group) for group in range(groups.num_groups) for key in keys]
         there = await self._store.exists(pages, timeout_s=CONTROL_TIMEOUT_S)
         stored = next((i for i in range(len(keys)) if not there[i]), len(keys))
@@ -76,7 +76,7 @@ class StoredPrefix:
                 return leases.acquire_converted(store, converted, len(keys))
             return leases.acquire(store, keys)
 
-        plan = self._host.plan
+        size = self._host.cache_size
         return PrefixLoad(
-            name, blocks, lease, partial(leases.release, store), plan.layout, deadline, groups=plan.groups
+            name, blocks, lease, partial(leases.release, store), size.layout, deadline, groups=size.groups
         )

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from decode_node.role import DecodeRole
 from mooncake.app.role_main import run_role
 from mooncake.config import Config, EngineSection
+from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import CachePlan
 from mooncake.engine.sequence import Sequence as EngineSequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.engine_node import EngineNode, NodeRole
@@ -78,9 +78,9 @@ class ComputeNode(EngineNode):
         self._switching: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def _make_roles(self, plan: CachePlan) -> Sequence[NodeRole]:
+    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
         self._prefill = PrefillRole(self.config, self._transfer, self._channels)
-        self._decode = DecodeRole(self.node_id, self.config, plan, self._transfer, self._channels)
+        self._decode = DecodeRole(self.node_id, self.config, size, self._transfer, self._channels)
         return self._prefill, self._decode
 
     @property

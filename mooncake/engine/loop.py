@@ -6,6 +6,7 @@ sequences with that error. If that fails too the engine is broken: the thread en
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import queue
@@ -197,6 +198,19 @@ class EngineThread:
     def _finish(self, request_id: str, error: MooncakeError) -> None:
         if listener := self._listeners.pop(request_id, None):
             _notify(listener, request_id, error)
+
+
+async def watch_steps(thread: EngineThread, num_layers: Callable[[], int], timeout_s: float) -> None:
+    """Give the engine up when a layer of a step takes longer than any step may. ``num_layers`` counts those computed.
+    Time in which this process itself was stopped does not count."""
+    every_s, looks, before = min(timeout_s / 4, 1.0), 0, (-1, -1)
+    while looks * every_s < timeout_s:
+        await asyncio.sleep(every_s)
+        now = thread.num_done, num_layers()
+        looks, before = looks + 1 if now == before and not thread.is_idle else 0, now
+    why = f"no step has ended for {timeout_s:g} s: what computes hangs (node.step_timeout_s)"
+    log.critical(why)
+    thread.give_up(why)
 
 
 def _notify(listener: OnOutput, request_id: str, output: StepOutput | MooncakeError) -> None:

@@ -127,12 +127,12 @@ def test_a_place_is_free_once_nobody_refers_to_the_adapter_there() -> None:
     a, same, b = (
         Adapter(name, Path(name), digest, 8.0, False) for name, digest in (("a", "1"), ("b", "1"), ("c", "2"))
     )
-    table = AdapterTable([a, same, b], freed.append)
+    table = AdapterTable([a, same, b])
     assert table.adapters == (a, b), "equal weights are in the model once"
     first, second = table.get("1"), table.get("2")
     assert first is not None and second is not None and (first.place, second.place) == (0, 1)
     assert table.get("") is None
-    table.remove("1")
+    table.remove("1", freed.append)
     with pytest.raises(NotFound, match="not loaded here"):
         table.get("1")
     assert not freed and table.take_place() == 2, "somebody computes with it"
@@ -140,7 +140,7 @@ def test_a_place_is_free_once_nobody_refers_to_the_adapter_there() -> None:
     assert freed == [0] and table.take_place() == 3, "the model has it still"
     table.freed(0)
     assert table.take_place() == 0
-    table.remove("2")
+    table.remove("2", freed.append)
     assert freed == [0]
     del second
     assert freed == [0, 1]

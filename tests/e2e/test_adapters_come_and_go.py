@@ -19,7 +19,7 @@ from tiny_model import write_tiny_model
 
 from decode_node.node import DecodeNode
 from mooncake.adapters import Adapter, open_adapter
-from mooncake.engine.host import EngineHost
+from mooncake.engine.live_adapters import LiveAdapters
 from mooncake.engine_node import EngineNode
 from mooncake.errors import InvalidRequest, ModelError, MooncakeError, NodeUnavailable, NotFound
 from mooncake.rpc import cluster_pb2 as pb
@@ -117,16 +117,16 @@ async def test_what_uses_an_unloaded_adapter_is_finished_and_then_its_memory_is_
         with pytest.raises(NotFound, match="'a' is not served here"):
             await ask(cluster.channel, PROMPT, NEW, model="a")
         await asyncio.sleep(0.5)  # several heartbeats
-        assert decode.has_adapter(cluster.digest("a")), "a request that came before still needs it"
+        assert decode.adapters.has_adapter(cluster.digest("a")), "a request that came before still needs it"
     assert (await asking).tokens == cluster.expected("a")
     await cluster.load("b")
     for node in cluster.nodes:
-        await until(lambda host=node.host: not host.has_adapter(cluster.digest("a")))
-        await until(lambda host=node.host: len(host._adapters._taken) == 1)
+        await until(lambda host=node.host: not host.adapters.has_adapter(cluster.digest("a")))
+        await until(lambda host=node.host: len(host.adapters._table._taken) == 1)
     assert (await ask(cluster.channel, PROMPT, NEW, model="b")).tokens == cluster.expected("b")
     await cluster.load("a")
     for node in cluster.nodes:
-        assert node.host._adapters._taken == {0, 1}, "the place is used again"
+        assert node.host.adapters._table._taken == {0, 1}, "the place is used again"
     assert (await ask(cluster.channel, PROMPT, NEW, model="a")).tokens == cluster.expected("a")
 
 
@@ -136,10 +136,10 @@ async def test_a_node_that_cannot_load_it_gets_no_request_for_it(
 ) -> None:
     await cluster.load("a")
 
-    async def cannot(host: EngineHost, adapter: Adapter) -> None:
+    async def cannot(adapters: LiveAdapters, adapter: Adapter) -> None:
         raise ModelError(f"no disk for {adapter.name}")
 
-    monkeypatch.setattr(EngineHost, "load_adapter", cannot)
+    monkeypatch.setattr(LiveAdapters, "load_adapter", cannot)
     await cluster.add(DecodeNode, "decode-1")
     with held(cluster.nodes[1]):
         asking = [asyncio.create_task(ask(cluster.channel, PROMPT, NEW, model="a")) for _ in range(3)]
@@ -168,7 +168,7 @@ async def test_a_node_that_ends_half_way_is_not_waited_for(cluster: Cluster) -> 
         began.set()
         await asyncio.Event().wait()
 
-    leaving.host.load_adapter = never  # type: ignore[method-assign]
+    leaving.host.adapters.load_adapter = never  # type: ignore[method-assign]
     loading = asyncio.create_task(cluster.load("a"))
     await began.wait()
     with pytest.raises(InvalidRequest, match="'a' is being loaded"):
@@ -202,14 +202,14 @@ async def test_a_load_whose_caller_goes_away_is_given_up(cluster: Cluster) -> No
         began.set()
         await asyncio.Event().wait()
 
-    host = cluster.nodes[1].host
-    real, host.load_adapter = host.load_adapter, never  # type: ignore[method-assign]
+    adapters = cluster.nodes[1].host.adapters
+    real, adapters.load_adapter = adapters.load_adapter, never  # type: ignore[method-assign]
     loading = asyncio.create_task(cluster.load("a"))
     await began.wait()
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
-    host.load_adapter = real  # type: ignore[method-assign]
+    adapters.load_adapter = real  # type: ignore[method-assign]
     prefill = cluster.nodes[0].host
-    await until(lambda: not prefill.has_adapter(cluster.digest("a")))
+    await until(lambda: not prefill.adapters.has_adapter(cluster.digest("a")))
     with pytest.raises(MooncakeError):
         await ask(cluster.channel, PROMPT, NEW, model="a")

@@ -62,7 +62,7 @@ async def test_all_rows_of_a_layer_are_handed_over_stored_and_read(tmp_path: Pat
     model, cluster = written("small", tmp_path).theirs, Nodes(tmp_path, *SMALL)
     await cluster.start()
     try:
-        plan = cluster.first.host.plan
+        plan = cluster.first.host.cache_size
         row_bytes = 2 * 16 * BLOCK * 4
         page_bytes = 4 * row_bytes
         assert (plan.groups.windows, plan.groups.rows) == ((0, WINDOW), (1, 1, 2, 1, 1, 2))

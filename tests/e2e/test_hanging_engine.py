@@ -19,8 +19,9 @@ from tiny_model import write_tiny_model
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
+from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import NO_HOOK, CausalModel, StepOutput
-from mooncake.engine.host import EngineHost, plan_cache
+from mooncake.engine.host import EngineHost
 from mooncake.errors import MooncakeError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.types import SamplingParams

@@ -74,7 +74,7 @@ async def test_of_states_one_is_handed_over_and_one_is_stored(
 ) -> None:
     """A prompt that ends on a block border, before it and after it."""
     cluster, model = nodes
-    plan = cluster.first.host.plan
+    plan = cluster.first.host.cache_size
     page_bytes = open_checkpoint(str(tmp_path)).kv_layout(BLOCK, "float32").layer_bytes * 3
     assert plan.layout.block_bytes == page_bytes and plan.groups.windows == (0, 2, 2, 2)
     prompt = prompt_of(length)

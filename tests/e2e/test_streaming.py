@@ -47,7 +47,7 @@ async def test_layer_0_is_at_the_decode_host_before_the_last_layer_is_computed(t
     await decode.start()
     await prefill.start()
     try:
-        layout = prefill.host.plan.layout
+        layout = prefill.host.cache_size.layout
         arrived_s = watch_layer(decode, layer=0)
         computed_s = record_layers(prefill)
 
@@ -90,7 +90,7 @@ class Arrival:
     """When the last byte of one layer of the first block that the hand-off fills became non-zero."""
 
     def __init__(self, node: DecodeNode, layer: int) -> None:
-        layout = node.host.plan.layout
+        layout = node.host.cache_size.layout
         start = layer * layout.layer_bytes
         self._memory = node.host.engine.cache.memory[:, start : start + layout.layer_bytes]
         self._before = self._memory[:, -64:].copy()

@@ -69,7 +69,7 @@ async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_gro
 ) -> None:
     cluster, model = nodes
     page_bytes = open_checkpoint(str(tmp_path)).kv_layout(BLOCK, "float32").layer_bytes * 2
-    plan = cluster.first.host.plan
+    plan = cluster.first.host.cache_size
     assert plan.layout.block_bytes == page_bytes and plan.groups.windows == (0, *[WINDOW] * 6)
     before = cluster.decode.host.engine.load().computed_tokens
     prompt = np.random.default_rng(1).integers(3, 320, 123).tolist()

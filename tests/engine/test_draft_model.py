@@ -16,10 +16,11 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import BackendSpec, CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import NO_HOOK, EngineConfig, StepOutput
 from mooncake.engine.decoding.draft_model import CausalModel, DraftModel
 from mooncake.engine.engine import Engine
-from mooncake.engine.host import EngineHost, plan_cache
+from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import Chain
