@@ -10,11 +10,14 @@ import asyncio
 import functools
 import logging
 import math
+import os
 import secrets
 import socket
+import struct
 from collections.abc import Callable
 
-from kvstore.board import GREETING, WRITER_ID_BYTES, Board, is_same_user
+from kvstore.board import Board
+from kvstore.board_library import GREETING, WRITER_ID_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ class BoardDoor:
             self._rest(listener, error)
             return
         client.setblocking(False)
-        if len(self._clients) >= MAX_CLIENTS or not is_same_user(client):
+        if len(self._clients) >= MAX_CLIENTS or not _is_same_user(client):
             client.close()
             return
         self._welcome(client)
@@ -117,3 +120,9 @@ class BoardDoor:
         self._board.drop_mailbox(number)
         if self._gone is not None:
             self._gone(writer_id)
+
+
+def _is_same_user(sock: socket.socket) -> bool:
+    """Whether the peer of a unix socket runs as our user or as root."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return int(uid) in (os.geteuid(), 0)

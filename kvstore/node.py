@@ -10,8 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.board import MAX_NOTES, Board
+from kvstore.board import Board
 from kvstore.board_door import BoardDoor
+from kvstore.board_library import MAX_NOTES
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.fast_rpc import FastRpcServer
 from kvstore.replicas import ReplicaServicer

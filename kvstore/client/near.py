@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from kvstore.board import BoardReader, Outcome
+from kvstore.board_reader import BoardReader, Outcome
 from kvstore.checksum import Checksums, checksums_to_wire
 from kvstore.client.calls import UNHEARD_S, StoreCalls, left_s
 from kvstore.client.far import FarStore

@@ -23,8 +23,9 @@ import pytest_asyncio
 from descriptors import no_file_descriptors
 
 import kvstore
-from kvstore.board import Board, BoardReader, Outcome
+from kvstore.board import Board
 from kvstore.board_door import BoardDoor
+from kvstore.board_reader import BoardReader, Outcome
 from kvstore.checksum import range_checksums
 from kvstore.client.near import RETURN_AHEAD_AFTER_S
 from kvstore.client.store_client import StoreClient

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LOAD_BOTH = (
-    "from kvstore.transfer.native_owner import load_owner; from kvstore.board import load_board; "
+    "from kvstore.transfer.native_owner import load_owner; from kvstore.board_library import load_board; "
     "assert load_owner() and load_board()"
 )
 

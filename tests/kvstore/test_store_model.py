@@ -18,8 +18,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.board import Board, BoardReader, Outcome
+from kvstore.board import Board
 from kvstore.board_door import BoardDoor
+from kvstore.board_reader import BoardReader, Outcome
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.index.types import BlockName, Grant, Lease
