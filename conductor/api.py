@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mooncake.adapters import Adapter
-from mooncake.types import FinishReason, PrefillReport, SampledToken, SamplingParams, TokenIds
+from mooncake.sampling import SamplingParams
+from mooncake.types import FinishReason, PrefillReport, SampledToken, TokenIds
 
 TOO_LATE = (
     "the request did not finish within its time, at most conductor.request_timeout_s: start the cluster with "

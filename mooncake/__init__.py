@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from mooncake.client import Client
     from mooncake.llm import LLM
     from mooncake.llm_inputs import LoRARequest
+    from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
-    from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
 
 __all__ = [
     "LLM",
@@ -43,11 +43,11 @@ _HOMES = {
     "RequestOutputKind": "mooncake.sampling_params",
     "SamplingParams": "mooncake.sampling_params",
     "StructuredOutputsParams": "mooncake.sampling_params",
-    "BeamSearch": "mooncake.types",
-    "Guide": "mooncake.types",
-    "GuideKind": "mooncake.types",
-    "RepetitionDetection": "mooncake.types",
-    "ThinkingBudget": "mooncake.types",
+    "BeamSearch": "mooncake.sampling",
+    "Guide": "mooncake.sampling",
+    "GuideKind": "mooncake.sampling",
+    "RepetitionDetection": "mooncake.sampling",
+    "ThinkingBudget": "mooncake.sampling",
     "Tls": "mooncake.tls",
 }
 

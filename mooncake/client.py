@@ -35,9 +35,10 @@ from mooncake.rpc.convert import (
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.limits import pings
 from mooncake.rpc.server import KEEPALIVE_S, MAX_MESSAGE_BYTES
+from mooncake.sampling import check_type
 from mooncake.sampling_params import SamplingParams
 from mooncake.tls import Tls, own_tls
-from mooncake.types import PrefillReport, SampledToken, Usage, check_type
+from mooncake.types import PrefillReport, SampledToken, Usage
 
 Response = TypeVar("Response", bound=Message)
 Messages = Sequence[Mapping[str, str]]

@@ -18,8 +18,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 
 from mooncake.errors import InvalidRequest
 from mooncake.guide_limits import check_grammar, check_schema
+from mooncake.sampling import Guide, GuideKind
 from mooncake.text.tokenizer import Tokenizer
-from mooncake.types import Guide, GuideKind, TokenIds
+from mooncake.types import TokenIds
 
 MAX_COMPILED = 64  # compiled guides kept
 # Limit on parser states at one token, which are computed on the thread that generates all tokens. Usual schemas and

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mooncake import types
 from mooncake.adapters import open_adapter, open_adapters
 from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -54,10 +53,12 @@ from mooncake.llm_inputs import (
     warn_of_spelled_control,
 )
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
+from mooncake.sampling import SamplingParams as EngineSampling
+from mooncake.sampling import check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
 from mooncake.text.tokenizer import Tokenizer
-from mooncake.types import TokenIds, check_type
+from mooncake.types import TokenIds
 
 log = logging.getLogger(__name__)
 
@@ -329,7 +330,7 @@ class LLM:
             min_tokens=wanted.min_tokens,
         )
 
-    def _sequence(self, prompt: TokenIds, sampling: types.SamplingParams, adapter: int) -> engine_sequence.Sequence:
+    def _sequence(self, prompt: TokenIds, sampling: EngineSampling, adapter: int) -> engine_sequence.Sequence:
         start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
         if start is None:
             adapter = -1
@@ -392,7 +393,7 @@ def _fit(
     return replace(limits, max_model_len=longest, groups=groups), size
 
 
-def _ranking(sampling: types.SamplingParams) -> types.SamplingParams:
+def _ranking(sampling: EngineSampling) -> EngineSampling:
     """Answers are ranked by their log-probabilities, requested or not."""
     if sampling.num_answers == sampling.n or sampling.logprobs is not None:
         return sampling

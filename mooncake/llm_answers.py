@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import TextAssembler, TextPiece
-from mooncake.types import FinishReason, SamplingParams, TokenLogprob
+from mooncake.types import FinishReason, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.contract import StepOutput

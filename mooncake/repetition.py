@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from mooncake.types import RepetitionDetection, TokenIds
+from mooncake.sampling import RepetitionDetection
+from mooncake.types import TokenIds
 
 
 class Repetitions:

@@ -1,7 +1,7 @@
 """What a user asks of an answer, by vLLM's names: ``mooncake.SamplingParams``, and what goes into it.
 
 A form that may also be filled in after it was made, and that names texts: stop strings, words, schemas. What travels
-and computes is ``mooncake.types.SamplingParams``, which knows token ids alone; ``for_engine`` leads there. No
+and computes is ``mooncake.sampling.SamplingParams``, which knows token ids alone; ``for_engine`` leads there. No
 tokenizer, wire format or engine is known here.
 """
 
@@ -15,9 +15,9 @@ from numbers import Integral
 
 import msgspec
 
-from mooncake import types
+from mooncake import sampling
 from mooncake.errors import InvalidRequest, shown
-from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget, check_type
+from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget, check_type
 
 
 class RequestOutputKind(Enum):
@@ -104,8 +104,8 @@ class SamplingParams:
         return _texts("bad_words", self.bad_words)
 
     def for_engine(
-        self, longest: int = types.MAX_TOKENS, bad_words: tuple[tuple[int, ...], ...] = ()
-    ) -> types.SamplingParams:
+        self, longest: int = sampling.MAX_TOKENS, bad_words: tuple[tuple[int, ...], ...] = ()
+    ) -> sampling.SamplingParams:
         """What of it concerns tokens, with a seed. ``longest`` stands for ``max_tokens`` None, ``bad_words`` are the
         tokens of ``forbidden``. Raises InvalidRequest, naming the field."""
         for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos"):
@@ -117,8 +117,8 @@ class SamplingParams:
         if isinstance(self.allowed_token_ids, Collection) and not len(self.allowed_token_ids):
             raise InvalidRequest("allowed_token_ids is empty: no token could be drawn", "allowed_token_ids")
         _texts("bad_words", self.bad_words)
-        return types.SamplingParams(
-            max_tokens=min(longest, types.MAX_TOKENS) if self.max_tokens is None else self.max_tokens,
+        return sampling.SamplingParams(
+            max_tokens=min(longest, sampling.MAX_TOKENS) if self.max_tokens is None else self.max_tokens,
             min_tokens=self.min_tokens,
             temperature=self.temperature,
             top_k=0 if self.top_k == -1 else self.top_k,

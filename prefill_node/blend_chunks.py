@@ -27,7 +27,8 @@ from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import extend_chain
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
-from mooncake.types import BlockKey, SamplingParams, TokenIds
+from mooncake.sampling import SamplingParams
+from mooncake.types import BlockKey, TokenIds
 
 log = logging.getLogger(__name__)
 

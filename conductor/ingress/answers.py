@@ -14,9 +14,10 @@ from typing import Protocol
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
 from mooncake.errors import Cancelled, InternalError
+from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.text.tokenizer import Tokenizer
-from mooncake.types import FinishReason, SampledToken, SamplingParams, Usage
+from mooncake.types import FinishReason, SampledToken, Usage
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from conductor.ingress.parsers.reasoning import Start
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.prompts import Keep
 from mooncake.errors import InvalidRequest, shown
-from mooncake.types import SamplingParams, ThinkingBudget, TokenIds
+from mooncake.sampling import SamplingParams, ThinkingBudget
+from mooncake.types import TokenIds
 
 F = TypeVar("F", bound=GenerationFields)
 WARNING_HEADER = "x-mooncake-warning"

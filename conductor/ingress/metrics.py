@@ -17,7 +17,8 @@ from prometheus_client.registry import Collector
 from conductor.ingress.answers import Outcome
 from conductor.stats import DispatchStats
 from mooncake.rpc.cluster_pb2 import Load, StatusResponse
-from mooncake.types import Role, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import Role
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ENGINE = "0"

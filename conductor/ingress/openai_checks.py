@@ -11,7 +11,7 @@ from conductor.ingress.openai_types import (
 )
 from conductor.ingress.pipeline import MAX_CHOICES
 from mooncake.errors import InvalidRequest, shown
-from mooncake.types import MAX_TOP_LOGPROBS
+from mooncake.sampling import MAX_TOP_LOGPROBS
 
 
 def check_completion(body: CompletionRequest) -> None:

@@ -15,9 +15,9 @@ import msgspec
 from conductor.ingress.nested_fields import unknown_nested
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest, shown
+from mooncake.sampling import BeamSearch, Guide, RepetitionDetection, SamplingParams
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.sampling_params import guides_of, seed_or_random
-from mooncake.types import BeamSearch, Guide, RepetitionDetection, SamplingParams
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)

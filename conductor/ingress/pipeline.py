@@ -28,9 +28,10 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
+from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import check_stop
 from mooncake.text.tokenizer import Tokenizer
-from mooncake.types import SamplingParams, TokenIds
+from mooncake.types import TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
 MAX_PRIORITY = (1 << 31) - 1

@@ -16,10 +16,11 @@ import numpy as np
 from conductor.ingress.served_model import ServedModel
 from mooncake.errors import ContextTooLong, InvalidRequest, shown
 from mooncake.guides import Guides
+from mooncake.sampling import Guide
 from mooncake.text.chat_template import ROLES, ChatMessage
 from mooncake.text.detokenizer import bad_word_tokens
 from mooncake.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
-from mooncake.types import Guide, TokenIds
+from mooncake.types import TokenIds
 
 MAX_MESSAGES = 4096
 

@@ -63,8 +63,9 @@ from conductor.ingress.tools import (
     tools_of,
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
+from mooncake.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from mooncake.text.chat_template import ChatMessage
-from mooncake.types import MAX_TOP_LOGPROBS, FinishReason, SampledToken, SamplingParams
+from mooncake.types import FinishReason, SampledToken
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")

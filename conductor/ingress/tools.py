@@ -19,8 +19,8 @@ import msgspec
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN
 from conductor.ingress.parsers.parts import NOT_JSON, SurrogateFilter
 from mooncake.errors import InvalidRequest, shown
+from mooncake.sampling import Guide, GuideKind
 from mooncake.text.chat_template import ChatCall, ChatMessage
-from mooncake.types import Guide, GuideKind
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as Anthropic allows; OpenAI allows 64

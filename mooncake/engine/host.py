@@ -37,7 +37,8 @@ from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2 as pb
-from mooncake.types import KVLayout, SamplingParams, TokenIds
+from mooncake.sampling import SamplingParams
+from mooncake.types import KVLayout, TokenIds
 
 log = logging.getLogger(__name__)
 

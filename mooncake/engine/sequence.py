@@ -16,7 +16,8 @@ from mooncake.engine.reused_kv import ReusedKV
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
 from mooncake.repetition import Repetitions
-from mooncake.types import BlockKey, FinishReason, SamplingParams, TokenIds, TokenLogprob
+from mooncake.sampling import SamplingParams
+from mooncake.types import BlockKey, FinishReason, TokenIds, TokenLogprob
 
 if TYPE_CHECKING:
     from mooncake.engine.cache.swap import Swapped

@@ -12,7 +12,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 LENGTHS = (16, 64, 192)  # of prompts; the first one pays for lazy initialisation, and is no sample
 NEW_TOKENS = 4

@@ -42,8 +42,8 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Unset fields take the defaults of mooncake.types.SamplingParams; from a client, temperature to repetition_penalty those
-    of the model's generation_config.json first. Doubles, so that a node samples with what was asked.
+    """Unset fields take the defaults of mooncake.sampling.SamplingParams; from a client, temperature to repetition_penalty
+    those of the model's generation_config.json first. Doubles, so that a node samples with what was asked.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

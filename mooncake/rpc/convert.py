@@ -9,19 +9,14 @@ import numpy as np
 
 from mooncake.errors import InvalidRequest, shown
 from mooncake.rpc import common_pb2 as pb
+from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import (
-    BeamSearch,
     BlockEvent,
     BlockKey,
-    Guide,
-    GuideKind,
     PrefillReport,
-    RepetitionDetection,
     SampledToken,
-    SamplingParams,
     SegmentAddress,
-    ThinkingBudget,
     Tier,
     Timings,
     TokenIds,

@@ -37,7 +37,8 @@ from mooncake.rpc import (
 )
 from mooncake.rpc.convert import tokens_from_wire
 from mooncake.rpc.server import Channels, RpcServer
-from mooncake.types import SamplingParams, TokenIds
+from mooncake.sampling import SamplingParams
+from mooncake.types import TokenIds
 
 EOS = 1
 FACTS = ModelFacts(kv_fingerprint="kv", shape=Shape(block_tokens=4, block_bytes=1024, num_layers=2), eos_ids=(EOS,))

@@ -12,7 +12,8 @@ import pytest
 from conductor.admission.lengths import Kind
 from conductor.api import Delta, InferenceRequest
 from mooncake.errors import HandoffFailed, KVLoadFailed, NodeUnavailable
-from mooncake.types import BeamSearch, FinishReason
+from mooncake.sampling import BeamSearch
+from mooncake.types import FinishReason
 
 PROMPT = [5, 6, 7, 8, 9]
 

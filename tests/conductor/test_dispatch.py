@@ -25,7 +25,8 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.hashing import Chain, chain_seed, extend_chain
-from mooncake.types import BlockEvent, FinishReason, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import BlockEvent, FinishReason
 
 PROMPT = [5, 6, 7, 8, 9]
 

@@ -11,7 +11,8 @@ from conductor.api import Delta, InferenceRequest
 from conductor.dispatch.lifecycle import RequestState
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure
-from mooncake.types import BeamSearch, FinishReason, PrefillReport, SampledToken, SamplingParams
+from mooncake.sampling import BeamSearch, SamplingParams
+from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 EOS = 1
 

@@ -26,20 +26,8 @@ from mooncake.rpc.convert import (
     tokens_from_wire,
     tokens_to_wire,
 )
-from mooncake.types import (
-    BlockEvent,
-    BlockKey,
-    Guide,
-    GuideKind,
-    PrefillReport,
-    RepetitionDetection,
-    SampledToken,
-    SamplingParams,
-    SegmentAddress,
-    ThinkingBudget,
-    Timings,
-    TokenLogprob,
-)
+from mooncake.sampling import Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
+from mooncake.types import BlockEvent, BlockKey, PrefillReport, SampledToken, SegmentAddress, Timings, TokenLogprob
 
 u32 = st.integers(0, 2**32 - 1)
 u64 = st.integers(0, 2**64 - 1)

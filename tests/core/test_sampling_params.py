@@ -15,7 +15,7 @@ from mooncake import sampling_params
 from mooncake.client import Client
 from mooncake.errors import InvalidRequest
 from mooncake.repetition import Repetitions
-from mooncake.types import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
+from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 
 
 @pytest.mark.parametrize(

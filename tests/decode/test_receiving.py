@@ -21,7 +21,7 @@ from mooncake.engine.engine import Engine
 from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from prefill_node.node import PrefillNode
 
 HANDOFF_TIMEOUT_S = 0.2

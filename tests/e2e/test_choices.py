@@ -16,7 +16,7 @@ from live import small_config
 from mooncake import LLM, BeamSearchParams, SamplingParams
 from mooncake.app.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
-from mooncake.types import Guide, GuideKind
+from mooncake.sampling import Guide, GuideKind
 
 PROMPT = [int(i) for i in range(1000, 1150)]  # two full blocks and a partial one
 NUM_ANSWERS = 4

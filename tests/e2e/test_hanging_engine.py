@@ -24,7 +24,7 @@ from mooncake.engine.contract import NO_HOOK, CausalModel, StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.errors import MooncakeError
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, 40).tolist() for seed in range(3)]
 NEW_TOKENS = 8

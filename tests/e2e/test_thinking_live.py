@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mooncake.app.local import LocalCluster
 from mooncake.repetition import Repetitions
-from mooncake.types import RepetitionDetection
+from mooncake.sampling import RepetitionDetection
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"

@@ -21,7 +21,8 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, KVLayout, SamplingParams
+from mooncake.sampling import BeamSearch, SamplingParams
+from mooncake.types import KVLayout
 
 VOCAB = 97
 BLOCK = 4

@@ -21,7 +21,8 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import BeamSearch, FinishReason, SampledToken, SamplingParams
+from mooncake.sampling import BeamSearch, SamplingParams
+from mooncake.types import FinishReason, SampledToken
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
 
 WIDTH = 4

@@ -17,7 +17,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain, chain_seed, chunk_seed, extend_chain
 from mooncake.model import load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
 
 BLOCK = 8

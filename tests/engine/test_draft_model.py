@@ -27,7 +27,7 @@ from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.load import load_model
 from mooncake.precision import resolve_precision
-from mooncake.types import BeamSearch
+from mooncake.sampling import BeamSearch
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((1, 9, 40))]
 SAMPLINGS = [

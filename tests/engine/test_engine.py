@@ -30,7 +30,8 @@ from mooncake.errors import (
 from mooncake.hashing import Chain, extend_chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.repetition import Repetitions
-from mooncake.types import BeamSearch, FinishReason, RepetitionDetection, SampledToken, SamplingParams, ThinkingBudget
+from mooncake.sampling import BeamSearch, RepetitionDetection, SamplingParams, ThinkingBudget
+from mooncake.types import FinishReason, SampledToken
 from tests.engine.hash_model import (
     BLOCK,
     GREEDY,

@@ -10,7 +10,7 @@ import pytest
 from mooncake.checkpoint import open_checkpoint
 from mooncake.guide_limits import GuideTooComplex, check_grammar, check_schema
 from mooncake.guides import Guides
-from mooncake.types import Guide, GuideKind
+from mooncake.sampling import Guide, GuideKind
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -20,7 +20,8 @@ from mooncake.errors import InvalidRequest
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
 from mooncake.guides import Guides
 from mooncake.hashing import Chain
-from mooncake.types import FinishReason, Guide, GuideKind
+from mooncake.sampling import Guide, GuideKind
+from mooncake.types import FinishReason
 from tests.engine.hash_model import hash_engine, hash_sequence
 
 SCHEMA = {

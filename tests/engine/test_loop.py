@@ -27,7 +27,8 @@ from mooncake.errors import (
     NodeUnavailable,
 )
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.types import SampledToken, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import SampledToken
 from tests.engine.hash_model import GREEDY, HashModel, hash_engine, hash_sequence, random_prompt, true_answer
 
 WAIT_S = 20.0

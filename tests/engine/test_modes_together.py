@@ -22,7 +22,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.precision import resolve_precision
-from mooncake.types import BeamSearch, SamplingParams
+from mooncake.sampling import BeamSearch, SamplingParams
 from tests.engine.hash_model import answers
 
 CONTEXT, BLOCK = 160, 8

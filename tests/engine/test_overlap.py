@@ -13,7 +13,8 @@ from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
-from mooncake.types import FinishReason, SampledToken, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import FinishReason, SampledToken
 from tests.engine.hash_model import (
     GREEDY,
     HashModel,

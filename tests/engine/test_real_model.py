@@ -16,7 +16,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
 
 BLOCK = 64

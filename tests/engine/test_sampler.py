@@ -22,7 +22,7 @@ from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 VOCAB = 1000
 

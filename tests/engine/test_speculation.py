@@ -10,7 +10,8 @@ import pytest
 
 from mooncake.engine.decoding.draft_payoff import DraftPayoff
 from mooncake.engine.decoding.speculation import PromptLookup
-from mooncake.types import FinishReason, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import FinishReason
 from tests.engine.hash_model import (
     BLOCK,
     VOCAB,

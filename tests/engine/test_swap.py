@@ -8,7 +8,7 @@ import pytest
 
 from mooncake.engine.cache.swap import SwapSpace
 from mooncake.engine.engine import Engine
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import (
     BLOCK,
     answers,

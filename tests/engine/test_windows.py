@@ -10,7 +10,7 @@ import pytest
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import SequenceState
 from mooncake.page_groups import PageGroups, page_key, plan_groups
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_life, random_prompt, run_all
 from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_engine
 

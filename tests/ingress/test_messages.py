@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 
 from mooncake.errors import NodeUnavailable
-from mooncake.types import GuideKind
+from mooncake.sampling import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -17,7 +17,7 @@ from conductor.ingress.parsers.reasoning import ReasoningParser, Start
 from conductor.ingress.parsers.xml_calls import XmlCallParser
 from conductor.ingress.tools import Function, Tools
 from mooncake.errors import ConfigError
-from mooncake.types import Guide, GuideKind
+from mooncake.sampling import Guide, GuideKind
 
 TEXT = "<think>\nHm, a <b> or\n\n</thin… \n</think>\n\nBecause <think> is a tag."
 

@@ -17,7 +17,8 @@ from conductor.stats import DispatchStats
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
 from mooncake.rpc.cluster_pb2 import StatusResponse
-from mooncake.types import FinishReason, SampledToken, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import FinishReason, SampledToken
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

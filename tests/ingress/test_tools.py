@@ -13,7 +13,7 @@ from conductor.ingress.parsers.json_calls import CLOSE, OPEN, JsonCallParser
 from conductor.ingress.parsers.parts import CallPart, FirstCallParser, joined_calls
 from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.guides import Guides
-from mooncake.types import GuideKind
+from mooncake.sampling import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

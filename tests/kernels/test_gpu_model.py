@@ -37,7 +37,8 @@ from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
-from mooncake.types import KVLayout, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import KVLayout
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

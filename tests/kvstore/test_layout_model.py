@@ -23,7 +23,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
 
 PROMPT = np.random.default_rng(0).integers(100, 49_000, 200).astype(np.uint32)

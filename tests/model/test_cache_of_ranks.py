@@ -26,7 +26,7 @@ from mooncake.errors import KVLoadFailed
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.load import load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT, LAYERS = 16, 24, 256, 5
 

@@ -40,7 +40,7 @@ from mooncake.model import load_model
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout, groups_of
 from mooncake.precision import resolve_precision
-from mooncake.types import BeamSearch
+from mooncake.sampling import BeamSearch
 
 GROUPS = {"lfm2": (5, 1), "lfm2-moe": (5, 1), "nemotron-h": (5, 4), "nemotron-3": (5, 4)}  # groups, and rows of a state
 CUT = (Processes(tensor=2), Processes(stages=2), Processes(context=2))

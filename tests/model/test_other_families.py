@@ -21,7 +21,7 @@ from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 
 @pytest.fixture(params=FAMILIES, scope="module")

@@ -15,7 +15,7 @@ from mooncake.engine.engine import Engine
 from mooncake.rpc import prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from prefill_node.node import PrefillNode
 
 PROMPT = [7 * i % 101 + 1 for i in range(150)]

@@ -15,7 +15,7 @@ from mooncake.config import Config, load_config
 from mooncake.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from prefill_node.node import PrefillNode
 
 PROMPT = np.random.default_rng(5).integers(100, 49000, 200, dtype=np.uint32)

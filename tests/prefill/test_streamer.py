@@ -15,7 +15,8 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepEntry, StepPlan
 from mooncake.hashing import Chain
 from mooncake.page_groups import one_group
-from mooncake.types import KVLayout, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import KVLayout
 from prefill_node.kv_writer import LayerBlocks
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 

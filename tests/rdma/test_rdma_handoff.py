@@ -27,7 +27,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import load_model
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 from tests.engine.hash_model import answers, run_all

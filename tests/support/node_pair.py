@@ -17,7 +17,8 @@ from mooncake.config import Config, load_config
 from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import report_from_wire, sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
-from mooncake.types import PrefillReport, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import PrefillReport
 from prefill_node.node import PrefillNode
 
 BLOCK, NEW_TOKENS = 8, 20

@@ -21,7 +21,7 @@ from mooncake.kernels import Kernels
 from mooncake.model import load_model
 from mooncake.page_groups import as_one_group, groups_of
 from mooncake.precision import Coding, KeptGroups
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 BLOCK, CONTEXT = 8, 256
 STATES: dict[str, Any] = {

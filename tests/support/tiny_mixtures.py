@@ -14,7 +14,7 @@ from mooncake.engine.contract import Cache, CausalModel, EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS, NEW_TOKENS = 16, 60, 12
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((70, 5, 33))]

@@ -25,7 +25,7 @@ from conductor.ingress.parsers.parts import (
 )
 from conductor.ingress.parsers.reasoning import Start, spelled
 from conductor.ingress.tools import Tools
-from mooncake.types import Guide
+from mooncake.sampling import Guide
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # the last one if an end is missing

@@ -28,7 +28,7 @@ from conductor.ingress.parsers.reasoning import ReasoningParser, Start, Tags, af
 from conductor.ingress.parsers.xml_calls import XmlCallParser
 from conductor.ingress.tools import Tools
 from mooncake.errors import ConfigError
-from mooncake.types import Guide
+from mooncake.sampling import Guide
 
 THINK = Tags("<think>", "</think>")
 TAGS = {

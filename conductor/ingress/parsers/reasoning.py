@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, ReasoningPart, overlap
-from mooncake.types import Guide
+from mooncake.sampling import Guide
 
 _MAX_SPACE_CHARS = 64  # before the reasoning, and the most removed at its end
 

@@ -25,7 +25,7 @@ from mooncake.errors import ConfigError
 from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.page_groups import as_one_group
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 BLOCK = 64
 MIN_TOKEN = 100  # ids below are often special

@@ -25,7 +25,8 @@ from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.gpu_model import GpuModel
 from mooncake.model_config import ModelConfig
-from mooncake.types import KVLayout, SampledToken, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import KVLayout, SampledToken
 
 SHAPES = {"1": (1, 1024), "64x2k": (64, 2048)}  # sequences, tokens of context
 SHARED_CONTEXT = 8192  # tokens, all shared except those of the last block

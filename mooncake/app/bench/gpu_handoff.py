@@ -23,7 +23,8 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.gpu_model import GpuModel
-from mooncake.types import KVLayout, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import KVLayout
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 

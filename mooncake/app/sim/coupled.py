@@ -22,7 +22,8 @@ from mooncake.engine.scheduler import Scheduler
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepPlan
 from mooncake.hashing import Chain
-from mooncake.types import BlockKey, FinishReason, SamplingParams
+from mooncake.sampling import SamplingParams
+from mooncake.types import BlockKey, FinishReason
 
 MAX_MODEL_LEN = 1 << 18
 MAX_WAITING = 1 << 20

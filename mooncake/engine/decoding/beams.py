@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mooncake.types import BeamSearch, FinishReason, SampledToken, TokenLogprob
+from mooncake.sampling import BeamSearch
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True)

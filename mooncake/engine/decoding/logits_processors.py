@@ -13,7 +13,8 @@ import numpy.typing as npt
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides, GuideState
-from mooncake.types import SamplingParams, ThinkingBudget, TokenIds
+from mooncake.sampling import SamplingParams, ThinkingBudget
+from mooncake.types import TokenIds
 
 Row = npt.NDArray[np.float32]  # logits [V]
 

@@ -25,7 +25,8 @@ from mooncake.guides import Guides
 from mooncake.kernels import Kernels, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_library import DRAW
-from mooncake.types import SamplingParams, TokenLogprob
+from mooncake.sampling import SamplingParams
+from mooncake.types import TokenLogprob
 
 RUN = 256  # tokens; a draw searches the sums of such runs first
 # How many of the most likely tokens top-p looks at first; eight times as many whenever they do not suffice.

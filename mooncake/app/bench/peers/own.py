@@ -26,7 +26,7 @@ from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.page_groups import as_one_group
 from mooncake.precision import Precision
 from mooncake.prefault import prefault_in_background
-from mooncake.types import SamplingParams
+from mooncake.sampling import SamplingParams
 
 CHOICES = 20  # repetitions of ``choosing_s``
 
