@@ -26,12 +26,13 @@ def block_settings(config: Config, checkpoint: Checkpoint) -> dict[str, str]:
 def node_settings(config: Config, checkpoint: Checkpoint) -> dict[str, str]:
     """Those of nodes that compute. Raises ConfigError, and ModelError for an adapter that cannot be read."""
     precision = config.precision(checkpoint.coding)
+    form = precision.weights
     adapters = sorted(adapter.digest[:12] for adapter in open_adapters(parse_adapters(config.model.adapters)))
     return {
         **block_settings(config, checkpoint),
         "weights": checkpoint.digest[:12],
-        "model.dtype": precision.dtype,
-        "model.weights": " + ".join(filter(None, (precision.coding, precision.codes, precision.groups))) or "plain",
+        "model.dtype": form.dtype,
+        "model.weights": " + ".join(filter(None, (form.coding, form.codes, form.groups))) or "plain",
         "model.key_scales": precision.key_scales.digest[:12] if precision.key_scales else "none",
         "model.adapters": ", ".join(adapters) or "none",
     }

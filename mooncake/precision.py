@@ -35,17 +35,15 @@ _BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    dtype: str  # "float32" | "bfloat16": of the weights
-    kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
-    coding: Coding  # "": weights as ``dtype`` says; "int8": int8 weights; "w8a8": int8 weights and activations
-    key_scales: KeyScales | None = None  # for key channels, applied before quantising
+class WeightFormat:
+    """How a model's weights are held and multiplied. Plain data, which other processes that compute get as JSON."""
+
+    dtype: str  # "float32" | "bfloat16": of values
+    coding: Coding = ""  # of weights that the checkpoint has as values; "": as ``dtype`` says
     codes: Coding = ""  # how int8 codes stored in the checkpoint are used; "": dequantised
     keeps_groups: KeptGroups = ""
 
-    @property
-    def weights(self) -> str:
-        """For logs."""
+    def __str__(self) -> str:
         others = self.coding or self.dtype
         return f"{self.codes} as stored, others {others}" if self.codes else others
 
@@ -54,12 +52,23 @@ class Precision:
         """How codes in groups change results; exact ones do not."""
         return "groups-a8" if self.keeps_groups == "a8" else ""
 
+
+FLOAT32 = WeightFormat("float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    weights: WeightFormat
+    kv_dtype: str  # "float32" | "bfloat16" | "int8": of the paged cache
+    key_scales: KeyScales | None = None  # for key channels, applied before quantising
+
     def identity(self, weights_digest: str) -> str:
         """Distinguishes KV of this precision from that of the same weights in another; part of the cache's
         fingerprint."""
         of_keys = f"keys-{self.key_scales.digest}" if self.key_scales else ""
-        own = f"own-{self.codes}" if self.codes else ""
-        return "+".join([weights_digest, *filter(None, (self.coding, own, self.groups, of_keys))])
+        own = f"own-{self.weights.codes}" if self.weights.codes else ""
+        parts = (self.weights.coding, own, self.weights.groups, of_keys)
+        return "+".join([weights_digest, *filter(None, parts)])
 
 
 def resolve_precision(
@@ -97,14 +106,9 @@ def resolve_precision(
         from mooncake.key_scales import load_key_scales
 
         scales = load_key_scales(key_scales)
-    return Precision(
-        dtype,
-        dtype if kv_dtype == "auto" else kv_dtype,
-        _CODINGS.get(weights, ""),
-        scales,
-        _own_codes(weights, stored, on_cpus),
-        _kept_groups(weights, dtype, on_cpus),
-    )
+    own, kept = _own_codes(weights, stored, on_cpus), _kept_groups(weights, dtype, on_cpus)
+    held = WeightFormat(dtype, _CODINGS.get(weights, ""), own, kept)
+    return Precision(held, dtype if kv_dtype == "auto" else kv_dtype, scales)
 
 
 def _kept_groups(weights: str, dtype: str, on_cpus: bool) -> KeptGroups:

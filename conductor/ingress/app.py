@@ -174,7 +174,7 @@ def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Ad
         max_model_len=checkpoint.config.context(config.model.max_model_len),
         vocab_size=checkpoint.config.vocab_size,
         block_tokens=config.block.tokens,
-        dtype=config.precision().dtype,
+        dtype=config.precision().weights.dtype,
         fingerprint=f"fp_{checkpoint.digest[:12]}",
         created=int(time.time()),
         adapters={adapter.name: adapter for adapter in open_adapters(folders)},

@@ -17,6 +17,7 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.key_scales import Exponents, KeyScales, save_key_scales
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 64
 STRENGTH = 0.5  # SmoothQuant's alpha (Xiao et al. 2023): how much of a channel's size moves to the queries
@@ -50,7 +51,7 @@ def measured(checkpoint: Checkpoint, num_tokens: int = 512, text: str | None = N
     ids = checkpoint.load_tokenizer().encode(text[: 32 * num_tokens])[:num_tokens]
     if len(ids) < BLOCK_TOKENS:
         raise ConfigError(f"{len(ids)} tokens of text are too few to measure keys on; the minimum is {BLOCK_TOKENS}")
-    model = load_model(checkpoint, "float32", len(ids))
+    model = load_model(checkpoint, FLOAT32, len(ids))
     if not isinstance(model, CausalLM):
         raise ConfigError(f"keys are scaled only in the Llama family, not in {checkpoint.config.architecture}")
     return KeyScales(_exponents(model, torch.tensor(np.asarray(ids, np.int64))))

@@ -253,9 +253,9 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
 def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) -> float:
     """Weights of all processes of a node."""
     precision = config.precision(checkpoint.coding)
-    plain_bytes = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
-    own_codes = checkpoint.num_codes if precision.codes else 0  # one byte each
-    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups and not own_codes else (0, 0)
+    plain_bytes = 1 if precision.weights.coding else 4 if precision.weights.dtype == "float32" else 2
+    own_codes = checkpoint.num_codes if precision.weights.codes else 0  # one byte each
+    in_groups, group_bytes = checkpoint.groups if precision.weights.keeps_groups and not own_codes else (0, 0)
     others = parameter_count(checkpoint.config) - own_codes - in_groups
     whole_gb = (others * plain_bytes + own_codes + group_bytes) / GB
     return whole_gb * (section.context_parallel if isinstance(section, PrefillSection) else 1)

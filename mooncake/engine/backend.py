@@ -216,11 +216,8 @@ def on_cpu(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
         model=str(checkpoint.path),
         max_model_len=checkpoint.config.max_model_len,
         positions=size.max_model_len,
-        dtype=precision.dtype,
+        weights=precision.weights,
         kv_dtype=precision.kv_dtype,
-        coding=precision.coding,
-        codes=precision.codes,
-        keeps_groups=precision.keeps_groups,
         threads=max(num_threads() // num_ranks, 1),
     )
     cut = ContextParallelModel(model, setup, checkpoint)
@@ -232,7 +229,7 @@ def on_gpu(spec: BackendSpec) -> Backend:
     the same kernels run on the CPU, step by step. Raises ConfigError without this GPU, ModelError as ``load_model``."""
     checkpoint, precision, size, device = spec.checkpoint, spec.precision, spec.size, spec.device
     _check_gpus(checkpoint, device)
-    if precision.coding and checkpoint.config.num_experts:
+    if precision.weights.coding and checkpoint.config.num_experts:
         raise ModelError(f'{checkpoint.name} is a mixture, and experts on GPUs are values: model.weights="auto"')
     from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
@@ -243,7 +240,7 @@ def on_gpu(spec: BackendSpec) -> Backend:
         gpu = GpuModel(
             lambda kernels: _model(spec, kernels),
             max_blocks=-(-size.max_model_len // size.layout.block_tokens),
-            dtype=TORCH_DTYPES[precision.dtype],
+            dtype=TORCH_DTYPES[precision.weights.dtype],
             device=None if INTERPRETED else device,
             buckets=buckets,
             groups=size.groups,
@@ -260,7 +257,7 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
     cache; the mirror is in ``memory``, where it is given. ``timeout_s`` as for ``open_for_node``. Raises ConfigError
     where there are fewer GPUs or too small ones, ModelError when the model cannot be cut so."""
     checkpoint, precision, size, num_ranks = spec.checkpoint, spec.precision, spec.size, spec.processes.tensor
-    if precision.coding or precision.codes:
+    if precision.weights.coding or precision.weights.codes:
         raise ModelError(
             'tensor parallelism over GPUs takes float32 or bfloat16 weights (model.weights="plain" dequantises stored '
             "codes)"
@@ -274,7 +271,7 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
         size=num_ranks,
         model=str(checkpoint.path),
         max_model_len=size.max_model_len,
-        dtype=precision.dtype,
+        weights=precision.weights,
         layout=size.layout,
         num_blocks=size.num_blocks,
         num_places=size.num_places,
@@ -312,7 +309,7 @@ def over_ranks(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
     from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 
     precision, size, processes = spec.precision, spec.size, spec.processes
-    if "w8a8" in (precision.coding, precision.codes):
+    if "w8a8" in (precision.weights.coding, precision.weights.codes):
         raise ModelError(
             "tensor parallelism takes no W8A8: each rank would quantise its part of the activations alone "
             '(model.weights="plain" dequantises stored codes)'
@@ -368,14 +365,11 @@ def _model(spec: BackendSpec, kernels: Kernels | None = None) -> CausalLM | Deco
     precision = spec.precision
     return load_model(
         spec.checkpoint,
-        precision.dtype,
+        precision.weights,
         spec.size.max_model_len,
-        precision.coding,
         kernels,
-        spec.adapters,
-        precision.key_scales,
-        codes=precision.codes,
-        keeps_groups=precision.keeps_groups,
+        adapters=spec.adapters,
+        key_scales=precision.key_scales,
         can_blend=spec.can_blend,
         keep_hidden=spec.size.layout.inputs_of,
     )

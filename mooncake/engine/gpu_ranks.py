@@ -53,6 +53,7 @@ from mooncake.model.parallel.ranks import (
     starting,
 )
 from mooncake.model.parallel.shards import copies_heads_of, kv_heads_of, shard_config
+from mooncake.precision import WeightFormat
 from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Setup(msgspec.Struct, frozen=True):
     size: int
     model: str  # as for ``open_checkpoint``
     max_model_len: int  # tokens, of sequences
-    dtype: str
+    weights: WeightFormat
     layout: KVLayout  # of a block with all KV heads
     num_blocks: int
     num_places: int
@@ -89,9 +90,9 @@ class _Rank:
         gpu = setup.gpu_of(group.rank)
         with _fitting_into(gpu):
             self.model = GpuModel(
-                lambda kernels: load_part(checkpoint, setup.dtype, group, setup.max_model_len, kernels),
+                lambda kernels: load_part(checkpoint, setup.weights, group, setup.max_model_len, kernels),
                 max_blocks=-(-setup.max_model_len // setup.layout.block_tokens),
-                dtype=TORCH_DTYPES[setup.dtype],
+                dtype=TORCH_DTYPES[setup.weights.dtype],
                 device=None if INTERPRETED else f"cuda:{gpu}",
                 buckets=() if INTERPRETED else BUCKETS,
                 host_logits=group.rank == 0,

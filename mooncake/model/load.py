@@ -37,7 +37,7 @@ from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
 from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
-from mooncake.precision import Coding, KeptGroups
+from mooncake.precision import WeightFormat
 
 DTYPES = ("float32", "bfloat16")
 OTHER_FAMILIES: dict[str, type[Decoder]] = {
@@ -114,27 +114,24 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
 @gives_back_memory
 def load_model(
     checkpoint: Checkpoint,
-    dtype: str,
+    form: WeightFormat,
     max_model_len: int = 0,
-    coding: Coding = "",
     kernels: Kernels | None = None,
+    *,
     adapters: Sequence[Adapter] = (),
     key_scales: KeyScales | None = None,
-    codes: Coding = "",
-    keeps_groups: KeptGroups = "",
     can_blend: bool = False,
     layers: range | None = None,
     keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches refer to ``adapters`` by
-    index. ``codes`` applies to int8 codes stored in the checkpoint, ``coding`` to all other weights; ``keeps_groups``
-    is as in ``Precision``. ``can_blend``: accept batches with ``reuse``, which a fused pass does not. ``layers``: load
-    only those, as a stage. ``keep_hidden``: layers whose inputs the cache keeps.
+    index. ``can_blend``: accept batches with ``reuse``, which a fused pass does not. ``layers``: load only those, as a
+    stage. ``keep_hidden``: layers whose inputs the cache keeps.
 
     Raises ModelError if weights are missing, broken or of an unsupported kind.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if form.dtype not in DTYPES:
+        raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {form.dtype!r}")
     config = checkpoint.config
     family = _family_of(config)
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
@@ -155,7 +152,7 @@ def load_model(
         )
     if family is None:
         lora = [load_adapter(adapter, config) for adapter in adapters]
-        weights = load_weights(checkpoint, dtype, codes, keeps_groups)
+        weights = load_weights(checkpoint, form.dtype, form.codes, form.keeps_groups)
         if key_scales:
             weights = with_scaled_keys(weights, config, key_scales)
         return CausalLM(
@@ -163,7 +160,7 @@ def load_model(
             weights,
             max_model_len,
             kernels,
-            coding,
+            form.coding,
             not can_blend,
             adapters=lora,
             layers=layers,
@@ -171,37 +168,34 @@ def load_model(
         )
     if adapters or key_scales:
         raise ModelError(_for_llama("adapters" if adapters else "model.key_scales", checkpoint))
-    weights = load_weights(checkpoint, dtype, keeps_groups=keeps_groups)
-    return family(config, weights, max_model_len, kernels, layers=layers, coding=coding)
+    weights = load_weights(checkpoint, form.dtype, keeps_groups=form.keeps_groups)
+    return family(config, weights, max_model_len, kernels, layers=layers, coding=form.coding)
 
 
 @gives_back_memory
 def load_part(
     checkpoint: Checkpoint,
-    dtype: str,
+    form: WeightFormat,
     ranks: Ranks,
     max_model_len: int = 0,
     kernels: Kernels | None = None,
-    coding: Coding = "",
-    codes: Coding = "",
-    keeps_groups: KeptGroups = "",
 ) -> CausalLM | Decoder:
-    """One tensor parallel rank's part of the model (``shards``). ``coding`` and ``codes`` are "" or "int8"; with W8A8
-    each rank would quantise its part of the activations alone. Raises ModelError if the model cannot be split into so
-    many parts, and like ``load_model``."""
-    assert "w8a8" not in (coding, codes)
+    """One tensor parallel rank's part of the model (``shards``). ``form`` is without W8A8, with which each rank would
+    quantise its part of the activations alone. Raises ModelError if the model cannot be split into so many parts, and
+    like ``load_model``."""
+    assert "w8a8" not in (form.coding, form.codes)
     whole, rank, size = checkpoint.config, ranks.rank, ranks.size
     config, shares = shard_config(whole, size), vocabulary_shares(whole, size)
-    stored = load_weights(checkpoint, dtype, codes, keeps_groups)
-    weights = shard_weights(stored, whole, rank, size, coding)
+    stored = load_weights(checkpoint, form.dtype, form.codes, form.keeps_groups)
+    weights = shard_weights(stored, whole, rank, size, form.coding)
 
     def vocabulary(part: Linear) -> Linear:
         return VocabularyPart(part, shares, ranks)
 
     family = _family_of(whole)
     if family is None:
-        return CausalLM(config, weights, max_model_len, kernels, coding, reduce=ranks.sum, vocabulary=vocabulary)
-    if coding:
+        return CausalLM(config, weights, max_model_len, kernels, form.coding, reduce=ranks.sum, vocabulary=vocabulary)
+    if form.coding:
         raise ModelError(_for_llama("tensor parallel ranks with int8 weights", checkpoint))
     experts = experts_of(whole, rank, size)
     return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)

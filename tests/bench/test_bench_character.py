@@ -25,6 +25,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import ForwardBatch, NoHook, load_model
+from mooncake.precision import FLOAT32
 
 SMALL = ["--layers", "6", "--hidden", "64", "--window", "4", "--length", "64", "--steps", "2", "--batch", "2"]
 SMALL += ["--windows", "2", "--needles", "2", "--prompt-tokens", "40", "--prompt-hidden", "64", "--reps", "1"]
@@ -66,7 +67,7 @@ def test_the_engine_computes_what_was_trained(name: str, tmp_path: Path) -> None
     checkpoint = open_checkpoint(str(tmp_path))
     cache = KVCache(checkpoint.kv_layout(16, "float32"), 4)
     batch = ForwardBatch.of_prompt(ids, 16, torch.arange(60))
-    got = load_model(checkpoint, "float32").forward(batch, cache.tensor, NoHook())
+    got = load_model(checkpoint, FLOAT32).forward(batch, cache.tensor, NoHook())
     torch.testing.assert_close(got, trained(ids[None])[0].detach(), atol=1e-4, rtol=1e-4)
     assert checkpoint.load_tokenizer().decode(CORPUS.training[:9].tolist()) == "No needle"
 

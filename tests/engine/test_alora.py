@@ -25,7 +25,7 @@ from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.lora import load_adapter
-from mooncake.precision import Coding
+from mooncake.precision import Coding, WeightFormat
 
 NEW, BLOCK = 12, 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
@@ -114,7 +114,7 @@ def test_what_is_before_an_invocation_is_the_models_own_to_the_bit(
 ) -> None:
     checkpoint, adapter = open_checkpoint(str(models.folder)), open_adapter("check", str(models.folder / "check"))
     config = checkpoint.config
-    model = load_model(checkpoint, dtype, 64, coding, adapters=[adapter], can_blend=can_blend)
+    model = load_model(checkpoint, WeightFormat(dtype, coding=coding), 64, adapters=[adapter], can_blend=can_blend)
     for count, start in ((41, 21), (9, 8), (3, 1)):
         acting = torch.zeros(count, dtype=torch.int32)
         acting[:start] = -1

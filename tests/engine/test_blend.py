@@ -17,6 +17,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain, chain_seed, chunk_seed, extend_chain
 from mooncake.model import load_model
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
 
@@ -47,7 +48,7 @@ def one_thread() -> Iterator[None]:
 def engine_of(checkpoint: Checkpoint, num_blocks: int = 40, chunk_tokens: int = 0) -> Engine:
     cache = KVCache(checkpoint.kv_layout(BLOCK, "float32"), num_blocks)
     config = EngineConfig(block_tokens=BLOCK, chunk_tokens=chunk_tokens, max_sequences=8, max_model_len=200)
-    return Engine(load_model(checkpoint, "float32", 200, can_blend=True), cache, config)
+    return Engine(load_model(checkpoint, FLOAT32, 200, can_blend=True), cache, config)
 
 
 def sequence(name: str, tokens: np.ndarray, sampling: SamplingParams = GREEDY, seed: bytes = PROMPT) -> Sequence:

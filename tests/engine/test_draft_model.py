@@ -26,7 +26,7 @@ from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.load import load_model
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling import BeamSearch
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((1, 9, 40))]
@@ -103,7 +103,7 @@ def test_a_small_model_that_fails_costs_its_drafts_alone(
     checkpoint = open_checkpoint(str(folders["twin"]))
     size = CacheSize(checkpoint.kv_layout(8, "float32"), 100, 256)
     backend = on_cpu(BackendSpec(checkpoint, resolve_precision("float32"), size))
-    drafter = DraftModel(load_model(checkpoint, "float32", max_model_len=32), backend.cache, 6, max_model_len=256)
+    drafter = DraftModel(load_model(checkpoint, FLOAT32, max_model_len=32), backend.cache, 6, max_model_len=256)
     config = EngineConfig(8, max_model_len=256, speculative_tokens=6)
     engine = Engine(backend.model, KVCache(checkpoint.kv_layout(8, "float32"), 100), config, draft_model=drafter)
     found: dict[str, list[int]] = {}

@@ -16,6 +16,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
 
@@ -34,7 +35,7 @@ def checkpoint() -> Checkpoint:
 def model(checkpoint: Checkpoint) -> Iterator[CausalLM]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield load_model(checkpoint, "float32", 1024)
+    yield load_model(checkpoint, FLOAT32, 1024)
     torch.set_num_threads(threads)
 
 

@@ -36,6 +36,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model import load_model
 from mooncake.model.gpu_model import GpuModel
 from mooncake.page_groups import as_one_group, groups_of
+from mooncake.precision import FLOAT32
 
 pytestmark = [
     pytest.mark.skipif(
@@ -67,7 +68,7 @@ def gpu_engine(
     groups = groups_of(checkpoint.config, CONTEXT, block) if has_groups else as_one_group(checkpoint.config, block)
     numbers = {"block_tokens": BLOCK, "chunk_tokens": 24, "max_sequences": 8, "max_model_len": CONTEXT} | settings
     model = Counting(
-        lambda kernels: load_model(checkpoint, "float32", CONTEXT, kernels=kernels),
+        lambda kernels: load_model(checkpoint, FLOAT32, CONTEXT, kernels=kernels),
         max_blocks=numbers["max_model_len"] // BLOCK,
         dtype=torch.float32,
         buckets=buckets,

@@ -37,6 +37,7 @@ from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout
 
@@ -344,10 +345,10 @@ def test_steps_of_layers_in_groups_are_replayed(tmp_path: Path) -> None:
     prompts = [random.integers(2, VOCAB, length, dtype=np.uint32) for length in (30, 3)]  # one leaves a page behind
 
     def build(kernels: PlannedKernels) -> CausalLM | Decoder:
-        return load_model(folder.checkpoint, "float32", kernels=kernels)
+        return load_model(folder.checkpoint, FLOAT32, kernels=kernels)
 
     model = Counting(build, max_blocks=16, dtype=torch.float32, buckets=(2,), groups=groups)
-    on_cpu = load_model(folder.checkpoint, "float32", kernels=reference)
+    on_cpu = load_model(folder.checkpoint, FLOAT32, kernels=reference)
     assert tokens_of(model, prompts, GREEDY, layout, groups) == tokens_of(on_cpu, prompts, GREEDY, layout, groups)
     assert 1 <= model.num_tables < model.num_replays, "tables that had not changed were copied again"
     with torch.inference_mode(), Asked() as asked:

@@ -28,6 +28,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gpu_model import GpuModel
 from mooncake.model.load import load_model, load_part
+from mooncake.precision import FLOAT32
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU; `make gpu` runs two ranks on two GPUs")
 
@@ -143,7 +144,7 @@ def test_graphs_of_two_ranks_are_captured_alike_and_replayed_together(folder: st
     ranks = InThreads()
     whole = torch.zeros((4, 2, 2, 2, 16, 16))
     newest, steps = [2, 0, 1], [step(3, torch.tensor([5, 200, 320])), step(4, torch.zeros(3, dtype=torch.int64))]
-    expected = load_model(checkpoint, "float32", 32)
+    expected = load_model(checkpoint, FLOAT32, 32)
     first = expected.forward(steps[0], whole, NoHook()).argmax(-1)
     second = expected.forward(step(4, first[newest]), whole, NoHook()).argmax(-1)
     assert len(set(first.tolist())) == 3, "to mistake one for another would change nothing"
@@ -151,7 +152,7 @@ def test_graphs_of_two_ranks_are_captured_alike_and_replayed_together(folder: st
     def compute(rank: int) -> tuple[list[int], list[list[int]]]:
         ours = InThread(ranks, rank)
         model = GpuModel(
-            lambda kernels: load_part(checkpoint, "float32", ours, 32, kernels),
+            lambda kernels: load_part(checkpoint, FLOAT32, ours, 32, kernels),
             max_blocks=2,
             dtype=torch.float32,
             buckets=(1, 2, 4),

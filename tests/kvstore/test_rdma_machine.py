@@ -16,6 +16,7 @@ from kvstore.transfer.rdma_find import VerbsUnavailable, load_pyverbs
 from kvstore.transfer.rdma_verbs import Device
 from mooncake.checkpoint import open_checkpoint
 from mooncake.model import load_model
+from mooncake.precision import FLOAT32
 
 ROOT = Path(__file__).parents[2]
 TOOL = Path(os.environ.get("RDMA_VM") or ROOT.parent / "shared" / "rdma-vm" / "run-in-rdma-vm")
@@ -62,6 +63,6 @@ def test_reads_writes_keys_queue_pairs_and_peers_over_verbs():
 
 @pytest.mark.timeout(600)
 def test_a_real_models_hand_off_streams_over_verbs():
-    load_model(open_checkpoint("smollm2"), "float32", 128)  # leaves its weights where the machine need only map them
+    load_model(open_checkpoint("smollm2"), FLOAT32, 128)  # leaves its weights where the machine need only map them
     output = in_machine("tests/rdma/test_rdma_handoff.py", memory="4G", model="smollm2", timeout_s=540)
     assert "1 passed" in output

@@ -22,6 +22,7 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
 from mooncake.model.blend import Blending, copy_turned, share_at, turns
 from mooncake.model.rope import rope_tables
+from mooncake.precision import FLOAT32
 
 BLOCK, CHUNK, NUM_CHUNKS, TAIL = 16, 128, 4, 20  # tokens; the first chunk is a prefix
 LENGTH = NUM_CHUNKS * CHUNK + TAIL
@@ -88,7 +89,7 @@ def checkpoint() -> Checkpoint:
 def model(checkpoint: Checkpoint) -> Iterator[CausalLM]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    model = load_model(checkpoint, "float32", 1024, can_blend=True)
+    model = load_model(checkpoint, FLOAT32, 1024, can_blend=True)
     assert isinstance(model, CausalLM)
     yield model
     torch.set_num_threads(threads)
@@ -261,7 +262,7 @@ def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype:
     """Including keys with norms: stored keys are normalised."""
     write_tiny_model(tmp_path, family, max_position_embeddings=LENGTH + 4, head_dim=16)
     checkpoint = open_checkpoint(str(tmp_path))
-    model = load_model(checkpoint, "float32", can_blend=True)
+    model = load_model(checkpoint, FLOAT32, can_blend=True)
     assert isinstance(model, CausalLM)
     tokens = np.random.default_rng(0).integers(3, 300, LENGTH)
     kitchen = Kitchen(checkpoint, model, tokens, kv_dtype)
@@ -284,8 +285,8 @@ def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype:
 def test_models_that_cannot_blend_refuse(tmp_path: Path, checkpoint: Checkpoint) -> None:
     write_tiny_model(tmp_path, "mistral", sliding_window=32)
     with pytest.raises(ModelError, match="full attention"):
-        load_model(open_checkpoint(str(tmp_path)), "float32", can_blend=True)
-    fused = load_model(checkpoint, "float32", 64)
+        load_model(open_checkpoint(str(tmp_path)), FLOAT32, can_blend=True)
+    fused = load_model(checkpoint, FLOAT32, 64)
     assert isinstance(fused, CausalLM)
     prompt = ForwardBatch.of_prompt(torch.arange(8), BLOCK, torch.tensor([7]))
     reuse = Reuse(torch.full((8,), -1), torch.zeros(8, dtype=torch.int64), 0.5)

@@ -26,6 +26,7 @@ from mooncake.errors import KVLoadFailed
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.load import load_model
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT, LAYERS = 16, 24, 256, 5
@@ -58,7 +59,7 @@ def computed_alone(folder: Path, batch: ForwardBatch) -> tuple[torch.Tensor, tor
     """Its logits, and the cache afterwards."""
     checkpoint = open_checkpoint(str(folder))
     cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
-    return load_model(checkpoint, "float32", LIMIT).forward(batch, cache.tensor, NoHook()), cache.tensor
+    return load_model(checkpoint, FLOAT32, LIMIT).forward(batch, cache.tensor, NoHook()), cache.tensor
 
 
 class Hesitant:
@@ -149,7 +150,7 @@ def test_ranks_give_the_tokens_of_one_process_when_sequences_fork_and_give_way(r
     config = EngineConfig(BLOCK_TOKENS, 96, 8, LIMIT)
     engines = [
         Engine(ranks.model, ranks.cache, config),
-        Engine(load_model(checkpoint, "float32", LIMIT), cache, config),
+        Engine(load_model(checkpoint, FLOAT32, LIMIT), cache, config),
     ]
     random = np.random.default_rng(3)
     for lengths, new_tokens, num_answers in (((70, 5), 12, 1), ((40, 64), 8, 3), ((120, 110, 100), 40, 1)):

@@ -116,17 +116,19 @@ def test_sizes_are_the_formulas() -> None:
 
 def test_formats_resolve_or_say_what_is_known() -> None:
     plain = resolve_precision("float32")
-    assert (plain.dtype, plain.kv_dtype, plain.coding) == ("float32", "float32", "")
+    assert (plain.weights.dtype, plain.kv_dtype, plain.weights.coding) == ("float32", "float32", "")
     assert resolve_precision("bfloat16").kv_dtype == "bfloat16"
-    assert resolve_precision("auto").dtype in ("float32", "bfloat16")
-    assert resolve_precision("auto", devices=("cuda:0", "cuda:1")).dtype == "bfloat16", "whatever the processor is"
-    assert resolve_precision("auto", devices=("cuda", "cpu")).dtype == resolve_precision("auto").dtype
+    assert resolve_precision("auto").weights.dtype in ("float32", "bfloat16")
+    assert resolve_precision("auto", devices=("cuda:0", "cuda:1")).weights.dtype == "bfloat16", (
+        "whatever the processor is"
+    )
+    assert resolve_precision("auto", devices=("cuda", "cpu")).weights.dtype == resolve_precision("auto").weights.dtype
     coded = resolve_precision("float32", "int8", "w8a8")
-    assert (coded.kv_dtype, coded.coding) == ("int8", "w8a8")
+    assert (coded.kv_dtype, coded.weights.coding) == ("int8", "w8a8")
     assert coded.identity("weights") != plain.identity("weights") == "weights"
     with pytest.raises(ConfigError, match=r"model.kv_dtype must be one of .*int8, got 'fp4'"):
         resolve_precision("float32", "fp4")
     for devices in (("cuda",), ("cpu", "cuda:1")):
-        assert resolve_precision("bfloat16", weights="w8a8", devices=devices).coding == "w8a8"
+        assert resolve_precision("bfloat16", weights="w8a8", devices=devices).weights.coding == "w8a8"
         with pytest.raises(ConfigError, match='"int8" is for CPUs'):  # widened there, it would take more memory
             resolve_precision("bfloat16", weights="int8", devices=devices)

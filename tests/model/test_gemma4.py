@@ -25,6 +25,7 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gemma4 import Gemma4
 from mooncake.model.load import load_model
+from mooncake.precision import FLOAT32, WeightFormat
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
 
@@ -39,7 +40,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def greedy(folder: Published, use_reference: bool = False, kv_dtype: str = "float32") -> list[list[int]]:
     kernels = reference if use_reference else choose_kernels()
-    model = load_model(folder.checkpoint, "float32", kernels=kernels)
+    model = load_model(folder.checkpoint, FLOAT32, kernels=kernels)
     return answers(model, KVCache(folder.checkpoint.kv_layout(16, kv_dtype), 60), PROMPTS)
 
 
@@ -95,7 +96,7 @@ def test_narrow_weights_and_pages_are_hardly_further_off_than_theirs(published: 
     batch, logits = ForwardBatch.of_prompt(2 + rows * 37 % (VOCAB - 2), 16, rows), []
     for dtype, kv_dtype in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float32", "int8")):
         cache = KVCache(published.checkpoint.kv_layout(16, kv_dtype), 4)
-        logits.append(load_model(published.checkpoint, dtype).forward(batch, cache.tensor, NoHook()))
+        logits.append(load_model(published.checkpoint, WeightFormat(dtype)).forward(batch, cache.tensor, NoHook()))
     with torch.inference_mode():
         theirs = copy.deepcopy(published.theirs).bfloat16()(batch.tokens[None]).logits[0].float()
     for narrow in logits[1:]:
@@ -113,7 +114,7 @@ def test_embeddings_of_layers_stay_in_the_file(tmp_path: Path) -> None:
     folder = Published("small", tmp_path, GEMMA4)
     folder.theirs.bfloat16().save_pretrained(tmp_path)
     folder.theirs.float()
-    model = load_model(folder.checkpoint, "float32")
+    model = load_model(folder.checkpoint, FLOAT32)
     assert isinstance(model, Gemma4) and model._inputs is not None
     assert model._inputs.table.dtype is torch.bfloat16
     found = answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
@@ -123,7 +124,7 @@ def test_embeddings_of_layers_stay_in_the_file(tmp_path: Path) -> None:
 def test_steps_whose_logits_nobody_wants_end_with_the_last_layer_that_has_keys(tmp_path: Path) -> None:
     """The same keys and values, and the same logits of the rows that are wanted."""
     checkpoint = Published("small", tmp_path, GEMMA4).checkpoint
-    model, tokens = load_model(checkpoint, "float32"), torch.arange(40) * 37 % VOCAB
+    model, tokens = load_model(checkpoint, FLOAT32), torch.arange(40) * 37 % VOCAB
     caches, found = [], []
     for wanted in (torch.arange(40), torch.tensor([7, 39]), torch.tensor([], dtype=torch.int64)):
         caches.append(KVCache(checkpoint.kv_layout(16, "float32"), 4))

@@ -22,7 +22,7 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
-from mooncake.precision import KeptGroups
+from mooncake.precision import KeptGroups, WeightFormat
 from mooncake.sampling_params import SamplingParams
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
@@ -39,7 +39,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def greedy(checkpoint: Checkpoint, keeps_groups: KeptGroups = "") -> list[list[int]]:
-    model = load_model(checkpoint, "float32", keeps_groups=keeps_groups)
+    model = load_model(checkpoint, WeightFormat("float32", keeps_groups=keeps_groups))
     return answers(model, KVCache(checkpoint.kv_layout(16, "float32"), 80), PROMPTS)
 
 

@@ -25,7 +25,7 @@ from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
-from mooncake.precision import resolve_precision
+from mooncake.precision import WeightFormat, resolve_precision
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
 """Where blocks of a kind have float16 numbers, if not at their beginning alone."""
@@ -72,7 +72,7 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
 def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
     """SmolLM2-135M is stored as Q4_1 with a Q8_0 table: codes take a fifth of float32's memory, with equal logits."""
     checkpoint = open_checkpoint("smollm2")
-    coded, plain = (load_model(checkpoint, dtype, 64, keeps_groups=keeps) for keeps in ("exact", ""))
+    coded, plain = (load_model(checkpoint, WeightFormat(dtype, keeps_groups=keeps), 64) for keeps in ("exact", ""))
     rows = torch.arange(40)
     batch = ForwardBatch.of_prompt(rows * 997 % checkpoint.config.vocab_size, 16, rows)
     logits = [
@@ -93,8 +93,8 @@ def test_a_real_model_whose_codes_meet_codes_is_nearly_as_good_and_the_same_in_e
         batch = ForwardBatch.of_prompt(tokens[:length], 16, torch.arange(length))
         return model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook())
 
-    exact = load_model(checkpoint, dtype, 64)
-    coded = load_model(checkpoint, dtype, 64, keeps_groups="a8")
+    exact = load_model(checkpoint, WeightFormat(dtype), 64)
+    coded = load_model(checkpoint, WeightFormat(dtype, keeps_groups="a8"), 64)
     weights = load_weights(checkpoint, dtype, keeps_groups="a8")
     in_steps = CausalLM(checkpoint.config, weights, 64, None, "", False)
     whole = logits(coded, 40)
@@ -116,7 +116,7 @@ def test_quantised_folders_keep_their_codes(form: Callable[[], Format], dtype: s
     assert isinstance(weights, WeightsOnDemand)
     codes = weights.codes(PROJECTION)
     assert isinstance(codes, GroupedCodes) and torch.equal(codes.weights(), weights[PROJECTION])
-    coded, plain = (load_model(checkpoint, dtype, keeps_groups=keeps) for keeps in ("exact", ""))
+    coded, plain = (load_model(checkpoint, WeightFormat(dtype, keeps_groups=keeps)) for keeps in ("exact", ""))
     assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
     assert torch.equal(logits_of(coded, checkpoint, dtype), logits_of(plain, checkpoint, dtype))
 
@@ -130,7 +130,7 @@ def test_what_is_cut_otherwise_becomes_values(form: Callable[[], Format], tmp_pa
 
 def test_families_of_a_pass_of_their_own_keep_codes_too(tmp_path: Path) -> None:
     checkpoint = Published(tmp_path / "tiny", gptq(4, 32, bias=None), "gemma3_text").checkpoint
-    coded, plain = (load_model(checkpoint, "float32", keeps_groups=keeps) for keeps in ("exact", ""))
+    coded, plain = (load_model(checkpoint, WeightFormat("float32", keeps_groups=keeps)) for keeps in ("exact", ""))
     assert torch.equal(logits_of(coded, checkpoint), logits_of(plain, checkpoint))
 
 
@@ -148,7 +148,7 @@ def test_factors_of_key_channels_go_into_scales_and_offsets(tmp_path: Path) -> N
 
 def test_codes_are_kept_in_float32_on_cpus_unless_told_otherwise() -> None:
     def keeps(weights: str, *devices: str, dtype: str = "float32") -> bool:
-        return resolve_precision(dtype, weights=weights, devices=devices or ("cpu",)).keeps_groups
+        return resolve_precision(dtype, weights=weights, devices=devices or ("cpu",)).weights.keeps_groups
 
     assert keeps("auto") and keeps("stored") and keeps("stored", dtype="bfloat16")
     assert not keeps("plain") and not keeps("int8") and not keeps("auto", "cpu", "cuda")
@@ -158,6 +158,6 @@ def test_codes_are_kept_in_float32_on_cpus_unless_told_otherwise() -> None:
     with pytest.raises(ConfigError, match=r"stored_a8.*for CPUs"):
         keeps("stored_a8", "cuda")
     coded = resolve_precision("float32", weights="stored_a8")
-    assert coded.keeps_groups == "a8" and coded.identity("d") != "d", "its KV is another"
+    assert coded.weights.keeps_groups == "a8" and coded.identity("d") != "d", "its KV is another"
     auto, plain = (resolve_precision("float32", weights=weights) for weights in ("auto", "plain"))
     assert auto.identity("d") == plain.identity("d"), "their KV is the same to the bit"

@@ -39,7 +39,7 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.model import load_model
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout, groups_of
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling import BeamSearch
 
 GROUPS = {"lfm2": (5, 1), "lfm2-moe": (5, 1), "nemotron-h": (5, 4), "nemotron-3": (5, 4)}  # groups, and rows of a state
@@ -333,7 +333,7 @@ def test_what_does_not_go_with_states_is_refused(either: Model) -> None:
             with pytest.raises(ModelError, match="which run in one process"):
                 opening(BackendSpec(model.checkpoint, precision, size, device, processes))
     with pytest.raises(ModelError, match="blended"):
-        load_model(model.checkpoint, "float32", can_blend=True)
+        load_model(model.checkpoint, FLOAT32, can_blend=True)
     with pytest.raises(ConfigError, match="no states"):
         load_config(None, ["pool_layout.tensor_parallel=2"]).page_groups(model.checkpoint.config)
     with pytest.raises(ConfigError, match="keep_hidden"):

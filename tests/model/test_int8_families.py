@@ -23,6 +23,7 @@ from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
+from mooncake.precision import WeightFormat
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (40, 1, 12)]
 ALL = FAMILIES | MEMBERS | GEMMA4 | GEMMA3N
@@ -54,7 +55,7 @@ def is_of_experts_by_inputs(folder: Published, name: str) -> bool:
 )
 def test_int8_weights_give_the_tokens_of_rounded_matrices(family: str, tmp_path: Path) -> None:
     folder = Published(family, tmp_path, ALL)
-    model, plain = (load_model(folder.checkpoint, "float32", coding=coding) for coding in ("int8", ""))
+    model, plain = (load_model(folder.checkpoint, WeightFormat("float32", coding=coding)) for coding in ("int8", ""))
     if isinstance(model, CausalLM):
         pytest.skip("of the Llama family, which has tests of its own")
     assert not torch.equal(logits(model, folder), logits(plain, folder))
@@ -67,7 +68,7 @@ def test_int8_weights_give_the_tokens_of_rounded_matrices(family: str, tmp_path:
 def test_activations_of_w8a8_meet_codes_as_defined(family: str, tmp_path: Path) -> None:
     folder = Published(family, tmp_path, ALL)
     plain, found, defined = (
-        logits(load_model(folder.checkpoint, "float32", coding=coding, kernels=kernels), folder)
+        logits(load_model(folder.checkpoint, WeightFormat("float32", coding=coding), kernels=kernels), folder)
         for coding, kernels in (("", None), ("w8a8", None), ("w8a8", reference))
     )
     assert 0 < (found - plain).abs().mean() < plain.std() / 2

@@ -21,7 +21,7 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights
 from mooncake.model.weights import load_weights
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling_params import SamplingParams
 
 TOKENS, UNEVEN = 60, 3
@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         save_key_scales(tmp_path / "folder", scales_of(checkpoint, 1), "m", 64)
     assert not list(tmp_path.glob("*.part"))
     with pytest.raises(ModelError, match="this model needs"):
-        load_model(checkpoint, "float32", key_scales=KeyScales(np.zeros((1, 1, 1), np.int8)))
+        load_model(checkpoint, FLOAT32, key_scales=KeyScales(np.zeros((1, 1, 1), np.int8)))
     write_tiny_model(tmp_path / "other", "gpt_neox", num_key_value_heads=4)
     with pytest.raises(ModelError, match=r"model\.key_scales are for the Llama family"):
-        load_model(open_checkpoint(str(tmp_path / "other")), "float32", key_scales=scales_of(checkpoint, 1))
+        load_model(open_checkpoint(str(tmp_path / "other")), FLOAT32, key_scales=scales_of(checkpoint, 1))

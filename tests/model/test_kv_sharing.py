@@ -27,6 +27,7 @@ from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.weights import load_weights
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 8
 PROMPT = torch.from_numpy(np.random.default_rng(5).integers(3, 320, 45))
@@ -57,7 +58,7 @@ def character(tmp_path_factory: pytest.TempPathFactory) -> Written:
 WAYS: dict[str, Callable[[Checkpoint], CausalLM]] = {
     "definition": lambda checkpoint: _model(checkpoint, reference),
     "product by product": lambda checkpoint: _model(checkpoint, choose_kernels()),
-    "fused": lambda checkpoint: load_model(checkpoint, "float32"),  # type: ignore[dict-item, return-value]
+    "fused": lambda checkpoint: load_model(checkpoint, FLOAT32),  # type: ignore[dict-item, return-value]
 }
 
 
@@ -212,7 +213,7 @@ def test_probabilities_of_a_prompt_are_those_of_all_its_rows(character: Written)
 
 
 def test_int8_pages_are_close(character: Written) -> None:
-    model = load_model(character.checkpoint, "float32")
+    model = load_model(character.checkpoint, FLOAT32)
     got = model.forward(batch_of([PROMPT], [0], list(range(45))), character.cache("int8"), NoHook())
     error = (got - character.wanted).abs().mean() / character.wanted.abs().mean()
     assert 0 < error < 0.05
@@ -222,7 +223,7 @@ def test_key_scales_follow_the_layer_that_is_attended_to(character: Written) -> 
     """Powers of two round nothing: over float32 pages the same bits come out."""
     shape = character.graph.num_owners, 1, 8
     scales = KeyScales(np.random.default_rng(1).integers(-3, 4, shape).astype(np.int8))
-    plain, scaled = (load_model(character.checkpoint, "float32", key_scales=given) for given in (None, scales))
+    plain, scaled = (load_model(character.checkpoint, FLOAT32, key_scales=given) for given in (None, scales))
     rows = batch_of([PROMPT], [0], list(range(45)))
     caches = character.cache(), character.cache()
     logits = [model.forward(rows, cache, NoHook()) for model, cache in zip((plain, scaled), caches, strict=True)]
@@ -291,10 +292,10 @@ def test_what_cannot_be_shared_is_refused_when_it_is_opened(
 
 def test_what_does_not_go_together_is_refused(character: Written, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="chunks are blended for"):
-        load_model(character.checkpoint, "float32", can_blend=True)
+        load_model(character.checkpoint, FLOAT32, can_blend=True)
     adapter, _ = adapter_of(character, tmp_path, "q_proj", "k_proj")
     with pytest.raises(ModelError, match="adapts keys or values of a layer that has none of its own"):
-        load_model(character.checkpoint, "float32", adapters=[adapter])
+        load_model(character.checkpoint, FLOAT32, adapters=[adapter])
     with pytest.raises(ConfigError, match="keep_hidden is for models with KV of each layer's own"):
         character.checkpoint.kv_layout(BLOCK_TOKENS, "float32", (2,))
 

@@ -19,6 +19,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels.reference import quantise_rows
 from mooncake.llm import LLM
 from mooncake.model.load import load_model
+from mooncake.precision import FLOAT32
 from mooncake.sampling_params import SamplingParams
 
 GROWING = {
@@ -86,4 +87,4 @@ def test_layers_without_rotation_are_not_blended(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path))
     assert checkpoint.config.still_layers == (3,)
     with pytest.raises(ModelError, match="chunks are blended for"):
-        load_model(checkpoint, "float32", can_blend=True)
+        load_model(checkpoint, FLOAT32, can_blend=True)

@@ -19,6 +19,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.load import load_model
+from mooncake.precision import FLOAT32
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
 
@@ -30,7 +31,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 def greedy(folder: Published, use_reference: bool = False) -> list[list[int]]:
     kernels = reference if use_reference else choose_kernels()
-    model = load_model(folder.checkpoint, "float32", kernels=kernels)
+    model = load_model(folder.checkpoint, FLOAT32, kernels=kernels)
     return answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
 
 
@@ -61,10 +62,10 @@ def test_two_ranks_give_the_same_tokens(family: str, tmp_path: Path) -> None:
 def test_what_leaves_a_stage_is_all_that_the_next_one_needs(family: str, tmp_path: Path) -> None:
     checkpoint = Published(family, tmp_path, MEMBERS).checkpoint
     num_layers = checkpoint.config.num_layers
-    stages = [load_model(checkpoint, "float32", layers=layers) for layers in (range(1), range(1, num_layers))]
+    stages = [load_model(checkpoint, FLOAT32, layers=layers) for layers in (range(1), range(1, num_layers))]
     whole, cache = (KVCache(checkpoint.kv_layout(16, "float32"), 60) for _ in range(2))
     batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), 16, torch.tensor([74, 40]))
-    wanted = load_model(checkpoint, "float32").forward(batch, whole.tensor, NoHook())
+    wanted = load_model(checkpoint, FLOAT32).forward(batch, whole.tensor, NoHook())
     between = torch.empty(len(PROMPTS[0]), checkpoint.config.hidden_size)
     stages[0].forward(batch, cache.tensor, NoHook(), None, between)
     assert torch.equal(stages[1].forward(batch, cache.tensor, NoHook(), between), wanted)

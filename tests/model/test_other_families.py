@@ -21,6 +21,7 @@ from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 
 
@@ -33,7 +34,7 @@ def answers(
     checkpoint: Checkpoint, prompts: list[list[int]], chunk_tokens: int, use_reference: bool
 ) -> list[list[int]]:
     """Greedy tokens through the engine: prompts in chunks, then all in one batch."""
-    model = load_model(checkpoint, "float32", kernels=reference if use_reference else choose_kernels())
+    model = load_model(checkpoint, FLOAT32, kernels=reference if use_reference else choose_kernels())
     layout = checkpoint.kv_layout(16, "float32")
     limit = checkpoint.config.max_model_len
     engine = Engine(model, KVCache(layout, 80), EngineConfig(16, chunk_tokens, 8, limit))

@@ -43,7 +43,7 @@ from mooncake.model.pages import SharedMemory, pages_over
 from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
 from mooncake.model.parallel.pipeline import PipelineModel, spans_of
 from mooncake.model.weights import load_weights
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling_params import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
@@ -92,7 +92,7 @@ def own(folder: Path) -> Iterator[Pipeline]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path) -> CausalLM:
-    model = load_model(open_checkpoint(str(folder)), "float32", LIMIT)
+    model = load_model(open_checkpoint(str(folder)), FLOAT32, LIMIT)
     assert isinstance(model, CausalLM)
     return model
 
@@ -417,7 +417,7 @@ def test_the_real_model_in_stages(capfd: pytest.CaptureFixture[str]) -> None:
     random = np.random.default_rng(1)
     prompts = [random.integers(100, 40_000, length).tolist() for length in (700, 20, 150)]
     config = EngineConfig(64, 0, 8, 1024)
-    one = Engine(load_model(checkpoint, "float32", 1024), KVCache(layout, 40), config)
+    one = Engine(load_model(checkpoint, FLOAT32, 1024), KVCache(layout, 40), config)
     wanted = [output.token.token_id for output in answers(one, prompts, 24, temperature=0)]
     for stages in (2, 3):
         processes = Processes(stages=stages, threads=1)

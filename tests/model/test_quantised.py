@@ -45,7 +45,7 @@ from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
-from mooncake.precision import Coding, resolve_precision
+from mooncake.precision import FLOAT32, Coding, WeightFormat, resolve_precision
 from mooncake.quantised import CodedWeight, Layout
 
 TEXT = "the quick brown fox jumps over"
@@ -183,7 +183,7 @@ def test_the_experts_of_gpt_oss_can_stay_mxfp4(gpt_oss: tuple[Path, Any], dtype:
     name = "model.layers.0.mlp.experts.down_proj"
     assert isinstance(weights, WeightsOnDemand) and (codes := weights.experts(name))
     assert torch.equal(torch.stack([each.weights() for each in codes]), weights[name].mT)
-    coded, plain = (load_model(checkpoint, dtype, keeps_groups=keeps) for keeps in ("exact", ""))
+    coded, plain = (load_model(checkpoint, WeightFormat(dtype, keeps_groups=keeps)) for keeps in ("exact", ""))
     assert torch.equal(logits_of(coded, checkpoint, dtype), logits_of(plain, checkpoint, dtype))
 
 
@@ -331,8 +331,8 @@ def test_int8_weights_alone_give_the_tokens_of_their_values(form: Format, tmp_pa
     published = Published(tmp_path / "tiny", form)
     checkpoint = published.checkpoint
     for kernels in (choose_kernels(), reference):
-        coded = load_model(checkpoint, "float32", kernels=kernels, codes="int8")
-        plain = load_model(checkpoint, "float32", kernels=kernels)
+        coded = load_model(checkpoint, WeightFormat("float32", codes="int8"), kernels=kernels)
+        plain = load_model(checkpoint, FLOAT32, kernels=kernels)
         assert isinstance(coded, CausalLM) and isinstance(plain, CausalLM)
         torch.testing.assert_close(logits_of(coded, checkpoint), logits_of(plain, checkpoint), atol=1e-3, rtol=1e-3)
     prompt, tokens = answer(published.folder)
@@ -349,11 +349,11 @@ def test_w8a8_is_the_arithmetic_of_its_scheme(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = published.theirs((torch.arange(40) * 37 % 300)[None]).logits[0]
     for kernels in (choose_kernels(), reference):
-        model = load_model(checkpoint, "float32", kernels=kernels, codes="w8a8")
+        model = load_model(checkpoint, WeightFormat("float32", codes="w8a8"), kernels=kernels)
         assert isinstance(model, CausalLM)
         error = (logits_of(model, checkpoint) - expected).square().mean() / expected.square().mean()
         assert error < 1e-4
-    plain = load_model(checkpoint, "float32")
+    plain = load_model(checkpoint, FLOAT32)
     assert isinstance(plain, CausalLM)
     assert (logits_of(plain, checkpoint) - expected).square().mean() / expected.square().mean() > 1e-4
 
@@ -384,9 +384,9 @@ def test_a_product_of_codes_and_of_values_is_one_of_values(tmp_path: Path) -> No
         file,
     )
     checkpoint = published.checkpoint
-    coded = load_model(checkpoint, "float32", codes="int8")
+    coded = load_model(checkpoint, WeightFormat("float32", codes="int8"))
     assert isinstance(coded, CausalLM)
-    plain = load_model(checkpoint, "float32")
+    plain = load_model(checkpoint, FLOAT32)
     assert isinstance(plain, CausalLM)
     torch.testing.assert_close(logits_of(coded, checkpoint), logits_of(plain, checkpoint), atol=1e-3, rtol=1e-3)
 
@@ -415,9 +415,9 @@ def test_factors_of_key_channels_go_into_the_scales(tmp_path: Path) -> None:
 def test_the_setting_and_the_scheme_decide_together() -> None:
     def codes(weights: str, stored: Coding, *devices: str) -> tuple[Coding, Coding]:
         precision = resolve_precision("float32", weights=weights, devices=devices or ("cpu",), stored=stored)
-        return precision.coding, precision.codes
+        return precision.weights.coding, precision.weights.codes
 
-    assert resolve_precision("float32", weights="auto", stored="w8a8").weights == "w8a8 as stored, others float32"
+    assert str(resolve_precision("float32", weights="auto", stored="w8a8").weights) == "w8a8 as stored, others float32"
     assert codes("auto", "w8a8") == codes("auto", "w8a8", "cuda", "cpu") == ("", "w8a8")
     assert codes("auto", "int8") == ("", "int8")
     assert codes("auto", "int8", "cuda", "cpu") == ("", ""), "there are no kernels for it on a GPU"
@@ -452,7 +452,7 @@ def test_a_checkpoint_says_what_its_codes_are_for(form: Format, coding: Coding, 
     assert checkpoint.coding == coding
     per_layer = 2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64
     assert checkpoint.num_codes == (2 * per_layer if coding else 0)
-    assert load_config().precision(checkpoint.coding).codes == coding
+    assert load_config().precision(checkpoint.coding).weights.codes == coding
 
 
 def test_the_codes_are_what_an_engine_takes_unless_told_otherwise(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.parallel import context_parallel, tensor_parallel
 from mooncake.model.parallel.ranks import Workers, leave_group
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
 
@@ -64,9 +65,9 @@ def test_a_rank_that_cannot_load_its_part_says_why(folder: Path, tmp_path: Path,
     model = str(tmp_path / "nowhere")
     setup: msgspec.Struct
     if way == "tensor_parallel":
-        setup = tensor_parallel.Setup(2, model, LIMIT, "float32", layout, NUM_BLOCKS, 1, memory.fd)
+        setup = tensor_parallel.Setup(2, model, LIMIT, FLOAT32, layout, NUM_BLOCKS, 1, memory.fd)
     else:
-        setup = context_parallel.Setup(2, model, LIMIT, LIMIT, "float32", "float32", "", "", keeps_groups="", threads=1)
+        setup = context_parallel.Setup(2, model, LIMIT, LIMIT, FLOAT32, "float32", threads=1)
     workers = Workers("ranks", leave_group)
     port = workers.open_store()
     try:

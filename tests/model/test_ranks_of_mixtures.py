@@ -29,6 +29,7 @@ from mooncake.model.load import load_model, load_part
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights
 from mooncake.model.parallel.vocabulary import VocabularyPart
 from mooncake.model.weights import load_weights
+from mooncake.precision import FLOAT32
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Pub
     wanted = [published.greedy(prompt) for prompt in PROMPTS]
     assert len({token for tokens in wanted for token in tokens}) >= 6, "a model that repeats itself proves nothing"
     cache = KVCache(published.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
-    assert answers(load_model(published.checkpoint, "float32"), cache) == wanted
+    assert answers(load_model(published.checkpoint, FLOAT32), cache) == wanted
     with ranks_of(str(published.folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
         assert answers(ranks.model, ranks.cache) == wanted
 
@@ -58,7 +59,7 @@ def test_every_rank_keeps_the_whole_latent_row_and_the_same(tmp_path: Path) -> N
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     whole = KVCache(layout, NUM_BLOCKS)
     batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69]))
-    wanted = load_model(checkpoint, "float32").forward(batch, whole.tensor, NoHook())
+    wanted = load_model(checkpoint, FLOAT32).forward(batch, whole.tensor, NoHook())
     ranks = InThreads(2)
     caches = [torch.zeros_like(whole.tensor) for _ in range(2)]
 
@@ -123,7 +124,7 @@ class InThread:
 
 
 def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> CausalLM | Decoder:
-    return load_part(checkpoint, "float32", InThread(ranks or InThreads(size), rank, size))
+    return load_part(checkpoint, FLOAT32, InThread(ranks or InThreads(size), rank, size))
 
 
 def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
@@ -152,7 +153,7 @@ def test_the_parts_of_a_mixture_are_the_mixture(published: Published) -> None:
 
 def test_what_a_rank_holds_falls_with_the_number_of_ranks(published: Published) -> None:
     """Counted in weights packed for products, experts and vocabulary separately."""
-    model, vocab_size = load_model(published.checkpoint, "float32"), published.checkpoint.config.vocab_size
+    model, vocab_size = load_model(published.checkpoint, FLOAT32), published.checkpoint.config.vocab_size
     whole, width = packed_bytes(model), dict(linears_of(model, ""))[".head"]._width
     assert whole.experts > whole.rest / 4, "this model's experts weigh nothing"
     assert whole.vocabulary > whole.rest / 4, "this model's vocabulary weighs nothing"

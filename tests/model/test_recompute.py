@@ -15,6 +15,7 @@ from mooncake.errors import ConfigError, InternalError, KVLoadFailed, ModelError
 from mooncake.kernels import reference
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows
+from mooncake.precision import FLOAT32
 from mooncake.types import KVLayout
 
 LAYERS, BLOCK, LENGTH, TAIL = 6, 16, 70, 6  # tokens
@@ -28,7 +29,7 @@ class Kitchen:
 
     def __init__(self, checkpoint: Checkpoint, is_fused: bool = True, kv_dtype: str = "float32") -> None:
         self.layout = checkpoint.kv_layout(BLOCK, kv_dtype, KEPT)
-        loaded = load_model(checkpoint, "float32", can_blend=not is_fused, keep_hidden=KEPT)
+        loaded = load_model(checkpoint, FLOAT32, can_blend=not is_fused, keep_hidden=KEPT)
         assert isinstance(loaded, CausalLM)
         self.model = loaded
         self.cache = KVCache(self.layout, -(-LENGTH // BLOCK)).tensor
@@ -110,7 +111,7 @@ def test_another_models_layers_go_on_from_ours(tmp_path: Path, is_fused: bool, f
     """Compared with transformers: the receiver's layers over the sender's hidden states."""
     ours, theirs = folder(tmp_path / "ours", 0, family), folder(tmp_path / "theirs", 1, family)
     sender, receiver = Kitchen(ours, is_fused), Kitchen(theirs, is_fused)
-    by_torch = load_model(theirs, "float32", kernels=reference)
+    by_torch = load_model(theirs, FLOAT32, kernels=reference)
     assert isinstance(by_torch, CausalLM)
     sender.compute(0, LENGTH)
     hidden = sender.kept(2)
@@ -197,4 +198,4 @@ def test_room_for_inputs_is_whole_layers(ours: Checkpoint) -> None:
 def test_other_families_refuse(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "gpt2")
     with pytest.raises(ModelError, match="Llama family"):
-        load_model(open_checkpoint(str(tmp_path)), "float32", keep_hidden=(1,))
+        load_model(open_checkpoint(str(tmp_path)), FLOAT32, keep_hidden=(1,))

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.weights import load_weights
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 64
 PROMPTS = [
@@ -27,7 +28,7 @@ def checkpoint() -> Checkpoint:
 
 @pytest.fixture(scope="module")
 def model(checkpoint: Checkpoint) -> CausalLM:
-    return load_model(checkpoint, "float32", max_model_len=1024)
+    return load_model(checkpoint, FLOAT32, max_model_len=1024)
 
 
 @pytest.fixture(scope="module")

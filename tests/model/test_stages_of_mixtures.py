@@ -18,7 +18,7 @@ from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory
 from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
 from mooncake.model.parallel.pipeline import PipelineModel
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 
 ONE_OF_ALL = [pytest.param(name, marks=() if name == "deepseek-v3" else pytest.mark.slow) for name in MIXTURES]
 
@@ -65,12 +65,12 @@ def test_what_leaves_a_stage_is_all_that_the_next_one_needs(name: str, tmp_path:
         write_tiny_model(tmp_path, name, **OTHERS[name])
         checkpoint = open_checkpoint(str(tmp_path))
     num_layers = checkpoint.config.num_layers
-    first, last = (load_model(checkpoint, "float32", layers=layers) for layers in (range(1), range(1, num_layers)))
+    first, last = (load_model(checkpoint, FLOAT32, layers=layers) for layers in (range(1), range(1, num_layers)))
     assert isinstance(first, Decoder) and isinstance(last, Decoder)
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     whole, cache = KVCache(layout, NUM_BLOCKS), KVCache(layout, NUM_BLOCKS)
     batch = ForwardBatch.of_prompt(torch.tensor(PROMPTS[0]), BLOCK_TOKENS, torch.tensor([69, 3]))
-    wanted = load_model(checkpoint, "float32").forward(batch, whole.tensor, NoHook())
+    wanted = load_model(checkpoint, FLOAT32).forward(batch, whole.tensor, NoHook())
     between = torch.empty(len(PROMPTS[0]), checkpoint.config.hidden_size)
     assert first.forward(batch, cache.tensor, NoHook(), None, between).shape == (0, checkpoint.config.vocab_size)
     assert not cache.tensor[:, 1:].any(), "the first stage has computed another's layer"

@@ -29,6 +29,7 @@ from mooncake.model.parallel.context_parallel import ContextParallelModel
 from mooncake.model.parallel.shards import shard_config, shard_weights
 from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 from mooncake.model.weights import load_weights
+from mooncake.precision import FLOAT32
 from mooncake.sampling_params import SamplingParams
 
 VOCABULARY = ("embed_tokens", "lm_head")
@@ -71,7 +72,7 @@ def config_of(limit: int) -> EngineConfig:
 def whole(model: str, prompts: list[Many[int]], new_tokens: int, limit: int = 256) -> list[list[int]]:
     checkpoint = open_checkpoint(model)
     cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
-    return answers(Engine(load_model(checkpoint, "float32"), cache, config_of(limit)), prompts, new_tokens)
+    return answers(Engine(load_model(checkpoint, FLOAT32), cache, config_of(limit)), prompts, new_tokens)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -24,6 +24,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows
+from mooncake.precision import FLOAT32
 from mooncake.variants import Profile, write_profile
 from prefill_node.node import PrefillNode
 
@@ -99,7 +100,7 @@ def by_hand(sender: Path, receiver: Path, layers: range, tokens: Sequence[int], 
     models, caches = [], []
     for path in (sender, receiver):
         checkpoint = open_checkpoint(str(path))
-        model = load_model(checkpoint, "float32", keep_hidden=KEPT)
+        model = load_model(checkpoint, FLOAT32, keep_hidden=KEPT)
         assert isinstance(model, CausalLM)
         models.append(model)
         caches.append(KVCache(checkpoint.kv_layout(BLOCK, "float32", KEPT), 40).tensor)

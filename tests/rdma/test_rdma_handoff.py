@@ -27,6 +27,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model import load_model
+from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
@@ -55,7 +56,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkpoint):
     torch.set_num_threads(1)
-    model = load_model(checkpoint, "float32", 128)
+    model = load_model(checkpoint, FLOAT32, 128)
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     config = EngineConfig(BLOCK_TOKENS, chunk_tokens=16, max_sequences=2, max_model_len=128)
     prefill = Engine(model, KVCache(layout, 8), config)

@@ -15,6 +15,7 @@ from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.load import load_model
 from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup, shape_of
 from mooncake.model.parallel.context_plan import ContextPlan, Method
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 16
 
@@ -25,10 +26,8 @@ class Pair:
     def __init__(self, model: str, size: int, method: Method | None = None, max_model_len: int = 0) -> None:
         self.checkpoint = open_checkpoint(model)
         limit = max_model_len or self.checkpoint.config.max_model_len
-        self.alone = load_model(self.checkpoint, "float32", limit)
-        self.setup = Setup(
-            size, model, 0, limit, "float32", "float32", "", "", keeps_groups="", threads=1, method=method
-        )
+        self.alone = load_model(self.checkpoint, FLOAT32, limit)
+        self.setup = Setup(size, model, 0, limit, FLOAT32, "float32", threads=1, method=method)
         self.over_ranks = ContextParallelModel(self.alone, self.setup, self.checkpoint)
         layout = self.checkpoint.kv_layout(BLOCK_TOKENS, "float32")
         self.caches = [KVCache(layout, limit // BLOCK_TOKENS) for _ in range(2)]

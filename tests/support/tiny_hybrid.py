@@ -20,7 +20,7 @@ from mooncake.hashing import Chain
 from mooncake.kernels import Kernels
 from mooncake.model import load_model
 from mooncake.page_groups import as_one_group, groups_of
-from mooncake.precision import Coding, KeptGroups
+from mooncake.precision import Coding, KeptGroups, WeightFormat
 from mooncake.sampling import SamplingParams
 
 BLOCK, CONTEXT = 8, 256
@@ -133,7 +133,7 @@ def hybrid_engine(
     groups = groups_of(checkpoint.config, CONTEXT, block) if has_groups else as_one_group(checkpoint.config, block)
     cache = KVCache(groups.page_layout(block), num_pages, num_places=num_places)
     cache.memory[:] = 0xFF  # what was never written must never be read: NaN
-    model = load_model(checkpoint, "float32", CONTEXT, coding, kernels, keeps_groups=keeps_groups)
+    model = load_model(checkpoint, WeightFormat("float32", coding=coding, keeps_groups=keeps_groups), CONTEXT, kernels)
     return Engine(model, cache, EngineConfig(**numbers, groups=groups))
 
 

@@ -29,6 +29,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 64
 FULL, ALL_REUSED = "full prefill", "all reused"
@@ -132,7 +133,7 @@ def parse(args: list[str]) -> Options:
 
 def load(checkpoint: Checkpoint, options: Options, *, can_blend: bool) -> CausalLM:
     longest = max(options.chunks * options.chunk_tokens + options.tail, options.time_tokens)
-    model = load_model(checkpoint, "float32", longest, can_blend=can_blend)
+    model = load_model(checkpoint, FLOAT32, longest, can_blend=can_blend)
     assert isinstance(model, CausalLM)
     return model
 

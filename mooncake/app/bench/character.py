@@ -47,7 +47,7 @@ from mooncake.errors import ConfigError
 from mooncake.json_file import read_json
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model_config import ModelConfig
-from mooncake.precision import has_native_bf16
+from mooncake.precision import FLOAT32, has_native_bf16
 from mooncake.types import KVLayout
 
 BLOCK_TOKENS = 16
@@ -200,7 +200,7 @@ def measure(options: Options, corpus: Corpus, name: str, report: Report, shown: 
     checkpoint = open_checkpoint(folder)
     layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32")
     report.add(Figure(name, "KV of a token", "bytes", (layout.block_bytes / BLOCK_TOKENS,)))
-    model = load_model(checkpoint, "float32", options.shape.length)
+    model = load_model(checkpoint, FLOAT32, options.shape.length)
     assert isinstance(model, CausalLM)
     count = min(options.windows, len(corpus.validation) // options.shape.length)
     windows = corpus.validation[: count * options.shape.length].reshape(count, -1)

@@ -25,6 +25,7 @@ from mooncake.errors import ConfigError
 from mooncake.hashing import Chain
 from mooncake.model import load_model
 from mooncake.page_groups import as_one_group
+from mooncake.precision import WeightFormat
 from mooncake.sampling import SamplingParams
 
 BLOCK = 64
@@ -118,7 +119,7 @@ def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int
     if longest > checkpoint.config.max_model_len:
         raise ConfigError(f"--prompt {options.prompt} is too long: the model takes {checkpoint.config.max_model_len}")
     layout = checkpoint.kv_layout(BLOCK, options.dtype)
-    model = load_model(checkpoint, options.dtype, longest)
+    model = load_model(checkpoint, WeightFormat(options.dtype), longest)
     num_blocks = -(-longest // BLOCK) + options.running * -(-(RUNNING_PROMPT + RUNNING_TOKENS) // BLOCK) + 8
     engines = {}
     for way, (budget, limit_ms) in ways.items():

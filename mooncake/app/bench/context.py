@@ -27,6 +27,7 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.decoder import Decoder
 from mooncake.model.parallel.context_parallel import ContextParallelModel, Setup, shape_of
 from mooncake.model.parallel.context_plan import LEAST_TOKENS, ContextPlan, Method
+from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 64
 ALONE, AUTO = "1 rank, 1 thread", "auto"
@@ -92,7 +93,7 @@ class Bench:
 
     def __init__(self, checkpoint: Checkpoint, options: Options, report: Report) -> None:
         self._checkpoint, self._options, self._report = checkpoint, options, report
-        self._model = load_model(checkpoint, "float32", options.tokens)
+        self._model = load_model(checkpoint, FLOAT32, options.tokens)
         self._cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), -(-options.tokens // BLOCK_TOKENS))
         vocab = checkpoint.config.vocab_size
         tokens = torch.from_numpy(np.random.default_rng(report.seed).integers(0, vocab, options.tokens))
@@ -117,11 +118,8 @@ class Bench:
             model=str(self._checkpoint.path),
             max_model_len=self._checkpoint.config.max_model_len,
             positions=options.tokens,
-            dtype="float32",
+            weights=FLOAT32,
             kv_dtype="float32",
-            coding="",
-            codes="",
-            keeps_groups="",
             threads=1,
             method=None if method == AUTO else Method(method),
         )

@@ -147,7 +147,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     steps, reads = own.decode_in_turns(prompt, reps, memory.read_s, SPIN_S)
     report.add(Figure("limit", "memory read", "GB/s", tuple(memory.num_bytes / s / 1e9 for s in reads), True))
     shape: dict[str, Value] = {"batch": 1, "context": options.prompt_tokens}
-    step_bytes = weight_bytes(checkpoint.config, 1 if options.precision.coding else dtype.itemsize)
+    step_bytes = weight_bytes(checkpoint.config, 1 if options.precision.weights.coding else dtype.itemsize)
     limits = tuple(memory.num_bytes / s / step_bytes for s in reads)
     report.add(Figure("limit", SINGLE_STEPS, "tok/s", limits, True, shape))
     report.add(Figure(OURS, SINGLE_STEPS, "tok/s", tuple(1 / s for s in steps), True, shape))

@@ -46,7 +46,7 @@ class Options:
             "model": Path(self.model).name,
             "dtype": self.dtype,
             "kv_dtype": self.precision.kv_dtype,
-            "weights": self.precision.coding or self.dtype,
+            "weights": self.precision.weights.coding or self.dtype,
             "threads": self.threads,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
@@ -78,7 +78,7 @@ def parse(args: list[str], about: str | None = None) -> Options:
     precision = resolve_precision(given.dtype, given.kv_dtype, given.weights)
     return Options(
         model=given.model,
-        dtype=precision.dtype,
+        dtype=precision.weights.dtype,
         precision=precision,
         threads=given.threads or torch.get_num_threads(),
         batches=numbers("--batch", given.batch, 1, EngineConfig().max_sequences),
@@ -90,7 +90,7 @@ def parse(args: list[str], about: str | None = None) -> Options:
         also=also,
         against=against,
         vllm_python=given.vllm_python,
-        vllm_dtype=given.vllm_dtype or precision.dtype,
+        vllm_dtype=given.vllm_dtype or precision.weights.dtype,
         llama_python=given.llama_python,
         peer_model=given.peer_model,
         seed=given.seed,

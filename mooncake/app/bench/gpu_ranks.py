@@ -25,7 +25,7 @@ from mooncake.engine.backend import ALONE, Backend, BackendSpec, CacheSize, Proc
 from mooncake.engine.cache.kv_cache import Arrival, Mirror
 from mooncake.engine.contract import AsyncModel
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.precision import Precision
+from mooncake.precision import Precision, WeightFormat
 
 LAYERS = 16  # of the 8B model's 32: written to disk and read three times
 SHAPES = {"1": (1, 1024), "64x2k": (64, 2048)}  # sequences, tokens of context
@@ -92,7 +92,7 @@ class _Found:
         size = CacheSize(
             checkpoint.kv_layout(BLOCK, dtype), sequences * blocks, blocks * BLOCK, max_sequences=sequences
         )
-        backend = open_for_node(BackendSpec(checkpoint, Precision(dtype, dtype, ""), size, "cuda", processes))
+        backend = open_for_node(BackendSpec(checkpoint, Precision(WeightFormat(dtype), dtype), size, "cuda", processes))
         try:
             self._compute(backend)
             for name in SHAPES:

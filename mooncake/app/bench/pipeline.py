@@ -33,7 +33,7 @@ from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.parallel.pieces import Cutter, Span, equal_cost, equal_length, fastest, predicted_ms, timetable
 from mooncake.model.parallel.pipeline import PipelineModel, StepTimes
-from mooncake.precision import resolve_precision
+from mooncake.precision import FLOAT32, resolve_precision
 
 BLOCK_TOKENS = 64
 MIN_TOKEN = 100  # ids below are often special
@@ -150,7 +150,7 @@ class Contest:
         self._backend = over_stages(BackendSpec(checkpoint, precision, size, processes=processes, context=longest))
         assert isinstance(self._backend.model, PipelineModel)
         self._stages = self._backend.model
-        one = load_model(checkpoint, "float32", longest)
+        one = load_model(checkpoint, FLOAT32, longest)
         assert isinstance(one, CausalLM)
         self._one = one
         self._cache = KVCache(layout, num_blocks)

@@ -121,14 +121,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         if len(losses) < len(windows):
             tell(shown, f"{name}: loading")
             scales = measured(checkpoint) if name == SCALED else None
-            model = load_model(
-                checkpoint,
-                precision.dtype,
-                options.window,
-                precision.coding,
-                key_scales=scales,
-                keeps_groups=precision.keeps_groups,
-            )
+            model = load_model(checkpoint, precision.weights, options.window, key_scales=scales)
             if not isinstance(model, CausalLM):
                 raise ConfigError(
                     f"formats are compared for the Llama family, not for {checkpoint.config.architecture}"
@@ -169,8 +162,8 @@ def write_begun(file: Path | None, begun: Begun) -> None:
 
 
 def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:
-    itemsize = 1 if precision.coding else 4 if precision.dtype == "float32" else 2
-    in_groups, group_bytes = checkpoint.groups if precision.keeps_groups == "a8" else (0, 0)
+    itemsize = 1 if precision.weights.coding else 4 if precision.weights.dtype == "float32" else 2
+    in_groups, group_bytes = checkpoint.groups if precision.weights.keeps_groups == "a8" else (0, 0)
     return itemsize * (weight_bytes(checkpoint.config, 1) - in_groups) + group_bytes
 
 

@@ -8,7 +8,7 @@ written to the profile that prefill nodes read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -110,9 +110,8 @@ def load_pair(
         raise ConfigError(f"{checkpoints[0].name} and {checkpoints[1].name} are not variants of one model")
     models = []
     for checkpoint, precision, keep in zip(checkpoints, precisions, (every_input(shapes[0][1]), ()), strict=True):
-        model = load_model(
-            checkpoint, precision.dtype, max_model_len, precision.coding, codes=precision.codes, keep_hidden=keep
-        )
+        form = replace(precision.weights, keeps_groups="")
+        model = load_model(checkpoint, form, max_model_len, keep_hidden=keep)
         if not isinstance(model, CausalLM):
             raise ConfigError("variants share KV only in the Llama family")
         models.append(model)

@@ -40,7 +40,7 @@ from mooncake.model.parallel.ranks import (
     rank_threads,
     starting,
 )
-from mooncake.precision import Coding, KeptGroups
+from mooncake.precision import WeightFormat
 from mooncake.types import KVLayout
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,8 @@ class Setup(msgspec.Struct, frozen=True):
     model: str  # as for ``open_checkpoint``, like the next field
     max_model_len: int
     positions: int  # maximum length of a sequence: that of the RoPE tables
-    dtype: str
+    weights: WeightFormat
     kv_dtype: str
-    coding: Coding
-    codes: Coding
-    keeps_groups: KeptGroups
     threads: int  # per rank
     method: Method | None = None  # None: by bytes sent
     least_tokens: int = LEAST_TOKENS  # sequences with fewer new tokens are not split
@@ -289,14 +286,7 @@ def main(argv: Sequence[str]) -> None:
         with starting():
             group = Group(index, setup.size, find_store(port))
             checkpoint = open_checkpoint(setup.model, setup.max_model_len)
-            model = load_model(
-                checkpoint,
-                setup.dtype,
-                setup.positions,
-                setup.coding,
-                codes=setup.codes,
-                keeps_groups=setup.keeps_groups,
-            )
+            model = load_model(checkpoint, setup.weights, setup.positions)
             rank = _Rank(model, setup, group, checkpoint)
         _serve(rank)
     except Broken as error:  # another rank is gone, so this step is lost

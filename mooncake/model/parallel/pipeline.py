@@ -85,10 +85,7 @@ class PipelineModel:
         task = StageTask(
             model=model,
             max_model_len=max_model_len,
-            dtype=precision.dtype,
-            coding=precision.coding,
-            codes=precision.codes,
-            keeps_groups=precision.keeps_groups,
+            weights=precision.weights,
             layout=layout,
             num_blocks=num_blocks,
             threads=threads,

@@ -29,7 +29,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
 from mooncake.model.parallel.ranks import batch_of, live_with_first, starting
-from mooncake.precision import Coding, KeptGroups
+from mooncake.precision import WeightFormat
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
@@ -39,10 +39,7 @@ class StageTask(msgspec.Struct, frozen=True):
 
     model: str
     max_model_len: int
-    dtype: str
-    coding: Coding
-    codes: Coding
-    keeps_groups: KeptGroups
+    weights: WeightFormat
     layout: KVLayout
     num_blocks: int
     threads: int
@@ -237,15 +234,7 @@ def main(argv: Sequence[str]) -> None:
     with starting():
         checkpoint = open_checkpoint(task.model, task.max_model_len)
         layers = range(task.first_layer, task.end_layer)
-        model = load_model(
-            checkpoint,
-            task.dtype,
-            task.max_model_len,
-            task.coding,
-            codes=task.codes,
-            keeps_groups=task.keeps_groups,
-            layers=layers,
-        )
+        model = load_model(checkpoint, task.weights, task.max_model_len, layers=layers)
         stage = Stage(task, model)
     stage.serve()
 

@@ -38,7 +38,7 @@ from mooncake.model.parallel.ranks import (
 )
 from mooncake.model.parallel.shards import kv_heads_of, shard_config
 from mooncake.model.parallel.vocabulary import Ranks
-from mooncake.precision import Coding, KeptGroups, Precision
+from mooncake.precision import Precision, WeightFormat
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
 
@@ -53,14 +53,11 @@ class Setup(msgspec.Struct, frozen=True):
     size: int
     model: str  # as for ``open_checkpoint``, like the next field
     max_model_len: int
-    dtype: str
+    weights: WeightFormat
     layout: KVLayout
     num_blocks: int
     threads: int  # per rank
     cache: int  # file descriptor
-    coding: Coding = ""  # of weights, as in ``Precision``, like the next two
-    codes: Coding = ""
-    keeps_groups: KeptGroups = ""
 
 
 class Shard:
@@ -72,15 +69,7 @@ class Shard:
     """
 
     def __init__(self, setup: Setup, ranks: Ranks, checkpoint: Checkpoint, pages: torch.Tensor) -> None:
-        self._model = load_part(
-            checkpoint,
-            setup.dtype,
-            ranks,
-            setup.max_model_len,
-            coding=setup.coding,
-            codes=setup.codes,
-            keeps_groups=setup.keeps_groups,
-        )
+        self._model = load_part(checkpoint, setup.weights, ranks, setup.max_model_len)
         self._cache = pages[:, :, :, kv_heads_of(checkpoint.config, ranks.rank, ranks.size)]
 
     def forward(self, batch: ForwardBatch, hook: LayerHook) -> torch.Tensor:
@@ -115,14 +104,11 @@ class TensorParallelModel:
             size=size,
             model=model,
             max_model_len=max_model_len,
-            dtype=precision.dtype,
+            weights=precision.weights,
             layout=layout,
             num_blocks=num_blocks,
             threads=threads,
             cache=memory.fd,
-            coding=precision.coding,
-            codes=precision.codes,
-            keeps_groups=precision.keeps_groups,
         )
         self._failure: MooncakeError | None = None
         self._workers = Workers("tensor parallel ranks", leave_group)

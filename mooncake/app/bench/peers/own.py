@@ -83,16 +83,7 @@ class OwnEngine:
         torch.set_num_threads(threads)
         layout = checkpoint.kv_layout(config.block_tokens, precision.kv_dtype)
         self._chain = Chain.of(kv_fingerprint(checkpoint.digest, layout))
-        self._model = TimedModel(
-            load_model(
-                checkpoint,
-                precision.dtype,
-                config.max_model_len,
-                precision.coding,
-                codes=precision.codes,
-                keeps_groups=precision.keeps_groups,
-            )
-        )
+        self._model = TimedModel(load_model(checkpoint, precision.weights, config.max_model_len))
         self.cache = KVCache(layout, int(kv_gb * 1e9) // layout.block_bytes)
         prefault_in_background(self.cache.memory)
         self.core = Engine(self._model, self.cache, replace(config, groups=as_one_group(checkpoint.config, layout)))
