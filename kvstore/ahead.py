@@ -80,10 +80,10 @@ class SlotsAhead:
         self._short.discard(writer)
         with self.alone():
             del self._writers[writer]
-            self._server.revoke([grant.slot for grant in self._index.writer_gone(writer)])
+            self._server.revoke([grant.slot for grant in self._index.reservations.writer_gone(writer)])
 
     def num_held(self, writer: str) -> int:
-        return self._index.num_held(writer)
+        return self._index.reservations.num_held(writer)
 
     def fill_up(self, writer: str, count: int) -> None:
         """Grant slots until the writer has ``count``, but none that would have to wait for room."""
@@ -106,7 +106,7 @@ class SlotsAhead:
 
     def take_back(self, grant: Grant) -> bool:
         """Revoke a grant, whoever holds it. False if it is not held."""
-        is_held = self._index.abort(grant)
+        is_held = self._index.reservations.abort(grant)
         if is_held:
             self._server.revoke([grant.slot])
         return is_held
@@ -142,7 +142,7 @@ class SlotsAhead:
 
     def writer_of(self, grant: Grant) -> str | None:
         """The writer of this slot; None if it was not granted in advance, or no longer is."""
-        writer = self._index.writer_of(grant)
+        writer = self._index.reservations.writer_of(grant)
         return writer if writer in self._writers else None
 
     def be_patient(self, is_patient: bool) -> None:
@@ -159,23 +159,23 @@ class SlotsAhead:
         if not 1 <= len(checksums) <= length <= self._block_bytes or length % len(checksums):
             raise InvalidRequest(f"{length} bytes in {len(checksums)} ranges do not fit a slot", "length")
         with self.alone():
-            if writer not in self._writers or self._index.writer_of(grant) != writer:
+            if writer not in self._writers or self._index.reservations.writer_of(grant) != writer:
                 return Committed.OVER
             self._short.add(writer)
             self._server.revoke([grant.slot])
-            is_busy = self._index.is_reserved(name.key)
+            is_busy = self._index.reservations.is_reserved(name.key)
             is_stored = self._index.exists([name.key])[0] or self._is_elsewhere(name)
             now = time.monotonic()
             is_new = not is_stored and self._index.adopt(grant, name, length, checksums, now, tenant)
             if not is_new:
                 self._index.touch(name.key, now)
-                self._index.abort(grant)
+                self._index.reservations.abort(grant)
         self._on_stored(name, is_new)
         return Committed.STORED if is_stored or is_new else Committed.BUSY if is_busy else Committed.OVER
 
     def _adopt(self, board: Board, block: Landed, now: float) -> bool:
         grant, name = Grant(block.slot, block.epoch), BlockName(BlockKey(block.key), block.parent)
-        self._short.add(self._index.writer_of(grant))
+        self._short.add(self._index.reservations.writer_of(grant))
         if self._index.adopt(grant, name, block.length, block.checksums, now, block.tenant, is_listed=True):
             self._on_stored(name, True)
             return True

@@ -108,15 +108,15 @@ class Promoting:
         try:
             await self._ssd.load(key, self._pages(grant.slot, header.length))
         except KVLoadFailed:
-            self._index.abort(grant)
+            self._index.reservations.abort(grant)
             self._publish()
             return False
         except BaseException:
-            self._index.abort(grant)
+            self._index.reservations.abort(grant)
             raise
         is_wanted = self._ssd.get(key) is header  # it may have been removed meanwhile
         if not is_wanted or not self._index.seal(grant, header.checksums, time.monotonic()):
-            self._index.abort(grant)  # … or the disk took so long that the reservation expired
+            self._index.reservations.abort(grant)  # … or the disk took so long that the reservation expired
             return False
         self._index.counters["promotions"] += 1
         return True

@@ -25,7 +25,9 @@ class Recomputed:
     ) -> list[Grant]:
         """Slots for the first of ``names``, as far as there is room now."""
         index = self._index
-        self._meant = {grant: meant for grant, meant in self._meant.items() if index.reservation(grant) is not None}
+        self._meant = {
+            grant: meant for grant, meant in self._meant.items() if index.reservations.get(grant) is not None
+        }
         grants = index.reserve_ahead(len(names), writer, length, now, ranges, behind=[name.parent for name in names])
         self._meant.update((grant, (name, tenant)) for grant, name in zip(grants, names, strict=False))
         return grants
@@ -37,11 +39,11 @@ class Recomputed:
         """The block, now readable in DRAM, from this copy or an earlier one. None: the grant is over. Either way the
         writer is done with the slot."""
         name, tenant = self._meant.pop(grant)
-        reserved = self._index.reservation(grant)
+        reserved = self._index.reservations.get(grant)
         if reserved is None:
-            self._index.abort(grant)
+            self._index.reservations.abort(grant)
             return None
         if not self._index.adopt(grant, name, reserved.length, checksums, now, tenant):
-            self._index.abort(grant)
+            self._index.reservations.abort(grant)
             return name if self._index.exists([name.key])[0] else None
         return name

@@ -170,7 +170,7 @@ class Store:
 
     def abort_numbers(self, writer: str, numbers: Iterable[int]) -> None:
         """The writer never learned what it was given by its calls with these numbers."""
-        self._writing.abort(self._index.numbered(writer, numbers))
+        self._writing.abort(self._index.reservations.numbered(writer, numbers))
 
     # Reading
 
@@ -263,7 +263,7 @@ class Store:
                 if reserved.writer == WIRE:
                     self.ahead.take_back(reserved.grant)
                 elif not (reserved.writer.startswith(OWN) or self._maps_memory(reserved.writer)):
-                    self._index.abort(reserved.grant)
+                    self._index.reservations.abort(reserved.grant)
         self._hear_readers()
         self._saving.room_came()
         self._make_room()
@@ -273,7 +273,7 @@ class Store:
 
     def writer_gone(self, writer: str) -> None:
         """Its last connection ended: it writes no more."""
-        self._server.revoke(grant.slot for grant in self._index.writer_gone(writer))
+        self._server.revoke(grant.slot for grant in self._index.reservations.writer_gone(writer))
         self._saving.room_came()
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:

@@ -83,7 +83,7 @@ class Writing:
             while True:
                 full = self._fill(offers, wanted)
                 is_short = any(
-                    not (offer.grant or offer.is_stored or self._index.is_reserved(name.key))
+                    not (offer.grant or offer.is_stored or self._index.reservations.is_reserved(name.key))
                     for offer, name in zip(offers, wanted.names, strict=True)
                 )
                 if wanted.into_dram and self._recomputed is not None:
@@ -93,7 +93,7 @@ class Writing:
                 if full is not None and not any(offer.grant for offer in offers):
                     self._index.counters["refused_full"] += 1
                     raise full
-                self._index.note_number((offer.grant for offer in offers if offer.grant), wanted.number)
+                self._index.reservations.note_number((offer.grant for offer in offers if offer.grant), wanted.number)
                 return offers
         except BaseException:  # the writer will never learn of these
             self.abort(offer.grant for offer in offers if offer.grant)
@@ -103,7 +103,7 @@ class Writing:
         """Close the slots to their writers, verify their content, and make it readable if correct. Returns those
         blocks."""
         with self._ahead.alone():
-            jobs = [(sealing, self._index.reservation(sealing.grant)) for sealing in sealings]
+            jobs = [(sealing, self._index.reservations.get(sealing.grant)) for sealing in sealings]
             self._server.revoke(reserved.grant.slot for _, reserved in jobs if reserved)
         total = sum(reserved.length for _, reserved in jobs if reserved)
         if total <= _INLINE_VERIFY_BYTES:
@@ -174,9 +174,9 @@ class Writing:
         during verification, leaves a free slot."""
         if not is_wrong and self._recomputed is not None and sealing.grant in self._recomputed:
             return self._recomputed.seal(sealing.grant, sealing.checksums, time.monotonic())
-        name = self._index.reserved_name(sealing.grant)
+        name = self._index.reservations.name_of(sealing.grant)
         if not is_wrong and self._index.seal(sealing.grant, sealing.checksums, time.monotonic()):
             return name
-        if self._index.abort(sealing.grant) and is_wrong:
+        if self._index.reservations.abort(sealing.grant) and is_wrong:
             self._index.counters["checksum_mismatches"] += 1
         return None

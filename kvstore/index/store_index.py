@@ -1,9 +1,9 @@
 """The accounts of a store's DRAM: who may write which slot, what is readable, who reads it until when, and what is
 evicted.
 
-A slot's life is in ``slots``, eviction in ``room``, readers in ``leases``; the calls here keep them in step. Pure: it
-takes the time as an argument, uses no randomness, does no I/O, and returns what happened as values and events. It knows
-no segments, sockets or disks, nor what checksums mean. One owner; not thread-safe.
+A slot's life is in ``slots``, writers in ``reservations``, readers in ``leases``, eviction in ``room``; the calls here
+keep them in step. Pure: it takes the time as an argument, uses no randomness, does no I/O, and returns what happened as
+values and events. It knows no segments, sockets or disks, nor what checksums mean. One owner; not thread-safe.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from kvstore.eviction import EvictionPolicy, make_policy
 from kvstore.index.leases import Leases
 from kvstore.index.listing import Listing, Unlisted
 from kvstore.index.pins import Pins
+from kvstore.index.reservations import Reservations
 from kvstore.index.room import Room
 from kvstore.index.slots import SlotState, SlotTable
 from kvstore.index.tenants import Tenants
 from kvstore.index.types import NO_NAME, BlockName, Counts, Grant, Held, Lease, Offer, Reserved
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
-
-_HELD = (SlotState.RESERVED, SlotState.QUARANTINED)
 
 
 def _never(name: BlockName) -> bool:
@@ -57,7 +56,6 @@ class StoreIndex:
         if policy is None:  # an empty policy is falsy
             policy = make_policy("lru", num_slots)
         self.counters: Counter[str] = Counter()
-        self._reserve_timeout_s = reserve_timeout_s
         self._policy = policy
         self._is_elsewhere = is_elsewhere
         self._can_wait = can_wait
@@ -67,7 +65,7 @@ class StoreIndex:
         self._pins = Pins(policy, num_slots)
         self._room = Room(self._table, policy, self._pins, self._tenants, must_save, is_elsewhere)
         self._leases = Leases(self._table, self._room, lease_s, first_id)
-        self._timeouts: deque[tuple[float, Grant]] = deque()  # in order of time; entries may be stale
+        self.reservations = Reservations(self._table, policy, self._tenants, self._listing, reserve_timeout_s)
         self._events: list[BlockEvent] = []
 
     # Writing
@@ -100,8 +98,8 @@ class StoreIndex:
             asked = len(waiting)
             while waiting and self._make_room(len(waiting), now):
                 index = waiting.popleft()
-                offers[index] = Offer(grant := self._reserve(writer, length, ranges, now))
-                self._name(grant.slot, names[index], tenant)
+                offers[index] = Offer(grant := self.reservations.open(writer, length, ranges, now))
+                self.reservations.name(grant.slot, names[index], tenant)
         if waiting and len(waiting) == asked:
             raise OutOfBlocks("the store is full: every block is being read or written, or others build on it")
         return offers
@@ -115,32 +113,19 @@ class StoreIndex:
         grants: list[Grant] = []
         with self._pinned(behind, now):
             while len(grants) < count and self._make_room(count - len(grants), now):
-                grants.append(self._reserve(writer, length, ranges, now))
+                grants.append(self.reservations.open(writer, length, ranges, now))
         return grants
-
-    def note_number(self, grants: Iterable[Grant], number: int) -> None:
-        """These were just reserved by the call with this number."""
-        for grant in grants:
-            self._table.slots[grant.slot].number = number
-
-    def numbered(self, writer: str, numbers: Iterable[int]) -> list[Grant]:
-        """The slots this writer still holds from its calls with these numbers."""
-        wanted = set(numbers) - {0}
-        held = self._table.held_by(writer) if wanted else []
-        return [grant for grant in held if self._table.slots[grant.slot].number in wanted]
 
     def seal(self, grant: Grant, checksums: Checksums, now: float) -> bool:
         """Make a written block readable. False when the grant is over (timed out, aborted, or never given)."""
-        reserved = self.reservation(grant)
+        reserved = self.reservations.get(grant)
         if reserved is None or len(checksums) != reserved.ranges:
             self.counters["refused_seals"] += 1
             return False
         slot = self._table.slots[grant.slot]
         self._make_readable(grant.slot, checksums, now)
         self._listing.show(grant.slot, slot.epoch, slot.name.key, slot.length, checksums)
-        self._listing.mark(slot.name.key, False)
-        if slot.parent:
-            self._policy.unpin(slot.parent)  # from now on the policy knows that this block builds on it
+        self.reservations.sealed(grant.slot)
         return True
 
     def adopt(
@@ -168,40 +153,13 @@ class StoreIndex:
             self._listing.show(grant.slot, grant.epoch, name.key, length, checksums)
         return True
 
-    def abort(self, grant: Grant) -> bool:
-        """The writer is done with this slot for good. False, with no effect, when it does not hold it any more."""
-        slot = self._table.find(grant)
-        if slot is None or slot.state not in _HELD:
-            return False
-        if slot.state is SlotState.RESERVED:
-            self._forget_reserved(grant.slot)
-        self._table.set_free(grant.slot)
-        return True
-
     def sweep(self, now: float) -> list[Reserved]:
         """Quarantine reservations that took too long and end expired leases. Returns those reservations: their
         grants must be revoked, and ``abort`` frees the slot once its writer can no longer be writing."""
         self._expire(now)
-        expired: list[Reserved] = []
-        while self._timeouts:
-            deadline, grant = self._timeouts[0]
-            reserved = self.reservation(grant)
-            if reserved is not None and deadline > now:
-                break
-            self._timeouts.popleft()
-            if reserved is not None:
-                self._forget_reserved(grant.slot)
-                self._table.quarantine(grant.slot)
-                self.counters["expired_reservations"] += 1
-                expired.append(reserved)
+        expired = self.reservations.expire(now)
+        self.counters["expired_reservations"] += len(expired)
         return expired
-
-    def writer_gone(self, writer: str) -> list[Grant]:
-        """Free what this writer held, reserved or quarantined. Returns the grants that are over."""
-        grants = self._table.held_by(writer)
-        for grant in grants:
-            self.abort(grant)
-        return grants
 
     # Reading
 
@@ -319,28 +277,6 @@ class StoreIndex:
 
     # Looking
 
-    def reservation(self, grant: Grant) -> Reserved | None:
-        """What is reserved under this grant, or None when it is over."""
-        return self._table.reservation(grant)
-
-    def reserved_name(self, grant: Grant) -> BlockName:
-        """The block a slot was reserved for under this grant; an empty name when that is over."""
-        slot = self._table.find(grant)
-        return slot.name if slot is not None else NO_NAME
-
-    def writer_of(self, grant: Grant) -> str:
-        """Who still holds this slot, reserved or quarantined; "" when nobody does."""
-        slot = self._table.find(grant)
-        return slot.writer if slot is not None and slot.state in _HELD else ""
-
-    def num_held(self, writer: str) -> int:
-        """Number of slots that this writer still holds."""
-        return self._table.num_held(writer)
-
-    def is_reserved(self, key: BlockKey) -> bool:
-        """Whether this block is being written."""
-        return key in self._table.reserved
-
     def exists(self, keys: Iterable[BlockKey]) -> list[bool]:
         return [key in self._table.sealed for key in keys]
 
@@ -389,19 +325,6 @@ class StoreIndex:
 
     # State changes
 
-    def _reserve(self, writer: str, length: int, ranges: int, now: float) -> Grant:
-        grant = self._table.reserve(writer, length, ranges)
-        self._timeouts.append((now + self._reserve_timeout_s, grant))
-        return grant
-
-    def _name(self, index: int, name: BlockName, tenant: str) -> None:
-        self._table.name(index, name, tenant)
-        self._listing.mark(name.key, True)
-        slot = self._table.slots[index]
-        self._tenants.charge(tenant, slot.length)
-        if slot.parent:
-            self._policy.pin(slot.parent)
-
     def _make_readable(self, index: int, checksums: Checksums, now: float) -> None:
         self._table.seal(index, checksums)
         slot = self._table.slots[index]
@@ -409,17 +332,6 @@ class StoreIndex:
         self._events.append(BlockEvent(True, slot.name.key, slot.name.parent))
         self.counters["stored"] += 1
         self._room.enter(index, now)
-
-    def _forget_reserved(self, index: int) -> None:
-        """The block is no longer being written; another writer may start on it."""
-        slot = self._table.slots[index]
-        if slot.name is NO_NAME:  # the block was never named
-            return
-        self._listing.mark(slot.name.key, False)
-        self._table.unname(index)
-        self._tenants.credit(slot.tenant, slot.length)
-        if slot.parent:
-            self._policy.unpin(slot.parent)
 
     def _make_room(self, wanted: int, now: float) -> bool:
         """Free a slot, by dropping a clean block, or else what the policy chooses."""

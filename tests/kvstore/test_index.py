@@ -131,16 +131,16 @@ def test_a_chain_does_not_evict_its_own_beginning() -> None:
 def test_what_a_call_reserved_is_found_by_its_number() -> None:
     index = make()
     for number, name in ((5, "a"), (6, "b"), (0, "c")):
-        index.note_number([offer.grant for offer in index.reserve(chain(name), "w", 100, 1, 0.0)], number)
+        index.reservations.note_number([offer.grant for offer in index.reserve(chain(name), "w", 100, 1, 0.0)], number)
     [other] = [offer.grant for offer in index.reserve(chain("d"), "other", 100, 1, 0.0)]
-    index.note_number([other], 5)
-    [grant] = index.numbered("w", [5, 7, 0])
-    assert grant.slot != other.slot and index.reserved_name(grant).key == key("a")
+    index.reservations.note_number([other], 5)
+    [grant] = index.reservations.numbered("w", [5, 7, 0])
+    assert grant.slot != other.slot and index.reservations.name_of(grant).key == key("a")
     index.sweep(40.0)
-    assert index.numbered("w", [5]) == [grant], "it is quarantined until its writer says that it is done"
-    assert index.abort(grant) and index.numbered("w", [5]) == []
+    assert index.reservations.numbered("w", [5]) == [grant], "it is quarantined until its writer says that it is done"
+    assert index.reservations.abort(grant) and index.reservations.numbered("w", [5]) == []
     [again] = [offer.grant for offer in index.reserve(chain("e"), "w", 100, 1, 41.0)]
-    assert again.slot == grant.slot and index.numbered("w", [5]) == []
+    assert again.slot == grant.slot and index.reservations.numbered("w", [5]) == []
 
 
 def test_a_reservation_that_takes_too_long_is_quarantined_until_its_writer_is_done() -> None:
@@ -153,9 +153,9 @@ def test_a_reservation_that_takes_too_long_is_quarantined_until_its_writer_is_do
     with pytest.raises(OutOfBlocks):
         index.reserve(chain("b"), "w", 100, 1, 31.0)
     assert not index.seal(offer.grant, SUMS, 31.0)
-    assert index.abort(offer.grant)
+    assert index.reservations.abort(offer.grant)
     store(index, chain("a"), now=32.0)
-    assert not index.abort(offer.grant)
+    assert not index.reservations.abort(offer.grant)
     assert stored(index, "a") == [True]
 
 
@@ -165,16 +165,16 @@ def test_a_writer_that_is_gone_leaves_nothing_behind() -> None:
     index.sweep(40.0)
     index.reserve(chain("b"), "w", 100, 1, 40.0)
     index.reserve(chain("c"), "other", 100, 1, 40.0)
-    assert len(index.writer_gone("w")) == 2
+    assert len(index.reservations.writer_gone("w")) == 2
     counts = index.counts
     assert (counts.free, counts.reserved, counts.quarantined) == (2, 1, 0)
-    assert index.writer_gone("w") == []
+    assert index.reservations.writer_gone("w") == []
 
 
 def test_a_seal_with_another_epoch_is_refused() -> None:
     index = make(1)
     [old] = index.reserve(chain("a"), "w", 100, 1, 0.0)
-    assert old.grant is not None and index.abort(old.grant)
+    assert old.grant is not None and index.reservations.abort(old.grant)
     [new] = index.reserve(chain("a"), "w", 100, 1, 0.0)
     assert new.grant is not None and new.grant.slot == old.grant.slot
     assert not index.seal(old.grant, SUMS, 0.0)
@@ -322,7 +322,7 @@ class Life(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         grants = [*self.open, *self.late, *self.content.values(), Grant(0, 10**9)]
         grant = data.draw(st.sampled_from(grants))
-        assert self.index.abort(grant) == (grant in self.open or grant in self.late)
+        assert self.index.reservations.abort(grant) == (grant in self.open or grant in self.late)
         self.open.pop(grant, None)
         self.late.pop(grant, None)
 
@@ -384,7 +384,7 @@ class Life(RuleBasedStateMachine):
     def writer_gone(self, writer: str) -> None:
         expected = {grant for grant, (_, who) in self.open.items() if who == writer}
         expected |= {grant for grant, who in self.late.items() if who == writer}
-        assert set(self.index.writer_gone(writer)) == expected
+        assert set(self.index.reservations.writer_gone(writer)) == expected
         for grant in expected:
             self.open.pop(grant, None)
             self.late.pop(grant, None)

@@ -184,7 +184,7 @@ class TieredCache:
         for name, grant in grants.items():
             del self._loading[name.key]
             if name.key not in self.disk or not self.index.seal(grant, _CHECKSUMS, self._agenda.now):
-                self.index.abort(grant)  # the SSD gave it up meanwhile
+                self.index.reservations.abort(grant)  # the SSD gave it up meanwhile
                 loading.names.clear()
         self._advance(loading)
 
