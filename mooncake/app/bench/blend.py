@@ -9,7 +9,6 @@ chunks but the first and the last in the cache, compared with a full prefill by 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from rich.progress import Progress
 
 from mooncake.app.bench.quality import text_windows
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import PrefillSection
 from mooncake.engine.cache.kv_cache import KVCache
@@ -74,9 +73,9 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mooncake bench blend", description=__doc__)
-    add = parser.add_argument
+def _flags() -> Flags:
+    flags = Flags("bench blend", __doc__)
+    add = flags.add
     add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
     add("--prompts", type=int, default=24, help="prompts to measure quality on, from all over the text")
     add("--chunks", type=int, default=6, help="chunks per prompt")
@@ -98,12 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--time-tokens", type=int, default=2048, help="length of the timed prompt; 0: none")
     add("--repeat", type=int, default=5, help="timings per measurement")
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    return parser
+    flags.json_file()
+    return flags
 
 
 def parse(args: list[str]) -> Options:
-    given = _parser().parse_args(args)
+    given = _flags().read(args)
     try:
         shares = tuple(float(share) for share in given.shares.split(","))
     except ValueError:

@@ -7,7 +7,6 @@ they are sent and compared with the formula (``ContextPlan.sent_bytes``).
 
 from __future__ import annotations
 
-import argparse
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.outputs import output_file
+from mooncake.app.flags import Flags
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
@@ -67,17 +66,17 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench context", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench context", __doc__)
+    add = flags.add
     ways = (AUTO, *Method)
-    add("--model", default="smollm2", help="an HF folder, a .gguf file, or smollm2")
+    flags.model()
     add("--tokens", type=int, default=4096, help="length of the prompt")
     add("--tail", type=int, default=256, help="last tokens of it, computed with the others as a cached prefix")
     add("--ranks", type=int, default=2)
     add("--methods", default=AUTO, help=f"comma-separated, of {', '.join(ways)}")
     add("--repeat", type=int, default=3, help="timings per measurement")
-    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = parser.parse_args(args)
+    flags.json_file()
+    given = flags.read(args)
     methods = tuple(given.methods.split(","))
     if unknown := set(methods) - set(ways):
         raise ConfigError(f"--methods are of {', '.join(ways)}, not {', '.join(sorted(unknown))}")

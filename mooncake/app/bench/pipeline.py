@@ -10,7 +10,6 @@ the measured one, and the bytes between two stages with tokens · hidden size ·
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -87,8 +87,8 @@ def main(args: list[str]) -> None:
 
 
 def parse(args: list[str]) -> Options:
-    parser = argparse.ArgumentParser(prog="mooncake bench pipeline", description=__doc__)
-    add = parser.add_argument
+    flags = Flags("bench pipeline", __doc__)
+    add = flags.add
     add("--model", default="smollm2", help="a Llama family model: an HF folder, a .gguf file, or smollm2")
     add("--tokens", default="4096,8192", help="prompt lengths, comma-separated")
     add("--stages", type=int, default=2)
@@ -98,8 +98,8 @@ def parse(args: list[str]) -> Options:
     add("--repeat", type=int, default=5, help="repetitions")
     add("--seed", type=int, default=0)
     add("--plot", type=output_file, metavar="FILE", help="draw the timeline of the stages (.png, .svg)")
-    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
-    given = parser.parse_args(args)
+    flags.json_file()
+    given = flags.read(args)
     tokens, chunk_tokens = _numbers("--tokens", given.tokens), _numbers("--chunk-tokens", given.chunk_tokens)
     if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
         raise ConfigError("--stages must be at least 2, --pieces, --threads and --repeat at least 1")

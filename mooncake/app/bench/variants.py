@@ -18,7 +18,6 @@ from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags
-from mooncake.app.outputs import output_file
 from mooncake.app.variants.comparison import Comparison, Prompt, every_input
 from mooncake.app.variants.profile import Search, judged, search
 from mooncake.app.variants.serving import Serving, first_tokens
@@ -107,7 +106,7 @@ def _flags() -> Flags:
         help="limit on the sender's pool, over TCP; 0: none",
     )
     add("--threads", type=int, default=torch.get_num_threads())
-    add("--json", type=output_file, metavar="FILE", help="also write the JSON line to this file")
+    flags.json_file()
     return flags
 
 
