@@ -187,8 +187,11 @@ def replay(
     tbt_slo_ms: Annotated[
         float, typer.Option(min=0.0, help="Limit on the mean of the longest tenth of gaps, for goodput.")
     ] = math.inf,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write every request.", show_default=False, callback=writable)
+    requests: Annotated[
+        Path | None,
+        typer.Option(
+            "--requests", "--json", metavar="FILE", help="Write every request.", show_default=False, callback=writable
+        ),
     ] = None,
     plots: Annotated[
         Path | None,
@@ -203,7 +206,9 @@ def replay(
     options = ReplayOptions(
         tokens_per_block, speed, jitter_ms, seed, concurrency, timeout_s, SLO(ttft_slo_ms, tbt_slo_ms)
     )
-    replay_trace(trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(json, plots))
+    replay_trace(
+        trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(requests, plots)
+    )
 
 
 @app.command("run-batch")

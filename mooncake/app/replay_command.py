@@ -23,7 +23,7 @@ NO_SAMPLE = "–"
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutput:
-    json: Path | None = None
+    requests: Path | None = None
     plots: Path | None = None
 
 
@@ -44,9 +44,9 @@ def replay_trace(
         complete = False
     report = replay.report(trace)
     print_report(report)
-    if output.json is not None:
-        write_json(report, output.json, path.name)
-        out.print(f"\nevery request: {escape(str(output.json))}", soft_wrap=True)
+    if output.requests is not None:
+        write_json(report, output.requests, path.name)
+        out.print(f"\nevery request: {escape(str(output.requests))}", soft_wrap=True)
     if output.plots is not None:
         from mooncake.app.plots import write_plots
 

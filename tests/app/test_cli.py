@@ -315,7 +315,7 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
     done = run(
         *("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address, "--tokens-per-block", "64"),
         *("--max-output", "4", "--concurrency", "1", "--speed", "0", "--ttft-slo-ms", "60000"),
-        *("--json", f"{tmp_path}/r.json", "--plots", f"{tmp_path}/plots"),
+        *("--requests", f"{tmp_path}/r.json", "--plots", f"{tmp_path}/plots"),
     )
     assert done.returncode == 0, done.stderr
     assert "6 of 6 requests" in done.stdout
