@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvstore.checksum import Checksums, first_mismatch
+from kvstore.pointers import address_of
 from mooncake.native import BuildFailed, load_native
 
 log = logging.getLogger(__name__)
@@ -141,11 +142,6 @@ def read_pages(fd: int, offset: int, into: memoryview) -> None:
         part = into[start : start + IO_BYTES]
         if os.preadv(fd, [part], offset + start) != part.nbytes:
             raise OSError(errno.EIO, "the file ends within what was to be read")
-
-
-def address_of(memory: memoryview) -> int:
-    """The address of non-empty contiguous memory."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def _batches(parts: Sequence[memoryview]) -> Iterator[list[memoryview]]:

@@ -22,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvstore.checksum import Checksums, first_mismatch
-from kvstore.ssd.io import IO_BYTES, SsdIO, VerifiedRead, address_of, best_io, read_pages
+from kvstore.pointers import address_of
+from kvstore.ssd.io import IO_BYTES, SsdIO, VerifiedRead, best_io, read_pages
 from kvstore.ssd.record import MAX_HEADER_BYTES, PAGE, NotARecord, Record, is_header, padded, parse
 from mooncake.errors import ConfigError
 

@@ -15,11 +15,8 @@ import struct
 from array import array
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from kvstore.checksum import Checksums
+from kvstore.pointers import address_of
 from kvstore.transfer import protocol
 from kvstore.transfer.piece_table import PieceTable
 from kvstore.transfer.protocol import Operation, ProtocolViolation
@@ -41,7 +38,6 @@ MAX_SUMS = 94  # per block fetched or put: what a board lists
 _CLOSED, _VIOLATION, _OTHER = -1, -2, -4
 _READ = Operation.READ  # enum members are slow to look up
 _ASKED = struct.Struct(protocol.FRAME_1 + "4xQQQQd")  # from ``head`` to ``deadline_s`` in ``Sliced`` of wire.cpp
-_byte_in: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 
 
 @functools.cache
@@ -131,10 +127,10 @@ class NativeWire(Wire):
         on failure: see ``reply``. ``hashed``: with checksums. It avoids Python code, which is slow while the caches
         hold streamed bytes."""
         [(wire, local)] = part.pieces
-        sums_at = _address_of(part.sums[0]) if hashed and part.sums else 0
+        sums_at = address_of(part.sums[0]) if hashed and part.sums else 0
         ranges = (part.operation, 1, part.nbytes, frame_id, *wire)
         _ASKED.pack_into(
-            self._asked, 0, *ranges, _address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
+            self._asked, 0, *ranges, address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
         )
         while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled a signal: continue where we were
             pass
@@ -149,7 +145,7 @@ class NativeWire(Wire):
         return bytes(self._reply)
 
     def _move(self, move: _Move, flow: _Flow, head: bytes | bytearray, part: Slice) -> None:
-        rows = _parts(_address_of(head), len(head), part, True)
+        rows = _parts(address_of(head), len(head), part, True)
         rows_at, length = rows.buffer_info()
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
         code = errno.EINTR
@@ -199,7 +195,7 @@ class NativeKeyed:
     def get(self, request: bytes, into: memoryview, deadline: float) -> tuple[int, bool]:
         """The requested block: its length, 0 if it is not there, and whether it matches its checksums. If it is
         longer than ``into``, nothing has been received, and the connection is unusable."""
-        address, length, code = _address_of(into), ctypes.c_uint64(), errno.EINTR
+        address, length, code = address_of(into), ctypes.c_uint64(), errno.EINTR
         length_at, room = ctypes.addressof(length), into.nbytes
         while code == errno.EINTR:
             code = self._library.keyed_get(self._at, request, len(request), address, room, length_at, deadline)
@@ -215,7 +211,7 @@ class NativeKeyed:
         return bool(self._state.is_right)
 
     def put(self, head: bytes, data: memoryview, ranges: int, deadline: float) -> None:
-        address, code = _address_of(data), errno.EINTR
+        address, code = address_of(data), errno.EINTR
         while code == errno.EINTR:
             code = self._library.keyed_put(self._at, head, len(head), address, data.nbytes, ranges, deadline)
         check_code(code)
@@ -243,19 +239,11 @@ def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[in
     if type(part.pieces) is PieceTable:
         rows.frombytes(part.pieces.parts())
         return rows
-    sums_at = [_address_of(each) for each in part.sums] if hashed and part.sums else itertools.repeat(0)
+    sums_at = [address_of(each) for each in part.sums] if hashed and part.sums else itertools.repeat(0)
     for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
         local = piece.local
-        rows.extend((_address_of(local), len(local), sum_at))
+        rows.extend((address_of(local), len(local), sum_at))
     return rows
-
-
-def _address_of(memory: bytes | bytearray | memoryview | Checksums) -> int:
-    """The address of the first byte; the memory is not empty."""
-    try:
-        return ctypes.addressof(_byte_in(memory))
-    except TypeError:  # read-only memory
-        return int(np.frombuffer(memory, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def check_code(code: int) -> None:

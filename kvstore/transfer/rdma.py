@@ -14,6 +14,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
+from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link
@@ -24,7 +25,6 @@ from kvstore.transfer.rdma_verbs import (
     QueuePair,
     Status,
     VerbsFailed,
-    address_of,
 )
 from kvstore.transfer.tcp import attach
 from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice, Work

@@ -15,8 +15,9 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_RANGES, Operation
-from kvstore.transfer.rdma_verbs import Access, Device, Endpoint, QueuePair, Registration, VerbsFailed, address_of
+from kvstore.transfer.rdma_verbs import Access, Device, Endpoint, QueuePair, Registration, VerbsFailed
 from kvstore.transfer.transport import PathFailed
 from mooncake.types import SegmentAddress
 

@@ -9,8 +9,9 @@ import threading
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pointers import address_of
 from kvstore.transfer.protocol import SLICE_BYTES
-from kvstore.transfer.rdma_verbs import Access, Device, Registration, VerbsFailed, address_of
+from kvstore.transfer.rdma_verbs import Access, Device, Registration, VerbsFailed
 from kvstore.transfer.transport import Slice
 
 log = logging.getLogger(__name__)

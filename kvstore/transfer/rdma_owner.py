@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_RANGES
 from kvstore.transfer.rdma_find import VerbsUnavailable
 from kvstore.transfer.rdma_link import (
@@ -38,7 +39,6 @@ from kvstore.transfer.rdma_verbs import (
     Status,
     VerbsFailed,
     Window,
-    address_of,
 )
 from kvstore.transfer.transport import PathFailed
 from mooncake.errors import InvalidRequest

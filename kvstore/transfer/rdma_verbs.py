@@ -18,8 +18,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvstore.transfer.rdma_find import Verbs, VerbsUnavailable, find_port, gid_index, link_layer, pyverbs
 
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
@@ -344,11 +342,6 @@ class QueuePair:
             return int(request.rkey)
         finally:
             request.close()
-
-
-def address_of(memory: memoryview) -> int:
-    """The address of non-empty contiguous memory."""
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
 def _completion(entry: Any) -> Completion:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.pointers import address_of
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.rdma import RdmaPath, RdmaTransport
-from kvstore.transfer.rdma_verbs import QueuePair, Status, address_of
+from kvstore.transfer.rdma_verbs import QueuePair, Status
 from kvstore.transfer.requests import ReadRange, WriteRange
 from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice
 from mooncake.errors import MooncakeError, NodeUnavailable, StaleEpoch
