@@ -94,10 +94,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             tokens_from_wire(request.tokens),
             request.num_prompt_tokens,
             sampling,
-            request.cache_salt,
+            self._host.chain(request.cache_salt, request.adapter, request.adapter_start),
             priority=request.priority,
             adapter=request.adapter,
-            adapter_start=request.adapter_start,
         )
 
     async def _stream(

@@ -62,8 +62,10 @@ class PrefillJob:
         self._id = request.handoff_id or request.request_id
         self._is_chunk = is_chunk
         salt = request.cache_salt
-        chain = Chain(host.chunk_seed(salt)) if is_chunk else host.chain(salt, request.adapter, request.adapter_start)
-        self._keys = chain.keys(self._tokens, self._block_tokens)
+        self._chain = (
+            Chain(host.chunk_seed(salt)) if is_chunk else host.chain(salt, request.adapter, request.adapter_start)
+        )
+        self._keys = self._chain.keys(self._tokens, self._block_tokens)
         self._store = node.store_at(request.pools[0].control_address) if request.pools else None
         self._loop = asyncio.get_running_loop()
         self._leases = Leases(self._loop)
@@ -110,14 +112,12 @@ class PrefillJob:
             self._tokens,
             self._request.num_prompt_tokens,
             self._sampling,
-            self._request.cache_salt,
+            self._chain,
             num_to_sample=1 if self._request.decode_address else None,
             reused=ReusedKV(stored_blocks, self._approximate.variant_blocks),
             hold_blocks=bool(self._request.decode_address),  # the write streams read them
             priority=self._request.priority,
             adapter=self._request.adapter,
-            adapter_start=self._request.adapter_start,
-            is_chunk=self._is_chunk,
         )
         if self._store is not None and self._keys:
             sequence.keep_window_of = self._writes.last_full_token

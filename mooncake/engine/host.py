@@ -161,26 +161,23 @@ class EngineHost:
         tokens: TokenIds,
         num_prompt: int,
         sampling: SamplingParams,
-        salt: str,
+        chain: Chain,
         *,
         num_to_sample: int | None = None,
         reused: ReusedKV | None = None,
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
-        adapter_start: int = 0,
-        is_chunk: bool = False,
     ) -> Sequence:
-        """A sequence for this engine; ``adapter`` is a digest, and acts from token ``adapter_start`` on;
-        ``is_chunk``: its blocks get the names of a chunk's. Raises InvalidRequest, ContextTooLong or NotFound when
-        it can never run here."""
+        """A sequence for this engine. ``chain`` names its blocks; ``adapter`` is a digest, and acts from token
+        ``chain.start`` on. Raises InvalidRequest, ContextTooLong or NotFound when it can never run here."""
         loaded = self.adapters.get(adapter)
         return Sequence(
             request_id,
             tokens,
             num_prompt,
             sampling,
-            Chain(self.chunk_seed(salt)) if is_chunk else self.chain(salt, adapter, adapter_start),
+            chain,
             eos_ids=self._checkpoint.config.eos_ids,
             max_model_len=self.cache_size.max_model_len,
             num_to_sample=num_to_sample,

@@ -96,7 +96,7 @@ async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float,
         ended: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         prompt = np.array(PROMPTS[0], np.uint32)
-        sequence = host.sequence("r", prompt, len(prompt), SamplingParams(max_tokens=1, temperature=0.0), "")
+        sequence = host.sequence("r", prompt, len(prompt), SamplingParams(max_tokens=1, temperature=0.0), host.chain())
         host.thread.add(sequence, lambda output: loop.call_soon_threadsafe(ended.put_nowait, output) and None)
         told = await asyncio.wait_for(ended.get(), 30)
         assert isinstance(told, MooncakeError) == hangs

@@ -222,7 +222,7 @@ async def test_a_node_has_one_too(folders: dict[str, Path]) -> None:
                 loop.call_soon_threadsafe(ended.set)
 
         prompt = np.array(PROMPTS[1], np.uint32)
-        host.thread.add(host.sequence("r", prompt, len(prompt), SAMPLINGS[0].for_engine(), ""), on_output)
+        host.thread.add(host.sequence("r", prompt, len(prompt), SAMPLINGS[0].for_engine(), host.chain()), on_output)
         await asyncio.wait_for(ended.wait(), 60)
         after = host.load().counters
     finally:
