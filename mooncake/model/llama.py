@@ -6,7 +6,7 @@ knows nothing of requests, scheduling, transfer or files; a hook is told when ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from mooncake.errors import InternalError
 from mooncake.kernels import Kernels, Linear, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
@@ -28,7 +29,7 @@ from mooncake.model.layers import (
     weight,
 )
 from mooncake.model.lora import AdapterLayers, AdapterPlaces, LayerAdapter, rows_by_adapter
-from mooncake.model.rope import query_scales, tables_by_layer
+from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
 from mooncake.precision import Coding
 
@@ -62,44 +63,36 @@ class CausalLM:
         """
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
-        self._kernels = kernels = kernels or choose_kernels()
-        device = getattr(kernels, "device", None)
-        self._tables = tables_by_layer(config, self.max_model_len, device)
-        self._query_scales = query_scales(config, self.max_model_len, device)
-        self._reduce = reduce or _as_it_is
-        self._places = places = layers or range(config.num_layers)
+        kernels = kernels or choose_kernels()
+        tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
+        places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
         # One at a time: a layer's unfused weights are freed before the next layer is read.
         read = (layer_weights(weights, index, config) for index in places)
-        self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
-        self._last_owner = config.kv_owners[-1]
         dtype = weight(weights, "model.norm.weight").dtype
-        self._fused: CpuDecoder | None = None
-        self._layers: list[DecoderLayer] = []
+        self.decoder: CpuDecoder | LayerByLayer
         if is_fused and reduce is None and isinstance(kernels, CpuKernels) and CpuDecoder.takes(config, dtype):
-            self._fused = CpuDecoder(config, weights, places, read, self._tables, kernels, coding, keep_hidden)
-            self._put_all(adapters)
-            return
-        self._layers = [decoder_layer(layer, kernels, coding) for layer in read]
-        self._adapters = AdapterLayers(kernels, dtype)
-        self._put_all(adapters)
-        self._turns = turns(*self._tables[0])
-        self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
-        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
-        complete = vocabulary or _as_it_is
-        self._embedding, self._head = embedding_and_head(
-            weights, config, places, lambda source: complete(kernels.linear(source, None, coding))
-        )
+            self.decoder = CpuDecoder(config, weights, places, read, tables, kernels, coding, keep_hidden)
+        else:
+            complete = vocabulary or _as_it_is
+            self.decoder = LayerByLayer(
+                config,
+                weights,
+                places,
+                (decoder_layer(layer, kernels, coding) for layer in read),
+                tables,
+                kernels,
+                self._kept,
+                reduce or _as_it_is,
+                lambda source: complete(kernels.linear(source, None, coding)),
+            )
+        for place, adapter in enumerate(adapters):
+            self.adapter_places.put(place, self.adapter_places.prepare(adapter))
 
     @property
     def adapter_places(self) -> AdapterPlaces:
         """For adapters beside those that it was built with, which have the first places."""
-        return self._adapters if self._fused is None else self._fused
-
-    def _put_all(self, adapters: Sequence[Sequence[LayerAdapter]]) -> None:
-        places = self.adapter_places
-        for place, layers in enumerate(adapters):
-            places.put(place, places.prepare(layers))
+        return self.decoder.adapters if isinstance(self.decoder, LayerByLayer) else self.decoder
 
     @torch.inference_mode()
     def forward(
@@ -121,12 +114,9 @@ class CausalLM:
         as ``entering``, and one with layers after it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
         self._kept.check(cache, self.config.hidden_size)
-        if self._fused is None:
-            logits = self._through(self._places, batch, cache, hook, entering, leaving, attention)
-        elif batch.reuse is not None:
+        if batch.reuse is not None and not isinstance(self.decoder, LayerByLayer):
             raise InternalError("a model whose layers are fused cannot blend")
-        else:
-            logits = self._fused.forward(batch, cache, hook, entering, leaving, attention)
+        logits = self.decoder.forward(batch, cache, hook, entering, leaving, attention)
         self._kept.tell(hook, cache)
         return logits
 
@@ -142,33 +132,67 @@ class CausalLM:
         """
         assert not len(batch.logit_rows) and (hidden is not None or layers[0] == 0)
         self._kept.check(cache, self.config.hidden_size)
-        waiting = OnlyWaiting(hook)
-        if self._fused is None:
-            self._through(layers, batch, cache, waiting, hidden)
-        else:
-            self._fused.forward(batch, cache, waiting, hidden, layers=layers)
+        self.decoder.forward(batch, cache, OnlyWaiting(hook), hidden, layers=layers)
 
-    def _through(
+
+class LayerByLayer:
+    """The family's layers, product by product: for kernels that have nothing fused, for ranks, and for what a fused
+    pass does not do. It is its definition."""
+
+    def __init__(
         self,
-        layers: range,
+        config: ModelConfig,
+        weights: Weights,
+        places: range,
+        layers: Iterable[DecoderLayer],
+        tables: Sequence[Tables],
+        kernels: Kernels,
+        kept: KeptInputs,
+        reduce: Callable[[torch.Tensor], torch.Tensor],
+        vocabulary: Callable[[Matrix], Linear],
+    ) -> None:
+        """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are those of every layer
+        of the model. ``vocabulary`` makes a product of the embedding table and of the head. Raises ModelError when a
+        weight is missing."""
+        self._config = config
+        self._kernels = kernels
+        self._places = places
+        self._tables = tables
+        self._kept = kept
+        self._reduce = reduce
+        self._query_scales = query_scales(config, len(tables[0][0]), getattr(kernels, "device", None))
+        self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
+        self._last_owner = config.kv_owners[-1]
+        self._layers = list(layers)
+        dtype = weight(weights, "model.norm.weight").dtype
+        self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
+        self.adapters = AdapterLayers(kernels, dtype)
+        self.turns = turns(*tables[0])
+        self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
+        self._embedding, self._head = embedding_and_head(weights, config, places, vocabulary)
+
+    def forward(
+        self,
         batch: ForwardBatch,
         cache: torch.Tensor,
         hook: LayerHook,
         entering: torch.Tensor | None = None,
         leaving: torch.Tensor | None = None,
         attention: Attention | None = None,
+        layers: range | None = None,
     ) -> torch.Tensor:
-        """As ``forward``, for some of the layers that are here."""
-        eps, kernels, first = self.config.rms_eps, self._kernels, self._places.start
+        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
+        layers = self._places if layers is None else layers
+        eps, kernels, first = self._config.rms_eps, self._kernels, self._places.start
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
         normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
         cache_layers = cache.unbind(1)
-        last, adapt, is_narrowed = layers.stop - 1, self._adapters.add, False
+        last, adapt, is_narrowed = layers.stop - 1, self.adapters.add, False
         last_kv = min(last, self._last_owner)
         # With ``attention`` other ranks may need this one to take part.
         wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
         rows = rows_by_adapter(batch.adapters)
-        blending = None if batch.reuse is None else Blending(batch, kernels, *self._turns)
+        blending = None if batch.reuse is None else Blending(batch, kernels, *self.turns)
         for index in layers:
             layer = self._layers[index - first]
             self._kept.write(index, residual, cache, batch.slots)
@@ -177,7 +201,7 @@ class CausalLM:
             cache_layer = cache_layers[row]
             query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook, blending)
             if index == last_kv and not wants_more:
-                return torch.empty((0, self.config.vocab_size), device=normed.device)
+                return torch.empty((0, self._config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 block_tables = batch.block_tables  # blending requires a single group of layers
@@ -199,7 +223,7 @@ class CausalLM:
             normed = kernels.add_rms_norm(residual, update, next_norm, eps)
         if leaving is not None:
             leaving.copy_(residual)
-            return torch.empty((0, self.config.vocab_size))
+            return torch.empty((0, self._config.vocab_size))
         assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(normed if is_narrowed else normed[batch.logit_rows]).float()
 
@@ -220,7 +244,7 @@ class CausalLM:
     ) -> torch.Tensor:
         """Write the step's keys and values into the cache, if the layer has its own; returns the queries, ``[T, Hq,
         D]``."""
-        owns_kv, kv_layer = self.config.owns_kv(index), self._kv_layers[index]
+        owns_kv, kv_layer = self._config.owns_kv(index), self._kv_layers[index]
         if owns_kv:
             hook.before_layer(kv_layer)
         else:
@@ -235,7 +259,7 @@ class CausalLM:
             slots,
             layer.query_norm,
             layer.key_norm,
-            self.config.rms_eps,
+            self._config.rms_eps,
         )
         if owns_kv:
             hook.after_layer(kv_layer)
@@ -258,8 +282,8 @@ class CausalLM:
             block_tables,
             batch.query_starts,
             batch.context_lens,
-            self.config.head_dim**-0.5,
-            self.config.window_of(index),
+            self._config.head_dim**-0.5,
+            self._config.window_of(index),
         )
         return mixed.flatten(1)
 

@@ -21,6 +21,8 @@ from mooncake.kernels.reference import from_page_rows, rope
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
 from mooncake.model.blend import Blending, copy_turned, share_at, turns
+from mooncake.model.cpu_decoder import CpuDecoder
+from mooncake.model.llama import LayerByLayer
 from mooncake.model.rope import rope_tables
 from mooncake.precision import FLOAT32
 
@@ -153,7 +155,7 @@ def test_stored_kv_of_the_first_layer_is_right_anywhere_and_of_others_it_is_not(
             kitchen.sources[reused],
             reused.nonzero().flatten(),
             kitchen.shifts[reused],
-            *kitchen.model._turns,
+            *kitchen.model.decoder.turns,
         )
     got = kitchen.kv()
     assert torch.allclose(got[0, 0], wanted[0, 0], atol=1e-4 * float(wanted[0, 0].abs().max()), rtol=0)
@@ -189,18 +191,18 @@ def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitc
     """Neither their queries nor anything else; counted are the rows of each layer's first product."""
     counts: list[int] = []
 
-    class Counting(CausalLM):
+    class Counting(LayerByLayer):
         def _write(self, index: int, layer: Any, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
             counts.append(len(qkv))
             return super()._write(index, layer, qkv, *rest)
 
-    plain = kitchen.model
-    kitchen.model = Counting.__new__(Counting)
-    kitchen.model.__dict__ = plain.__dict__
+    plain = kitchen.model.decoder
+    kitchen.model.decoder = Counting.__new__(Counting)
+    kitchen.model.decoder.__dict__ = plain.__dict__
     try:
         kitchen.blended(0.15)
     finally:
-        kitchen.model = plain
+        kitchen.model.decoder = plain
     num_reused = (NUM_CHUNKS - 1) * CHUNK
     counts = counts[checkpoint.config.num_layers :]  # behind those of the prefix
     assert counts[:2] == [num_reused + TAIL] * 2
@@ -276,7 +278,7 @@ def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype:
         kitchen.sources[reused],
         reused,
         kitchen.shifts[reused],
-        *model._turns,
+        *model.decoder.turns,
     )
     difference = (kitchen.kv()[0] - first_layer)[:, :, reused].abs().max()
     assert difference < {"float32": 1e-4, "bfloat16": 0.04, "int8": 0.1}[kv_dtype]
@@ -290,7 +292,7 @@ def test_models_that_cannot_blend_refuse(tmp_path: Path, checkpoint: Checkpoint)
     assert isinstance(fused, CausalLM)
     prompt = ForwardBatch.of_prompt(torch.arange(8), BLOCK, torch.tensor([7]))
     reuse = Reuse(torch.full((8,), -1), torch.zeros(8, dtype=torch.int64), 0.5)
-    if fused._fused is not None:
+    if isinstance(fused.decoder, CpuDecoder):
         with pytest.raises(InternalError, match="fused"):
             fused.forward(
                 replace(prompt, reuse=reuse), KVCache(checkpoint.kv_layout(BLOCK, "float32"), 2).tensor, NoHook()

@@ -462,7 +462,7 @@ def test_the_codes_are_what_an_engine_takes_unless_told_otherwise(tmp_path: Path
         LLM(str(published.folder), kv_gb=0.01) as auto,
         LLM(str(published.folder), kv_gb=0.01, weights="plain") as plain,
     ):
-        bytes_of = [model.engine._model._fused.weight_bytes for model in (auto, plain)]
+        bytes_of = [model.engine._model.decoder.weight_bytes for model in (auto, plain)]
     assert bytes_of[0] < 0.65 * bytes_of[1]
 
 
