@@ -76,6 +76,7 @@ class StoreLife(RuleBasedStateMachine):
         self.segment = Segment.create("model", SLOT_BYTES, SLOTS)
         self.events = EventLog(self.segment.incarnation)
         tier = await SsdTier.open(self.place, 64 << 20, make_policy("lru", 1000), SLOT_BYTES, segment_bytes=256 << 10)
+        tier._stall_s = 50.0  # a busy machine's disk is waited for: what cannot be saved would be lost
         rules = TierRules(write_through_sights=self.version % 4, demote_sights=1)
         board = Board.create(self.segment)
         assert board is not None, "no C++ compiler"
@@ -144,7 +145,7 @@ class StoreLife(RuleBasedStateMachine):
         data = content(number, self.version)
         parent = key(number - 4) if number >= 4 else b""
         try:
-            [offer] = await self.store.reserve([BlockName(key(number), parent)], writer, len(data), 1, wait_s=5)
+            [offer] = await self.store.reserve([BlockName(key(number), parent)], writer, len(data), 1, wait_s=50)
         except OutOfBlocks:
             busy = len(self.writing) + sum(len(lease.blocks) for lease, _ in self.leases) + self.store.num_pinned
             assert busy >= SLOTS // 2, "refused with room to be made"
