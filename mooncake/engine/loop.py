@@ -155,7 +155,8 @@ class EngineThread:
         except KVLoadFailed as error:
             self._recover(error)
         except Exception as error:
-            log.exception("a step failed; its sequences end")
+            if not self._is_given_up:  # otherwise whoever ends what it waited for has said why
+                log.exception("a step failed; its sequences end")
             self.engine.fail_all(_to_mooncake_error(error))
         self._publish(outputs)
         self.num_done += 1

@@ -36,14 +36,14 @@ def incarnation(cluster: Any, node_id: str = "s9") -> int:
 
 
 async def test_the_second_of_two_live_processes_is_refused_and_the_first_goes_on(start_cluster: Any) -> None:
-    cluster = await start_cluster(0, 0)
+    cluster = await start_cluster(0, 0, heartbeat_interval_s=20.0, node_timeout_s=100.0)  # one that is late may be dead
     async with store_process(cluster, "node.id=s9") as first:
         await cluster.eventually(lambda: incarnation(cluster), within_s=30)
         here = cluster.core.registry.get("s9").info
         await cluster.eventually(lambda: cluster.core.subscriber.is_connected(here))
         for _ in range(2):  # as a supervisor would try
             async with store_process(cluster, "node.id=s9") as second:
-                _, said = await asyncio.wait_for(second.communicate(), 30)
+                _, said = await asyncio.wait_for(second.communicate(), 60)
                 assert second.returncode == 1
                 words = f"the id 's9' is taken: the store node at {here.control_address} has it and is alive"
                 assert words in said.decode()
@@ -62,7 +62,7 @@ async def test_a_restarted_process_takes_over_at_once(start_cluster: Any, how: s
         first.send_signal(how)
         await first.wait()
         async with store_process(cluster, "node.id=s9") as second:
-            await cluster.eventually(lambda: incarnation(cluster) != before.incarnation, within_s=15)
+            await cluster.eventually(lambda: incarnation(cluster) != before.incarnation, within_s=30)
             assert second.returncode is None
 
 

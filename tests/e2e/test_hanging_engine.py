@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drive import ask, status, wait_idle
-from live import small_config, stages_of
+from live import command_of, small_config, stages_of
 from tiny_model import write_tiny_model
 
 from mooncake.app.local import LocalCluster
@@ -31,7 +31,7 @@ NEW_TOKENS = 8
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", initializer_range=0.3)
     config = small_config(
@@ -42,7 +42,7 @@ async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) 
         "prefill.kv_gb=0.01",
         "decode.kv_gb=0.01",
         "store.dram_gb=0.01",
-        "node.step_timeout_s=2",
+        "node.step_timeout_s=5",
         "node.drain_s=3",
     )
     assert open_checkpoint(config.model.path).config.num_layers >= 2
@@ -55,13 +55,15 @@ async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) 
         [node] = [pid for name, pid in cluster.pids.items() if name.startswith("prefill")]
         stages = stages_of(node)
         os.kill(stages[1], signal.SIGSTOP)
-        answers = await asyncio.gather(*(ask(channel, prompt, NEW_TOKENS, timeout=120) for prompt in PROMPTS))
+        answers = await asyncio.gather(*(ask(channel, prompt, NEW_TOKENS) for prompt in PROMPTS))
         assert [len(answer.tokens) for answer in answers] == [NEW_TOKENS] * 3
         assert answers[0].tokens == first.tokens
         await wait_idle(channel)
         assert cluster.pids and node not in cluster.pids.values(), "another process has taken its place"
-        assert not any(os.path.exists(f"/proc/{pid}") for pid in stages)  # noqa: ASYNC240, PTH110
-        assert {each.state for each in (await status(channel)).nodes} == {"live"}
+        assert not any("pipeline_stage" in command_of(pid) for pid in stages)
+        async with asyncio.timeout(30):  # a late heartbeat makes a node a suspect
+            while {each.state for each in (await status(channel)).nodes} != {"live"}:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
 
 
 class Slow:
@@ -79,18 +81,18 @@ class Slow:
         return self._model.forward(batch, cache, NoHook())
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(("layer_s", "hangs"), [(0.3, False), (1.5, True)])
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("layer_s", "hangs"), [(0.45, False), (4.0, True)])
 async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float, hangs: bool) -> None:
     write_tiny_model(tmp_path / "model")
-    settings = [f"model.path={tmp_path / 'model'}", "decode.kv_gb=0.01", "decode.threads=1", "node.step_timeout_s=0.6"]
+    settings = [f"model.path={tmp_path / 'model'}", "decode.kv_gb=0.01", "decode.threads=1", "node.step_timeout_s=1.5"]
     config = load_config(None, settings)
     checkpoint = open_checkpoint(config.model.path)
     host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
     await host.start(NO_HOOK)
     try:
         broken = asyncio.create_task(host.wait_broken())
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
         assert not broken.done(), "it is only idle"
         host.engine._model = Slow(host.engine._model, layer_s)
         ended: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
@@ -101,7 +103,7 @@ async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float,
         told = await asyncio.wait_for(ended.get(), 30)
         assert isinstance(told, MooncakeError) == hangs
         if hangs:
-            assert "no step has ended" in (await asyncio.wait_for(broken, 10)).message
+            assert "no step has ended" in (await asyncio.wait_for(broken, 30)).message
         assert broken.done() == hangs
     finally:
         broken.cancel()

@@ -261,10 +261,11 @@ def test_stopping_tells_everyone_and_later_calls_are_refused() -> None:
 
 
 class HangingModel(HashModel):
-    """Computes nothing from its third step on, until it is let go."""
+    """Computes nothing from its third step on, until it is let go; then it may fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         super().__init__()
+        self.error = error
         self.is_there = threading.Event()
         self.let_go = threading.Event()
 
@@ -272,6 +273,8 @@ class HangingModel(HashModel):
         if len(self.batches) == 2:
             self.is_there.set()
             self.let_go.wait(WAIT_S)
+            if self.error is not None:
+                raise self.error
         return super().forward(batch, cache, hook)
 
 
@@ -293,3 +296,16 @@ def test_a_step_that_hangs_can_be_given_up() -> None:
     assert not thread._thread.is_alive() and thread.engine.block_pool.num_in_use == 0
     thread.give_up("again")
     assert str(thread.broken.result()) == "it hangs"
+
+
+def test_a_step_that_fails_after_it_was_given_up_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """What it waited for has been ended, because it hung. A launcher reports a node's last words."""
+    model, inbox = HangingModel(NodeUnavailable("a rank was killed")), Inbox()
+    thread = EngineThread(hash_engine(model=model))
+    thread.add(hash_sequence("r", random_prompt(5, 0)), inbox)
+    assert model.is_there.wait(WAIT_S)
+    thread.give_up("it hangs")
+    model.let_go.set()
+    thread._thread.join(WAIT_S)
+    assert not thread._thread.is_alive() and thread.engine.block_pool.num_in_use == 0
+    assert not caplog.records

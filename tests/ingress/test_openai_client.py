@@ -435,7 +435,7 @@ async def test_one_failed_choice_fails_the_answer_and_cancels_the_others(front, 
     assert not front.script.running
 
 
-async def test_leaving_a_stream_closes_the_request_within_a_second(front, client):
+async def test_leaving_a_stream_closes_the_request(front, client):
     front.script.ends, front.script.delay_s = False, 0.01
 
     stream = await client.chat.completions.create(model="bytes", messages=HELLO, stream=True)
@@ -447,11 +447,14 @@ async def test_leaving_a_stream_closes_the_request_within_a_second(front, client
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_leaving_before_the_first_token_closes_the_request_within_a_second(front, streamed):
+async def test_leaving_before_the_first_token_closes_the_request(front, client, streamed):
     front.script.first_delay_s = 60
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0, timeout=0.2) as client:
-        with pytest.raises(openai.APITimeoutError):
-            await client.completions.create(model="bytes", prompt="x", stream=streamed)
+    asking = asyncio.create_task(client.completions.create(model="bytes", prompt="x", stream=streamed))
+    await front.script.until(lambda: len(front.script.running) == 1)
+
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
 
     await front.script.until_closed()
 

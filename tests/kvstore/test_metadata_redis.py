@@ -130,7 +130,7 @@ async def test_a_conductor_that_starts_knows_nodes_blocks_and_where_their_events
     await until_kept(conductor, server.url, "s2")
     assert conductor.directory.state == "redis"
     conductor.directory.left("s2")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while "s2" in await restarted(server.url):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     redis = Redis.from_url(server.url)
@@ -198,7 +198,7 @@ async def test_a_redis_that_is_emptied_is_noticed(server: RedisProcess, conducto
     await redis.flushall()
     await redis.aclose()
     conductor.change("s1", stored(77))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while conductor.directory.tables_written < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -218,7 +218,7 @@ async def test_a_key_that_somebody_made_something_else_of_is_deleted_and_written
     conductor.directory._refresh_at_s = 0.0  # as if a third of the expiry had passed
     conductor.change("s1", stored(77))
     conductor.join("s2")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await redis.type(name) == b"hash":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await until_kept(conductor, server.url, "s1")
@@ -283,21 +283,21 @@ async def test_a_full_redis_is_as_good_as_none_until_there_is_room(server: Redis
 
 
 async def test_a_node_that_nobody_vouches_for_is_forgotten(server: RedisProcess) -> None:
-    conductor = Conductor(server.url, ttl_s=0.6)
+    conductor = Conductor(server.url, ttl_s=2.0)
     conductor.directory.start(conductor.index.blocks_of)
     conductor.join("s1")
     conductor.change("s1", stored(1))
     await until_kept(conductor, server.url, "s1")
     start = time.monotonic()
-    while time.monotonic() - start < 1.0:  # longer than the time to live: it is vouched for
+    while time.monotonic() - start < 2.5:  # longer than the time to live: it is vouched for
         assert "s1" in await restarted(server.url)
         await asyncio.sleep(0.1)
     await conductor.directory.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while await restarted(server.url):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     redis = Redis.from_url(server.url)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while {*await redis.keys(f"{PREFIX}:*")} - {f"{PREFIX}:events".encode()}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert await redis.xlen(f"{PREFIX}:events") <= 2 * MAX_STREAM

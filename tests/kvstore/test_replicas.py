@@ -102,7 +102,7 @@ async def test_nobody_gets_a_slot_that_a_slow_copy_still_writes_into(
     source: Source, start_actor: Callable[..., Any]
 ) -> None:
     settings = [f"store.dram_gb={SLOTS * BLOCK / 1e9 + 1e-6}", "store.reserve_timeout_s=0.2"]
-    store = start_actor("store", block_bytes=BLOCK, settings=[*settings, "transfer.max_mb_per_s=0.04"])
+    store = start_actor("store", block_bytes=BLOCK, settings=[*settings, "transfer.max_mb_per_s=0.01"])
     address = f"127.0.0.1:{await source.rpc.start('127.0.0.1', 0)}"
     source.blocks = [source.leased()]
     async with grpc.aio.insecure_channel(store.greeting["control"]) as channel:
@@ -110,10 +110,8 @@ async def test_nobody_gets_a_slot_that_a_slow_copy_still_writes_into(
         fetching = asyncio.ensure_future(
             stub.Fetch(replica_pb2.FetchRequest(source=address, keys=[b"k" * 32]), timeout=20)
         )
-        async with asyncio.timeout(10):
-            while not store.ask("counts")["reserved"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            while (counts := store.ask("counts"))["reserved"]:  # noqa: ASYNC110
+        async with asyncio.timeout(30):
+            while (counts := store.ask("counts"))["free"] == SLOTS or counts["reserved"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert not fetching.done() and counts["quarantined"] == 1
         assert (await fetching).copied == 0 and store.ask("counts")["free"] == SLOTS
