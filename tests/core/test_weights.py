@@ -99,6 +99,7 @@ def test_half_precision_files_are_read_too(tmp_path: Path) -> None:
         same(load_weights(open_checkpoint(str(tmp_path / "h.gguf")), "float32"), rounded)
 
 
+@pytest.mark.slow
 def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
     """Measured by the anonymous memory of a separate process whenever a weight is read."""
     wide = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64}

@@ -47,6 +47,7 @@ async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: P
                 await wait_idle(channel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "module"),
     [

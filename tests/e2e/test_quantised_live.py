@@ -19,6 +19,7 @@ from mooncake.checkpoint import open_checkpoint
 NEW = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [int8(), awq(32)], ids=["W8A8", "AWQ"])
 async def test_a_cluster_answers_as_one_engine_does(form: Format, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"

@@ -185,6 +185,7 @@ def num_retries(cluster: LocalCluster) -> float:
     return next(float(line.split()[-1]) for line in lines if line.startswith("mooncake_retries_total"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("place", ["reasoning_content", "content"])
 async def test_a_guided_answer_goes_on_elsewhere_from_where_it_was(

@@ -138,6 +138,7 @@ def test_a_file_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatc
         bench_gpu.main(["--out", str(tmp_path / "gone" / "gpu.json")])
 
 
+@pytest.mark.slow
 def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(tmp_path: Path) -> None:
     found, alive, ignoring, part = (tmp_path / name for name in ("found", "alive", "ignoring.py", "part.py"))
     os.mkfifo(alive)

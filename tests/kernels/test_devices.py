@@ -63,6 +63,7 @@ def test_latent_attention_on_a_gpu_gives_the_tokens_of_a_cpu(kv_dtype: str, tmp_
     assert found[1] == found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),

@@ -151,6 +151,7 @@ def one_more(block_ids: list[int]) -> ForwardBatch:
     return ForwardBatch.of_last_token(torch.cat([PROMPT, torch.tensor([77])]), BLOCK, block_ids)
 
 
+@pytest.mark.slow
 def test_whole_blocks_leave_layer_by_layer_and_come_back_to_every_rank(folder: str) -> None:
     alone = on_cpu(BackendSpec(open_checkpoint(folder), resolve_precision("float32"), size_of(folder)))
     expected = alone.model.forward(prompt(), alone.cache.tensor, NoHook())
@@ -278,6 +279,7 @@ def test_another_rank_goes_on_behind_a_copy_in_of_which_it_hears_later_than_of_t
     ranks.other.may_end.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_step_that_the_hook_abandons_ends_on_all_ranks_and_the_next_one_works(one_family: str, where: str) -> None:
     with two_ranks(one_family) as ranks:
@@ -356,6 +358,7 @@ def test_a_rank_that_does_not_copy_in_time_ends_and_the_node_is_told(one_family:
         assert "ranks [1] have failed" in first().message
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_no_messages_ends_too(one_family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake.engine.cache.rank_mirror.TELL_S", 1)
     with two_ranks(one_family) as ranks:

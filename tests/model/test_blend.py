@@ -171,6 +171,7 @@ def test_computing_all_of_it_is_a_full_prefill_to_the_bit(kitchen: Kitchen) -> N
     assert torch.equal(kitchen.kv(), kv)
 
 
+@pytest.mark.slow
 def test_the_tokens_that_deviate_most_bring_most_of_the_loss_back(checkpoint: Checkpoint, model: CausalLM) -> None:
     """There must be a real loss to recover, and recomputing random tokens recovers far less. A few short prompts;
     `mooncake bench blend` uses more, of realistic length."""

@@ -99,6 +99,7 @@ def is_close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.allclose(ours, theirs, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logit_rows", [(99, 3), ()], ids=["logits", "no logits"])
 def test_a_hook_lets_all_ranks_in_and_hears_of_layers_that_all_have_written(
     ranks: Ranks, folder: Path, logit_rows: tuple[int, ...]

@@ -66,6 +66,7 @@ def test_the_real_model_over_ranks(size: int) -> None:
         both.check(tokens[:770], 701, Method.PASS_Q, atol=1e-4, kv_atol=5e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_a_family_with_windows_goes_by_heads_where_it_must(family: str, tmp_path: Path) -> None:
     write_tiny_model(
@@ -80,6 +81,7 @@ def test_a_family_with_windows_goes_by_heads_where_it_must(family: str, tmp_path
             Pair(str(tmp_path / "tiny"), 2, Method.PASS_Q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "method"), [*((2, each) for each in Method), pytest.param(3, Method.PASS_Q, marks=pytest.mark.slow)]
 )

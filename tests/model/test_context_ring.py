@@ -26,6 +26,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_ranks_give_the_logits_of_one(ring: Pair) -> None:
     tokens, method = some_tokens(203), ring.setup.method
     assert method is not None

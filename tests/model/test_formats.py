@@ -57,6 +57,7 @@ def batch_of(tokens: int) -> ForwardBatch:
     )
 
 
+@pytest.mark.slow
 @FORMATS
 def test_one_call_gives_the_bits_of_the_pass_step_by_step(dtype: str, kv_dtype: str, coding: Coding) -> None:
     checkpoint, kernels = open_checkpoint("smollm2"), CpuKernels(load_library())

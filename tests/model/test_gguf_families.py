@@ -103,6 +103,7 @@ QUANTISED = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_groups", ["exact", ""], ids=["codes", "values"])
 @pytest.mark.parametrize("family", QUANTISED)
 def test_a_quantised_file_gives_the_tokens_of_its_values(family: str, keeps_groups: KeptGroups, tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ def test_activations_meet_codes_as_defined(name: str, settings: dict[str, Any], 
 # Codes of GGUF files
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_groups", ["exact", ""], ids=["codes", "values"])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_quantised_file_gives_the_tokens_of_its_values(name: str, keeps_groups: Any, tmp_path: Path) -> None:

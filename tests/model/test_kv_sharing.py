@@ -300,6 +300,7 @@ def test_what_does_not_go_together_is_refused(character: Written, tmp_path: Path
         character.checkpoint.kv_layout(BLOCK_TOKENS, "float32", (2,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "why"),
     [

@@ -50,6 +50,7 @@ def answer(folder: Path, adapter: str = "", **settings: Any) -> list[int]:
     return list(found.token_ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"])
 def test_two_processes_give_the_tokens_of_transformers(theirs: Any, setting: str, tmp_path: Path) -> None:
     assert answer(tmp_path, **{setting: 2}) == greedy(theirs, PROMPT, NEW)

@@ -35,6 +35,7 @@ def greedy(folder: Published, use_reference: bool = False) -> list[list[int]]:
     return answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
     found = greedy(published, use_reference)

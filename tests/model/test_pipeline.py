@@ -275,6 +275,7 @@ class Killing(NoHook):
             os.kill(self._pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_stage_that_dies_in_mid_step_is_an_error_then_and_ever_after(own: Pipeline, stage: int) -> None:
     died: list[MooncakeError] = []
@@ -314,6 +315,7 @@ def test_closing_is_no_death(folder: Path) -> None:
     assert not died
 
 
+@pytest.mark.slow
 def test_stages_end_with_the_process_that_started_them(folder: Path) -> None:
     code = f"""
 import sys

@@ -218,6 +218,7 @@ def test_mxfp4_that_does_not_fit_is_one_sentence(
         open_checkpoint(str(tmp_path / "bad"))
 
 
+@pytest.mark.slow
 def test_a_layer_is_packed_before_the_next_one_is_dequantised(tmp_path: Path) -> None:
     """Measured by the anonymous memory of a separate process whenever a weight is read; freed memory is returned to the
     system, as large allocations of real models are."""
@@ -466,6 +467,7 @@ def test_the_codes_are_what_an_engine_takes_unless_told_otherwise(tmp_path: Path
     assert bytes_of[0] < 0.65 * bytes_of[1]
 
 
+@pytest.mark.slow
 def test_other_families_and_several_processes_take_the_values(tmp_path: Path) -> None:
     published = Published(tmp_path / "gemma", int8(), "gemma3_text")
     assert published.checkpoint.coding == ""

@@ -79,6 +79,7 @@ def test_a_rank_that_cannot_load_its_part_says_why(folder: Path, tmp_path: Path,
         workers.end()
 
 
+@pytest.mark.slow
 def test_who_watches_ranks_is_told_of_one_that_dies_and_not_of_a_close(folder: Path) -> None:
     for is_killed in (True, False):
         told: list[MooncakeError] = []
@@ -91,6 +92,7 @@ def test_who_watches_ranks_is_told_of_one_that_dies_and_not_of_a_close(folder: P
         assert [type(error) for error in told] == ([NodeUnavailable] if is_killed else [])
 
 
+@pytest.mark.slow
 def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) -> None:
     with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
         with pytest.raises(ConfigError, match="has a model over several ranks already"):
@@ -102,7 +104,10 @@ def test_a_process_has_one_group_and_a_second_one_does_not_end_it(folder: Path) 
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("way", ["tensor_parallel_size", "context_parallel_size", "pipeline_parallel_size"])
-@pytest.mark.parametrize("what", ["hangs", "hangs in a step", "has died"])
+@pytest.mark.parametrize(
+    "what",
+    ["has died", *(pytest.param(what, marks=pytest.mark.slow) for what in ("hangs", "hangs in a step"))],
+)
 def test_closing_waits_for_no_rank_that_hangs_or_has_died(
     folder: Path, way: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ def tokens_of(folder: Path, num_ranks: int, weights: str) -> tuple[int, ...]:
 FORMS = {"4 bits in groups of 16": lambda: packed(4, 16), "AWQ": lambda: awq(32), "int8": int8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_ranks_of_a_quantised_model_give_the_tokens_of_one_process(form: Callable[[], Format], tmp_path: Path) -> None:
     published = Published(tmp_path, form())
@@ -44,6 +45,7 @@ def test_ranks_of_a_quantised_model_give_the_tokens_of_one_process(form: Callabl
     assert tokens_of(tmp_path, 2, "auto") == tokens_of(tmp_path, 1, "auto") == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [int8, lambda: packed(4, 16)], ids=["int8", "to int8"])
 def test_int8_weights_over_ranks_are_those_of_one_process(form: Callable[[], Format], tmp_path: Path) -> None:
     Published(tmp_path, form())

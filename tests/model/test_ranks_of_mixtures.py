@@ -37,7 +37,10 @@ def one_thread_a_rank() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=MIXTURES)
+FIRST, *OTHERS = MIXTURES
+
+
+@pytest.fixture(params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
     return Published(request.param, tmp_path)
 

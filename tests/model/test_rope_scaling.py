@@ -145,6 +145,7 @@ def test_a_longer_context_has_the_long_factors_for_every_sequence(long: tuple[Pa
     assert found[2] != their_answer(theirs, asked[2])
 
 
+@pytest.mark.slow
 def test_ranks_have_the_factors_of_the_context_that_was_asked_for(long: tuple[Path, Any]) -> None:
     """Also where the cache holds less than that."""
     folder, _ = long

@@ -85,6 +85,7 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
     assert found == whole(str(folder), prompts, 16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_a_vocabulary_that_does_not_divide_gives_the_tokens_of_one_process(is_tied: bool, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "qwen3", vocab_size=321, tie_word_embeddings=is_tied, initializer_range=0.1)
@@ -104,6 +105,7 @@ def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> Non
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_share_pages_of_int8(folder: Path) -> None:
     prompts = [np.random.default_rng(seed).integers(3, 300, 40).tolist() for seed in range(3)]
     found = []
@@ -158,6 +160,7 @@ def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.Monk
             llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
 
 
+@pytest.mark.slow
 def test_ranks_outlive_the_thread_that_started_them_and_end_with_the_process(folder: Path) -> None:
     code = f"""
 import sys, threading, torch
@@ -194,6 +197,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
         llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel_size=2)

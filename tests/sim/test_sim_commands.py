@@ -53,6 +53,7 @@ def test_a_folder_without_the_traces_is_told_which_one_it_lacks(tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_every_preset_reads_and_runs() -> None:
     for name in preset_names():
         cluster = load_preset(name)
@@ -158,6 +159,7 @@ def test_simulate_writes_a_page_that_needs_nothing_else_and_every_request(trace:
     assert len(rows) == 150 and all(row["ttft_s"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
     plot = tmp_path / "plot.html"
     output = call(
@@ -244,6 +246,7 @@ def test_an_azure_trace_is_read_by_time_and_shares_nothing(tmp_path: Path) -> No
             load_any(path)
 
 
+@pytest.mark.slow
 def test_a_generated_trace_has_the_measured_shape() -> None:
     requests = generate("conversation", seed=1)
     tokens = [request.input_length for request in requests]

@@ -1,6 +1,7 @@
 """Refusals judged in hindsight: an oracle's replay, and when the request would have been admitted."""
 
 import numpy as np
+import pytest
 
 from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.hindsight import (
@@ -65,6 +66,7 @@ def test_the_probe_knows_when_the_door_opens_and_passes_through_it_itself_never(
     assert len(probe.errors_with_hindsight()) == len(refused)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_looked_at_is_the_run_that_would_have_been() -> None:
     """Look-ahead samples answer lengths, and samples again those that answers have exceeded."""
     full = load_preset("paper-16").with_counts(prefill=4, decode=1).with_slo(tbt_ms=60.0)

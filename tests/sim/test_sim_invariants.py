@@ -78,6 +78,7 @@ faults = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 10_000),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -165,6 +166,7 @@ def flash_crowd(requests: int = 1500) -> list[TraceRequest]:
 CROWDED = load_preset("paper-16").with_conductor(policy="longest_prefix", replicates=True)  # which does not spread work
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ssd", [None, Ssd(tokens=2_000_000)])
 def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ssd: Ssd | None) -> None:
     trace = flash_crowd()
@@ -185,6 +187,7 @@ def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ss
     assert simulation.copies.dropped == during - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", ["prefill-0", "prefill-1", "prefill-2", "prefill-3"])
 def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None:
     """Slow links, so that copies are surely on their way then."""
@@ -211,6 +214,7 @@ def test_a_prefix_that_is_fetched_is_computed_when_its_source_dies() -> None:
         check_invariants(play(cluster, 4, [Fault(at_s, "prefill-0", 10.0), Fault(at_s + 1, "prefill-1", 10.0)]))
 
 
+@pytest.mark.slow
 def test_what_is_read_from_an_ssd_is_computed_when_its_host_dies() -> None:
     ssd = Ssd(tokens=10_000_000, read_gb_per_s=3.5, write_gb_per_s=50.0)
     cluster = small_cluster().with_machines("prefill", store_tokens=150 * 512, ssd=ssd)
