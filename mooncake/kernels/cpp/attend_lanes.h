@@ -59,9 +59,9 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
 }
 
 // scores[t][lane] for KEYS keys and VECS * W lanes, over pairs of bfloat16: queries are [D / 2][lane], keys are read in
-// place. Raises `top`, the largest score of each lane, if it is not null.
+// place. Raises `most`, the largest score of each lane, if it is not null: in memory, as no register is to spare.
 template <int KEYS, int VECS>
-inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, vf* top = nullptr) {
+inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, float* most = nullptr) {
     vf acc[KEYS][VECS] = {};
     const bf16* key[KEYS];
     std::copy(keys, keys + KEYS, key);
@@ -71,11 +71,14 @@ inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, f
         for (int t = 0; t < KEYS; t++)
             for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(key[t] + d), q[v]);
     }
-    for (int t = 0; t < KEYS; t++)
-        for (int v = 0; v < VECS; v++) {
+    for (int v = 0; v < VECS; v++) {
+        vf top = most ? load(most + v * W) : splat(0);
+        for (int t = 0; t < KEYS; t++) {
             store(scores + (t * VECS + v) * W, acc[t][v]);
-            if (top) top[v] = larger(top[v], acc[t][v]);
+            top = larger(top, acc[t][v]);
         }
+        if (most) store(most + v * W, top);
+    }
 }
 
 // As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].

@@ -19,33 +19,55 @@ constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than a
 constexpr int SOON_ROWS = 16;    // rows of K or V to have in L1 ahead
 constexpr int STRIP = DOT_PART / 2 * SHARED_KEYS;  // pairs of elements of V that one pass mixes
 
-// Turns the scores of a part, [token][lane], into weights: in place, or as pairs of tokens, [pair][lane], from the same
-// beginning. Returns their sum in one vector of lanes, added up in the order of attend_dots: by t % W first.
-template <int VECS, bool IN_PAIRS> inline vf weigh(float* scores, vf top) {
-    const auto weight = [&](const float* score) {
-        const vf below = load(score) - top;
-        return IN_PAIRS ? exp2_roughly(below) : exp2v(below);
-    };
+// Turns the scores of a part in one vector of lanes, [token][lane], into weights. Returns their sum, added up in the order
+// of attend_dots: by t % W first.
+template <int VECS> inline vf weigh(float* scores, vf top) {
     vf totals[W] = {};
-    float* weights = scores;
     for (int at = 0; at < DOT_PART; at += W)
 #pragma GCC unroll 16
-        for (int t = 0; t < W; t += 2, scores += 2 * VECS * W) {
-            const vf first = weight(scores), second = weight(scores + VECS * W);
-            totals[t] += first;
-            totals[t + 1] += second;
-            if constexpr (IN_PAIRS) {
-                store((int32_t*)weights, pairs_of(first, second));
-                weights += VECS * W;
-            } else {
-                store(scores, first);
-                store(scores + VECS * W, second);
-            }
+        for (int t = 0; t < W; t++, scores += VECS * W) {
+            const vf weight = exp2v(load(scores) - top);
+            totals[t] += weight;
+            store(scores, weight);
         }
     for (int half = W / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) totals[i] += totals[i + half];
     return totals[0];
 }
+
+// The weights of a part as pairs of tokens, [pair][lane], from the same beginning as its scores, made one pair after the
+// other. The exponential and the products of attend_shared use different parts of the core: half of it is hidden between
+// them.
+template <int VECS> class PairWeights {
+public:
+    // `totals` is memory for W * VECS * W sums.
+    PairWeights(float* scores, const float* most, float* totals) : scores_(scores), totals_(totals), most_(most) {
+        std::fill(totals, totals + W * VECS * W, 0.0f);
+    }
+
+    void make(int64_t pair) {
+        const float* scores = scores_ + 2 * pair * VECS * W;
+        float *weights = scores_ + pair * VECS * W, *totals = totals_ + 2 * pair % W * VECS * W;
+        for (int v = 0; v < VECS; v++, scores += W, totals += W, weights += W) {
+            const vf most = load(most_ + v * W);
+            const vf first = exp2_roughly(load(scores) - most), second = exp2_roughly(load(scores + VECS * W) - most);
+            store(totals, load(totals) + first);
+            store(totals + VECS * W, load(totals + VECS * W) + second);
+            store((int32_t*)weights, pairs_of(first, second));
+        }
+    }
+
+    // Of each lane, added up as `weigh` does.
+    void sum(float* sums) const {
+        for (int half = W / 2 * VECS * W; half >= VECS * W; half /= 2)
+            for (int i = 0; i < half; i += W) store(totals_ + i, load(totals_ + i) + load(totals_ + i + half));
+        std::copy(totals_, totals_ + VECS * W, sums);
+    }
+
+private:
+    float *scores_, *totals_;  // totals: [t % W][lane]
+    const float* most_;
+};
 
 // Prefetches `count` elements of rows that are probably adjacent: few blocks are no multiple of so many tokens.
 template <int LOCALITY> inline void bring(const bf16* rows, int count) {
@@ -56,16 +78,26 @@ template <int LOCALITY> inline void bring(const bf16* rows, int count) {
 inline void put_strip(const bf16* const* values, int d, int pair, uint32_t* strip) {
     const bf16* const* rows = values + 2 * pair;
     const bf16 *first = rows[0] + d, *second = rows[1] + d;
+    strip += pair * SHARED_KEYS;
     for (int i = 0; i < 2; i++) __builtin_prefetch(rows[SOON_ROWS + i] + d);
-    for (int i = 0; i < SHARED_KEYS; i++) strip[pair * SHARED_KEYS + i] = first[i].bits | uint32_t(second[i].bits) << 16;
+#if defined(__AVX512F__)  // GCC 12 inserts word by word where it has few registers left
+    const __m128i a = _mm_loadu_si128((const __m128i*)first), b = _mm_loadu_si128((const __m128i*)second);
+    _mm_storeu_si128((__m128i*)strip, _mm_unpacklo_epi16(a, b));
+    _mm_storeu_si128((__m128i*)strip + 1, _mm_unpackhi_epi16(a, b));
+#else
+    for (int i = 0; i < SHARED_KEYS; i++) strip[i] = first[i].bits | uint32_t(second[i].bits) << 16;
+#endif
 }
 
-// mixed[d][lane] = sum over the tokens of a part, for a strip of dimensions. Weights are [pair][lane]. Meanwhile the
-// strip `d` is put into `next`: between products that costs less than on its own.
-template <int VECS>
-inline void mix_strip(const float* weights, const uint32_t* strip, const bf16* const* values, int d, uint32_t* next, float* mixed) {
+// mixed[d][lane] = sum over the tokens of a part, for a strip of dimensions. Weights are [pair][lane]; `prepare(pair)` is
+// called just before those of a pair are read. Meanwhile the strip `d` is put into `next`: between products that costs
+// less than on its own.
+template <int VECS, class Prepare>
+inline void mix_strip(const float* weights, const uint32_t* strip, const bf16* const* values, int d, uint32_t* next, float* mixed,
+                      const Prepare& prepare) {
     vf acc[SHARED_KEYS][VECS] = {};
     for (int64_t pair = 0; pair < DOT_PART / 2; pair++, weights += VECS * W) {
+        prepare(pair);
         vi p[VECS];
         for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + v * W);
         for (int i = 0; i < SHARED_KEYS; i++)
@@ -80,25 +112,83 @@ inline void mix_strip(const float* weights, const uint32_t* strip, const bf16* c
 // brought to the second cache and then to L1, as even its latency was waited for; values fall out of L1 into the second
 // cache, and came there more reliably than if prefetched into it.
 template <int VECS>
-inline void score_part_in_pairs(const uint32_t* query, const bf16* const* stream, int D, float* scores, vf* top) {
+inline void score_part_in_pairs(const uint32_t* query, const bf16* const* stream, int D, float* scores, float* most) {
     for (int t = 0; t < DOT_PART; t += SHARED_KEYS) {
         bring<NEAR>(stream[t + AHEAD_ROWS], SHARED_KEYS * D);
         bring<3>(stream[t + DOT_PART], SHARED_KEYS * D);
         bring<3>(stream[t + SOON_ROWS], SHARED_KEYS * D);
-        score_pairs<SHARED_KEYS, VECS>(query, stream + t, D, scores + t * VECS * W, top);
+        score_pairs<SHARED_KEYS, VECS>(query, stream + t, D, scores + t * VECS * W, most);
     }
 }
 
-// Prefetches the first of the rows that come after `values`.
+// Turns the scores of a part into weights while its first strip is mixed, then mixes the others. Prefetches the first of
+// the rows that come after `values`.
 template <int VECS>
-inline void mix_part_in_pairs(const float* weights, const bf16* const* values, int D, uint32_t* strips, float* mixed) {
+inline void mix_part_in_pairs(float* scores, const float* most, const bf16* const* values, int D, uint32_t* strips, float* mixed,
+                              float* totals, float* sums) {
     uint32_t *strip = strips, *next = strips + STRIP;
+    PairWeights<VECS> weights(scores, most, totals);
+    weights.make(0);
+    const auto weigh_next = [&](int64_t pair) {
+        if (pair + 1 < DOT_PART / 2) weights.make(pair + 1);
+    };
+    const auto is_weighed = [](int64_t) {};
     for (int pair = 0; pair < DOT_PART / 2; pair++) put_strip(values, 0, pair, strip);
     for (int d = 0; d < D; d += SHARED_KEYS, std::swap(strip, next)) {
         bring<NEAR>(values[DOT_PART + d * AHEAD_ROWS / D], AHEAD_ROWS * SHARED_KEYS);
-        mix_strip<VECS>(weights, strip, values, d + SHARED_KEYS < D ? d + SHARED_KEYS : 0, next, mixed + d * VECS * W);
+        const int then = d + SHARED_KEYS < D ? d + SHARED_KEYS : 0;
+        float* to = mixed + d * VECS * W;
+        if (d == 0)
+            mix_strip<VECS>(scores, strip, values, then, next, to, weigh_next);
+        else
+            mix_strip<VECS>(scores, strip, values, then, next, to, is_weighed);
     }
+    weights.sum(sums);
 }
+
+// The query rows of the last shared part that a thread attended to, as columns: those of its next one are often the same.
+class SharedQueries {
+public:
+    // [D][VECS * W], scaled; as pairs, [D / 2][VECS * W]; or as tiles.
+    template <int VECS>
+    const float* columns(const AttentionCall& call, const Item& item, uint64_t call_number, const RowPlace* places, bool is_tiled,
+                         bool in_pairs) {
+        const auto of_kept = [](const RowPlace& a, const RowPlace& b) { return a.seq == b.seq; };
+        const bool is_kept = call_number == call_number_ && item.kv_head == kv_head_ && item.count == rows_ &&
+                             std::equal(places, places + item.count, places_, of_kept);
+        call_number_ = call_number, kv_head_ = item.kv_head, rows_ = item.count;
+        std::copy(places, places + item.count, places_);
+        constexpr int lanes = VECS * W;
+        const int D = call.head_dim;
+        float* query = memory_.start(lanes * D);
+        if (is_kept) return query;
+        const float* queries[lanes];
+        for (int row = 0; row < item.count; row++) queries[row] = call.query_row(places[row].seq, item.kv_head, places[row].row);
+        std::fill(queries + item.count, queries + lanes, queries[0]);
+        const auto query_row = [&](int i) { return queries[i]; };
+        if (is_tiled) {
+            tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
+        } else if (in_pairs) {
+            for (int v = 0; v < VECS; v++)
+                columns_of_queries(query_row, v * W, D, call.scale_log2, lanes, (uint32_t*)query + v * W);
+        } else {
+            vf block[W];
+            for (int d = 0; d < D; d += W)
+                for (int v = 0; v < VECS; v++) {
+                    for (int i = 0; i < W; i++) block[i] = load(query_row(v * W + i) + d) * call.scale_log2;
+                    transpose(block);
+                    for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
+                }
+        }
+        return query;
+    }
+
+private:
+    uint64_t call_number_ = 0;
+    int kv_head_ = 0, rows_ = 0;
+    RowPlace places_[SHARED_ROWS];
+    Scratch memory_;
+};
 
 // A shared part is DOT_PART tokens long and all its rows see all of it, so nothing is masked, and only rows are padded,
 // to VECS vectors. `next`: as for attend_dots.
@@ -110,29 +200,15 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
     const int D = call.head_dim, rows = item.count;
     const int32_t* table = call.table(item.seq);
     const bool is_tiled = fits_tiles<T>(D), in_pairs = works_in_pairs<T>(D);
-    scratch.start(lanes * (2 * D + DOT_PART + 2) + std::max(2 * STRIP, TILE * D) + 128);
-    float *query = scratch.take(lanes * D), *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART);
+    scratch.start(lanes * (D + DOT_PART + W + 2) + std::max(2 * STRIP, TILE * D) + 128);
+    float *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART), *totals = scratch.take(lanes * W);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(std::max(2 * STRIP, TILE * D));
     RowPlace places[lanes];
     places_of(call, plan, item, places);
-    const float* queries[lanes];
-    for (int row = 0; row < rows; row++) queries[row] = call.query_row(places[row].seq, item.kv_head, places[row].row);
-    std::fill(queries + rows, queries + lanes, queries[0]);
-    vf block[W];
-    const auto query_row = [&](int i) { return queries[i]; };
+    static thread_local SharedQueries shared;
+    const float* query = shared.columns<VECS>(call, item, results.call_number, places, is_tiled, in_pairs);
     std::optional<Tiles> tiles;
-    if (is_tiled) {
-        tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
-        tiles.emplace(TILE_STRIP);
-    }
-    for (int v = 0; v < VECS && in_pairs; v++)
-        columns_of_queries(query_row, v * W, D, call.scale_log2, lanes, (uint32_t*)query + v * W);
-    for (int d = 0; d < D && !is_tiled && !in_pairs; d += W)
-        for (int v = 0; v < VECS; v++) {
-            for (int i = 0; i < W; i++) block[i] = load(query_row(v * W + i) + d) * call.scale_log2;
-            transpose(block);
-            for (int i = 0; i < W; i++) store(query + ((d + i) * VECS + v) * W, block[i]);
-        }
+    if (is_tiled) tiles.emplace(TILE_STRIP);
 
     const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and what is prefetched past their end
     for (int kv = 0; kv < 2; kv++) cache.rows(table, item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
@@ -159,18 +235,17 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                     store(score, load(score) * row_scale(coded[t], D));
                 }
     };
-    vf top[VECS];
-    std::fill(top, top + VECS, splat(NEVER));
+    std::fill(most, most + lanes, NEVER);
     const auto finish_scores = [&](int at, int count) {
         if (call.cap_log2) bend(scores + at * lanes, count * lanes, call.cap_log2);
         for (int t = at; t < at + count; t++)
-            for (int v = 0; v < VECS; v++) top[v] = larger(top[v], load(scores + (t * VECS + v) * W));
+            for (int v = 0; v < lanes; v += W) store(most + v, larger(load(most + v), load(scores + t * lanes + v)));
     };
     if constexpr (std::is_same<T, bf16>::value)
         if (in_pairs) {
-            score_part_in_pairs<VECS>((const uint32_t*)query, stream, D, scores, top);
+            score_part_in_pairs<VECS>((const uint32_t*)query, stream, D, scores, most);
             if (call.cap_log2) {
-                std::fill(top, top + VECS, splat(NEVER));
+                std::fill(most, most + lanes, NEVER);
                 finish_scores(0, DOT_PART);
             }
         }
@@ -187,14 +262,10 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
         finish_scores(at, TILE);
     }
 
-    for (int v = 0; v < VECS; v++) {
-        float* column = scores + v * W;
-        store(most + v * W, top[v]);
-        store(sums + v * W, in_pairs ? weigh<VECS, true>(column, top[v]) : weigh<VECS, false>(column, top[v]));
-    }
+    for (int v = 0; v < lanes && !in_pairs; v += W) store(sums + v, weigh<VECS>(scores + v, load(most + v)));
 
     if constexpr (std::is_same<T, bf16>::value)
-        if (in_pairs) mix_part_in_pairs<VECS>(scores, stream + DOT_PART, D, (uint32_t*)wide, mixed);
+        if (in_pairs) mix_part_in_pairs<VECS>(scores, most, stream + DOT_PART, D, (uint32_t*)wide, mixed, totals, sums);
     if (!in_pairs) std::memset(mixed, 0, sizeof(float) * lanes * D);
     const auto kept = [](vf before, int) { return before; };
     for (int at = 0; at < DOT_PART && !in_pairs; at += TILE) {
@@ -208,7 +279,8 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
 
     float* out[lanes];
     results.places(item, out);
-    std::fill(out + rows, out + lanes, query);  // no longer needed
+    std::fill(out + rows, out + lanes, scores);  // no longer needed
+    vf block[W];
     for (int v = 0; v < VECS; v++)
         for (int d = 0; d < D; d += W) {
 #pragma GCC unroll 16

@@ -30,7 +30,8 @@ template <class T> void attend_pages(const AttentionCall& call, const AttentionP
     static thread_local std::vector<std::atomic<int>> missing;
     if (missing.size() < plan.merges.size()) missing = std::vector<std::atomic<int>>(2 * plan.merges.size());
     for (size_t i = 0; i < plan.merges.size(); i++) missing[i].store(plan.merges[i].parts, std::memory_order_relaxed);
-    const Results results{call, plan, partial.start(plan.merge_floats), missing.data()};
+    static std::atomic<uint64_t> calls{0};
+    const Results results{call, plan, partial.start(plan.merge_floats), missing.data(), ++calls};
     parallel(int64_t(plan.items.size()), plan.cost * call.head_dim < (1 << 16) ? 1 : threads, [&](int64_t i) {
         static thread_local Scratch scratch;
         const Item& item = plan.items[i];

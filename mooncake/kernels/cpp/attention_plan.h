@@ -124,9 +124,10 @@ public:
         shared_parts_.assign(call_.num_sequences, 0);
         find_shared_parts();
         for (int seq = 0; seq < call_.num_sequences; seq++) add_sequence(seq);
-        // Long items first, so that the last ones to finish are short.
+        // Long items first, so that the last ones to finish are short; and one after the other those of the same queries.
         std::sort(plan_.items.begin(), plan_.items.end(), [](const Item& a, const Item& b) {
-            return int64_t(a.count) * (a.end - a.begin) > int64_t(b.count) * (b.end - b.begin);
+            const int64_t long_a = int64_t(a.count) * (a.end - a.begin), long_b = int64_t(b.count) * (b.end - b.begin);
+            return std::tie(long_b, a.kv_head, a.part) < std::tie(long_a, b.kv_head, b.part);
         });
     }
 
@@ -232,6 +233,7 @@ struct Results {
     const AttentionPlan& plan;
     float* partial;
     std::atomic<int>* missing;  // parts still missing, one counter per merge
+    uint64_t call_number;       // of this process
 
     // `mixed` is [rows, D], not yet divided by `sums`; `most` is in log2.
     void put(const Item& item, const float* mixed, const float* most, const float* sums) const {
