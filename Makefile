@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
-.PHONY: help setup demo test test-all check sanitize bench gpu gpu-site proto clean
+.PHONY: help setup demo test test-slow test-all check sanitize bench gpu gpu-site proto clean
 
 help:
 	@echo 'make demo      a cluster on this machine: a streamed answer, a second turn that reuses the first, a replay'
 	@echo 'make test      the tests, without the slow ones'
-	@echo 'make test-all  all tests'
+	@echo 'make test-slow the slow tests alone'
+	@echo 'make test-all  all tests, one after the other'
 	@echo 'make check     lint, formatting, types, the import diagram, generated code'
 	@echo 'make sanitize  the C++ code under AddressSanitizer and UBSan: kernels, transfer, store, placement'
 	@echo 'make bench     measure the engine and the served cluster'
@@ -31,6 +32,9 @@ demo: setup
 # Two processes share the tests; `make test TESTS=…` names some of them, which one process does.
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(if $(TESTS),$(TESTS),-n 2 --dist worksteal)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
 
 test-all: setup
 	$(BIN)/python -m pytest
