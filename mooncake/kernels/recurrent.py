@@ -5,7 +5,8 @@ A state is what a layer keeps of all tokens so far, flat in float32: the last ``
 ``[taps - 1, C]``, and a matrix per value head, ``[Hv, Dk, Dv]``. A page has the state after
 the last computed token of its block. A step is cut into *runs*, consecutive tokens of a sequence in one block: a run
 reads the state of one page, which may be that of the run before it, and writes that of another or of the same. Each run
-is computed token by token, so a token gets the same bits in any batch and chunk.
+is computed token by token, so a token gets the same bits in any batch and chunk (on GPUs, if it is no prompt's:
+``Chunks``).
 
 Letters as in ``reference``; ``C`` channels of the convolution, ``Hk`` and ``Hv`` heads of keys and values of ``Dk`` and
 ``Dv`` elements, ``R`` runs.
