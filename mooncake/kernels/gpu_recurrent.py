@@ -1,7 +1,8 @@
-"""Host side of ``triton_recurrent``: the functions of ``recurrent`` on a GPU, one or two launches each.
+"""Host side of ``triton_recurrent``: the functions of ``recurrent`` on a GPU, one or two launches each, and more where
+runs have ``Chunks``.
 
-States, runs and everything else lie on the device; sizes of grids depend on shapes alone, so a captured graph replays
-any runs of as many sequences.
+States, runs and everything else lie on the device; without chunks sizes of grids depend on shapes alone, so a captured
+graph replays any runs of as many sequences.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ import torch
 import triton
 
 from mooncake.kernels import triton_recurrent as kernels
+from mooncake.kernels import triton_recurrent_chunks as chunk_kernels
+from mooncake.kernels.gpu_recurrent_chunks import recur_in_chunks
 from mooncake.kernels.recurrent import L2_EPS, Runs
+from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS
 
 CONVOLVED_TOKENS, CONVOLVED_CHANNELS = 8, 64  # of a program at once
+CONVOLVED_WARPS = 8  # of a program that has a chunk
 MATRIX_NUMBERS = 1024  # of a program, which is one warp: 32 registers of each thread
 
 
@@ -64,26 +69,38 @@ def _convolved(
     has_silu: bool,
 ) -> torch.Tensor:
     """``[T, C]``; the last inputs of each run are in its target."""
-    num_runs, channels, output = len(runs.sources), inputs.shape[1], torch.empty_like(inputs)
-    if num_runs:
-        kernels.convolve[(num_runs, triton.cdiv(channels, CONVOLVED_CHANNELS))](
-            inputs,
-            taps,
-            taps if bias is None else bias,
-            states,
+    chunks, channels, output = runs.chunks, inputs.shape[1], torch.empty_like(inputs)
+    chains, num_few = chains_of(runs)
+    parts = triton.cdiv(channels, CONVOLVED_CHANNELS)
+    given = (inputs, taps, taps if bias is None else bias, states)
+    settings = {"TAPS": len(taps), "HAS_BIAS": bias is not None, "HAS_SILU": has_silu, "CHANNELS": CONVOLVED_CHANNELS}
+    if chunks is not None and len(chunks.spans):  # before any state is overwritten
+        chunk_kernels.convolve_chunks[(len(chunks.spans), parts)](
+            *given,
+            chunks.spans,
+            output,
+            channels,
+            states.stride(0),
+            **settings,
+            CHUNK=CHUNK_TOKENS,
+            num_warps=CONVOLVED_WARPS,
+        )
+    if len(chains):
+        kernels.convolve[(len(chains), parts)](
+            *given,
             runs.starts,
             runs.sources,
             runs.targets,
+            chains,
             output,
-            num_runs,
+            len(runs.sources),
+            num_few,
             channels,
             states.stride(0),
-            TAPS=len(taps),
+            **settings,
             TAIL_PAD=triton.next_power_of_2(max(len(taps) - 1, 1)),
-            HAS_BIAS=bias is not None,
-            HAS_SILU=has_silu,
+            LISTED=chunks is not None,
             TOKENS=CONVOLVED_TOKENS,
-            CHANNELS=CONVOLVED_CHANNELS,
             num_warps=4,
         )
     return output
@@ -103,38 +120,46 @@ def _recurred(
 ) -> torch.Tensor:
     """``[T, H * Dv]``; ``places``: where queries, keys and values begin in ``mixed``; ``skip`` None: the delta rule."""
     tokens, num_heads = decay.shape
-    channels = mixed.shape[1]
-    value_dim = (channels - 2 * num_key_heads * key_dim) // num_heads
+    value_dim = (mixed.shape[1] - 2 * num_key_heads * key_dim) // num_heads
     output = mixed.new_empty((tokens, num_heads * value_dim))
-    key_pad, columns = matrix_part(key_dim, value_dim)
-    num_runs = len(runs.sources)
-    if num_runs:
-        kernels.recur[(num_runs, num_heads, triton.cdiv(value_dim, columns))](
-            mixed,
-            decay,
-            share,
-            decay if skip is None else skip,
+    constants = {
+        **{"TAIL": (num_taps - 1) * mixed.shape[1], "IS_DELTA": skip is None},
+        **dict(zip(("QUERY_AT", "KEY_AT", "VALUE_AT"), places, strict=True)),
+        **{"NUM_HEADS": num_heads, "OF_KEY": num_heads // num_key_heads},
+        **{"KEY_DIM": key_dim, "VALUE_DIM": value_dim},
+    }
+    rows = (mixed, decay, share, decay if skip is None else skip)
+    chains, num_few = chains_of(runs)
+    if num_few:
+        key_pad, columns = matrix_part(key_dim, value_dim)
+        kernels.recur[(num_few, num_heads, triton.cdiv(value_dim, columns))](
+            *rows,
             states,
             runs.starts,
             runs.sources,
             runs.targets,
+            chains,
             output,
-            num_runs,
-            channels,
+            len(runs.sources),
+            mixed.shape[1],
             states.stride(0),
             L2_EPS,
-            TAIL=(num_taps - 1) * channels,
-            **dict(zip(("QUERY_AT", "KEY_AT", "VALUE_AT"), places, strict=True)),
-            NUM_HEADS=num_heads,
-            OF_KEY=num_heads // num_key_heads,
-            KEY_DIM=key_dim,
+            **constants,
             KEY_PAD=key_pad,
-            VALUE_DIM=value_dim,
             COLUMNS=columns,
-            IS_DELTA=skip is None,
+            LISTED=runs.chunks is not None,
             num_warps=1,
         )
+    if num_few < len(chains):
+        recur_in_chunks(*rows, states, runs, output, constants)
     return output
+
+
+def chains_of(runs: Runs) -> tuple[torch.Tensor, int]:
+    """The list of chains, or where there is none another of as many programs; and how many go token by token."""
+    if runs.chunks is None:
+        return runs.sources, len(runs.sources)
+    return runs.chunks.chains, runs.chunks.num_few
 
 
 def matrix_part(key_dim: int, value_dim: int) -> tuple[int, int]:

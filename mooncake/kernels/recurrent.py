@@ -5,7 +5,8 @@ A state is what a layer keeps of all tokens so far, flat in float32: the last ``
 ``[taps - 1, C]``, and a matrix per value head, ``[Hv, Dk, Dv]``. A page has the state after
 the last computed token of its block. A step is cut into *runs*, consecutive tokens of a sequence in one block: a run
 reads the state of one page, which may be that of the run before it, and writes that of another or of the same. Each run
-is computed token by token, so a token gets the same bits in any batch and chunk.
+is computed token by token, so a token gets the same bits in any batch and chunk (on GPUs, if it is no prompt's:
+``Chunks``).
 
 Letters as in ``reference``; ``C`` channels of the convolution, ``Hk`` and ``Hv`` heads of keys and values of ``Dk`` and
 ``Dv`` elements, ``R`` runs.
@@ -13,7 +14,7 @@ Letters as in ``reference``; ``C`` channels of the convolution, ``Hk`` and ``Hv`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -29,6 +30,17 @@ class Runs:
     starts: torch.Tensor  # int64 [R + 1]: the tokens of run r are starts[r] ≤ t < starts[r + 1]
     sources: torch.Tensor  # int64 [R]: the page with the state before the run, or NO_PAGE
     targets: torch.Tensor  # int64 [R]: the page for the state after it
+    chunks: Chunks | None = field(default=None, kw_only=True)  # on GPUs, of steps with prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Which runs go in chunks of tokens (``recurrent_chunks``). A *chain* is runs that each read what the one before
+    them writes."""
+
+    chains: torch.Tensor  # int64: the first run of each; those of few tokens, which go token by token, first
+    num_few: int
+    spans: torch.Tensor  # int64 [C, 4] of the others: first token, one behind the last, the chain's first, its source
 
 
 @runtime_checkable

@@ -3,6 +3,7 @@
 A program has a part of a state for itself, some channels of the convolution's last inputs or some columns of one head's
 matrix, and walks over the runs of a sequence, so that none reads what another one writes. It goes token by token: sums
 have the same order in any batch and chunk. A target below 0 is written nowhere: such a run only pads a captured graph.
+In steps with prompts (``recurrent_chunks``) it has the runs of few tokens, and keeps the last inputs of the others.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from mooncake.kernels.triton_launch import kernel
 
 
 @triton.jit
-def _continues(sources, targets, run, num_runs):
+def continues(sources, targets, run, num_runs):
     """Whether the run reads what the one before it writes, so that the same programs compute both."""
     source = tl.load(sources + run, mask=run < num_runs, other=-1)
     before = tl.load(targets + run - 1, mask=(run > 0) & (run < num_runs), other=-2)
     return (source >= 0) & (source == before)
 
 
-@kernel("num_runs")
+@kernel("num_runs", "num_few")
 def convolve(
     inputs,  # float32 [T, C]
     taps,  # float32 [TAPS, C]
@@ -30,19 +31,24 @@ def convolve(
     starts,  # int64 [R + 1]
     sources,  # int64 [R]
     targets,
+    chains,  # int64 [programs]: the first run of each, if LISTED
     output,  # float32 [T, C]
     num_runs,
+    num_few,  # of the chains, if LISTED: the others have their outputs from elsewhere
     channels,
     state_stride,
     TAPS: tl.constexpr,
     TAIL_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SILU: tl.constexpr,
+    LISTED: tl.constexpr,
     TOKENS: tl.constexpr,  # at once
     CHANNELS: tl.constexpr,  # of a program
 ):
     run = tl.program_id(0).to(tl.int64)
-    if _continues(sources, targets, run, num_runs):
+    if LISTED:
+        run = tl.load(chains + run)
+    elif continues(sources, targets, run, num_runs):
         return
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     inside = channel < channels
@@ -54,7 +60,8 @@ def convolve(
         target = tl.load(targets + run)
         # the input of a token before ``first``, by the token's number
         kept = states + source * state_stride + (TAPS - 1 - first) * channels + channel
-        for begin in range(first, end, TOKENS):
+        mixed_end = tl.where(tl.program_id(0) < num_few, end, first) if LISTED else end
+        for begin in range(first, mixed_end, TOKENS):
             token = begin + tl.arange(0, TOKENS)[:, None]
             ok = (token < end) & inside
             mixed = tl.zeros([TOKENS, CHANNELS], dtype=tl.float32)
@@ -79,7 +86,7 @@ def convolve(
         tl.store(states + target * state_stride + row * channels + channel, last, mask=ok & (target >= 0))
         tl.debug_barrier()  # and what the next run reads is written
         run += 1
-        walks = _continues(sources, targets, run, num_runs)
+        walks = continues(sources, targets, run, num_runs)
 
 
 @kernel("num_runs")
@@ -92,6 +99,7 @@ def recur(
     starts,  # int64 [R + 1]
     sources,  # int64 [R]
     targets,
+    chains,  # int64 [programs]: the first run of each, if LISTED
     output,  # float32 [T, H, VALUE_DIM]
     num_runs,
     channels,
@@ -108,9 +116,12 @@ def recur(
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,  # of a program
     IS_DELTA: tl.constexpr,
+    LISTED: tl.constexpr,
 ):
     run = tl.program_id(0).to(tl.int64)
-    if _continues(sources, targets, run, num_runs):
+    if LISTED:
+        run = tl.load(chains + run)
+    elif continues(sources, targets, run, num_runs):
         return
     head = tl.program_id(1)
     keys = tl.arange(0, KEY_PAD)
@@ -157,4 +168,4 @@ def recur(
         tl.debug_barrier()  # all have read what may be overwritten
         tl.store(states + target * state_stride + numbers, matrix, mask=ok & (target >= 0))
         run += 1
-        walks = _continues(sources, targets, run, num_runs)
+        walks = continues(sources, targets, run, num_runs)

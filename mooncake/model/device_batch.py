@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.kernels.recurrent import NO_PAGE, Runs
+from mooncake.kernels.recurrent_chunks import in_chunks
 from mooncake.model.batch import ForwardBatch, Pages
 from mooncake.model.states import runs_of
 from mooncake.model_config import ModelConfig
@@ -60,8 +61,7 @@ class DeviceBatches:
         return ForwardBatch(**moved)
 
     def _moved_runs(self, batch: ForwardBatch, group: int, block_tokens: int) -> Runs:
-        runs = runs_of(batch, group, block_tokens)
-        return Runs(*(self.moved(part.numpy()) for part in (runs.starts, runs.sources, runs.targets)))
+        return in_chunks(runs_of(batch, group, block_tokens), lambda part: self.moved(part.numpy()))
 
     def empty_step(self, starts: list[int], context: int) -> ForwardBatch:
         """A step of which nothing is kept, of sequences of ``context`` tokens; on the host, like the engine's."""

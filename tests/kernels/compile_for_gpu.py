@@ -29,6 +29,7 @@ from mooncake.kernels import (
     triton_experts,
     triton_latent_attention,
     triton_recurrent,
+    triton_recurrent_chunks,
 )
 from mooncake.kernels.gpu import COPY_WORDS, TURNED_PAIRS
 from mooncake.kernels.gpu_attention import (
@@ -44,11 +45,20 @@ from mooncake.kernels.gpu_attention import (
 )
 from mooncake.kernels.gpu_experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
 from mooncake.kernels.gpu_latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
-from mooncake.kernels.gpu_recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, matrix_part
+from mooncake.kernels.gpu_recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, CONVOLVED_WARPS, matrix_part
+from mooncake.kernels.gpu_recurrent_chunks import PART, STAGES, WALKING_WARPS, WARPS, of_score, of_solve, of_walk
+from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS
 from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")
+RECURRENT_TYPES = {
+    **dict.fromkeys(("inputs", "taps", "bias", "mixed", "decay", "share", "skip", "states", "output"), "*fp32"),
+    **dict.fromkeys(("scores", "scales", "of_state", "written"), "*fp32"),
+    **dict.fromkeys(("starts", "sources", "targets", "chains", "spans"), "*i64"),
+    **dict.fromkeys(("num_runs", "num_few", "num_tokens", "channels", "state_stride"), "i32"),
+    "eps": "fp32",
+}
 PROGRAMS_OF_RECURRENCE = 16  # that a multiprocessor should hold, of a warp each
 
 
@@ -438,46 +448,58 @@ def recurrent_cases() -> Iterator[Case]:
     for shape, (key_heads, heads, key_dim, value_dim, is_delta) in shapes.items():
         keys, values = key_heads * key_dim, heads * value_dim
         channels = 2 * keys + values
-        yield _convolution(shape, 4, has_bias=not is_delta, has_silu=True)
+        yield from _convolutions(shape, 4, has_bias=not is_delta, has_silu=True)
         key_pad, columns = matrix_part(key_dim, value_dim)
         places = (0, keys, 2 * keys) if is_delta else (values + keys, values, 0)
+        constants = {
+            **dict(zip(("QUERY_AT", "KEY_AT", "VALUE_AT"), places, strict=True)),
+            **{"TAIL": 3 * channels, "NUM_HEADS": heads, "OF_KEY": heads // key_heads, "IS_DELTA": is_delta},
+            **{"KEY_DIM": key_dim, "VALUE_DIM": value_dim},
+        }
+        for is_listed in (False, True):
+            yield Case(
+                f"recur{'-listed' if is_listed else ''}-{shape}",
+                triton_recurrent.recur,
+                RECURRENT_TYPES,
+                {**constants, "KEY_PAD": key_pad, "COLUMNS": columns, "LISTED": is_listed},
+                num_warps=1,
+                programs=PROGRAMS_OF_RECURRENCE,
+                plain=frozenset({"num_runs"}),
+            )
+        in_chunks = [("score", of_score, WARPS, 4), ("solve", of_solve, WARPS, 4), ("walk", of_walk, WALKING_WARPS, 1)]
+        for name, of_kernel, num_warps, programs in in_chunks:
+            if name == "solve" and not is_delta:
+                continue
+            yield Case(
+                f"{name}-{shape}",
+                getattr(triton_recurrent_chunks, name),
+                RECURRENT_TYPES,
+                {**of_kernel(constants), "PART": PART, "CHUNK": CHUNK_TOKENS},
+                num_warps,
+                STAGES,
+                programs,
+                plain=frozenset({"num_runs", "num_few", "num_tokens"}),
+            )
+    yield from _convolutions("lfm2", 3, has_bias=False, has_silu=False)
+
+
+def _convolutions(shape: str, taps: int, has_bias: bool, has_silu: bool) -> Iterator[Case]:
+    constants = {"TAPS": taps, "HAS_BIAS": has_bias, "HAS_SILU": has_silu, "CHANNELS": CONVOLVED_CHANNELS}
+    by_token = {"TAIL_PAD": triton.next_power_of_2(taps - 1), "TOKENS": CONVOLVED_TOKENS}
+    for name, kernel, given, num_warps in (
+        ("convolve", triton_recurrent.convolve, by_token | {"LISTED": False}, 4),
+        ("convolve-listed", triton_recurrent.convolve, by_token | {"LISTED": True}, 4),
+        ("convolve-chunks", triton_recurrent_chunks.convolve_chunks, {"CHUNK": CHUNK_TOKENS}, CONVOLVED_WARPS),
+    ):
         yield Case(
-            f"recur-{shape}",
-            triton_recurrent.recur,
-            {
-                **dict.fromkeys(("mixed", "decay", "share", "skip", "states", "output"), "*fp32"),
-                **dict.fromkeys(("starts", "sources", "targets"), "*i64"),
-                **dict.fromkeys(("num_runs", "channels", "state_stride"), "i32"),
-                "eps": "fp32",
-            },
-            {
-                **dict(zip(("QUERY_AT", "KEY_AT", "VALUE_AT"), places, strict=True)),
-                **{"TAIL": 3 * channels, "NUM_HEADS": heads, "OF_KEY": heads // key_heads, "IS_DELTA": is_delta},
-                **{"KEY_DIM": key_dim, "KEY_PAD": key_pad, "VALUE_DIM": value_dim, "COLUMNS": columns},
-            },
-            num_warps=1,
-            programs=PROGRAMS_OF_RECURRENCE,
-            plain=frozenset({"num_runs"}),
+            f"{name}-{shape}",
+            kernel,
+            RECURRENT_TYPES,
+            constants | given,
+            num_warps,
+            programs=16 // num_warps,
+            plain=frozenset({"num_runs", "num_few", "num_tokens"}),
         )
-    yield _convolution("lfm2", 3, has_bias=False, has_silu=False)
-
-
-def _convolution(shape: str, taps: int, has_bias: bool, has_silu: bool) -> Case:
-    return Case(
-        f"convolve-{shape}",
-        triton_recurrent.convolve,
-        {
-            **dict.fromkeys(("inputs", "taps", "bias", "states", "output"), "*fp32"),
-            **dict.fromkeys(("starts", "sources", "targets"), "*i64"),
-            **dict.fromkeys(("num_runs", "channels", "state_stride"), "i32"),
-        },
-        {
-            **{"TAPS": taps, "TAIL_PAD": triton.next_power_of_2(taps - 1), "HAS_BIAS": has_bias, "HAS_SILU": has_silu},
-            **{"TOKENS": CONVOLVED_TOKENS, "CHANNELS": CONVOLVED_CHANNELS},
-        },
-        programs=4,
-        plain=frozenset({"num_runs"}),
-    )
 
 
 def build(case: Case, capability: int) -> dict[str, object]:

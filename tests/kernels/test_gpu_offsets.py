@@ -14,6 +14,7 @@ from paged_batch import DEVICE
 from mooncake.kernels import reference
 from mooncake.kernels.gpu import GpuKernels, copy_pages
 from mooncake.kernels.recurrent import NO_PAGE, Runs
+from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS, in_chunks
 from mooncake.kernels.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -66,17 +67,20 @@ def test_a_token_written_and_read_far_into_a_cache(num_kinds: int, dtype: torch.
         assert torch.equal(actual, expected) and actual.any()
 
 
-def test_a_state_written_and_read_far_into_a_cache() -> None:
+@pytest.mark.parametrize("tokens", [2, CHUNK_TOKENS + 1])
+def test_a_state_written_and_read_far_into_a_cache(tokens: int) -> None:
     kernels, generator = GpuKernels(DEVICE), torch.Generator().manual_seed(2)
     key_dim, value_dim, num_taps = 8, 8, 3
     channels = 2 * key_dim + value_dim
-    size = (num_taps - 1) * channels + key_dim * value_dim
-    far = spread(1, size, torch.float32).as_strided((3, size), (APART, 1))
+    width = (num_taps - 1) * channels + key_dim * value_dim
+    far = spread(1, width, torch.float32).as_strided((3, width), (APART, 1))
     near = far.clone()
-    inputs, taps, shares = (torch.rand(n, m, generator=generator) for n, m in ((2, channels), (3, channels), (2, 1)))
+    sizes = ((tokens, channels), (num_taps, channels), (tokens, 1))
+    inputs, taps, shares = (torch.rand(size, generator=generator) for size in sizes)
     given = [part.to(DEVICE) for part in (inputs, -shares, shares, taps)]
     for source, target in ((NO_PAGE, 2), (2, 1)):
-        runs = Runs(*(torch.tensor(each, device=DEVICE) for each in ([0, 2], [source], [target])))
+        runs = Runs(*(torch.tensor(each) for each in ([0, tokens], [source], [target])))
+        runs = in_chunks(runs, lambda part: part.to(DEVICE))
         actual, expected = (kernels.gated_delta(*given, states, runs, 1, key_dim) for states in (far, near))
         assert torch.equal(actual, expected) and actual.any()
     assert torch.equal(far, near) and far[1:].any(dim=1).all() and not far[0].any()

@@ -4,46 +4,19 @@ against their definition, and the same bits however a sequence is cut."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
+from recurrent_layers import PAGES, RULES, Layer, OnDevice, StateSpace, runs_over
 from transformers.models.bamba.modeling_bamba import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from mooncake.kernels import reference
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
-from mooncake.kernels.recurrent import NO_PAGE, RecurrentKernels, Runs
+from mooncake.kernels.recurrent import NO_PAGE, RecurrentKernels
 from mooncake.precision import cpu_features
-
-PAGES = 9
-
-
-class OnDevice:
-    """Triton's kernels for tensors on the host: on a GPU, or in the interpreter."""
-
-    def __init__(self) -> None:
-        self._kernels = pytest.importorskip("mooncake.kernels.gpu", reason="triton is not installed").GpuKernels()
-
-    def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
-        def call(*given: Any) -> torch.Tensor:
-            device = self._kernels.device
-            moved = [each.to(device) if isinstance(each, torch.Tensor) else each for each in given]
-            moved = [
-                Runs(*(part.to(device) for part in (each.starts, each.sources, each.targets)))
-                if isinstance(each, Runs)
-                else each
-                for each in moved
-            ]
-            output: torch.Tensor = getattr(self._kernels, name)(*moved)
-            for before, after in zip(given, moved, strict=True):
-                if isinstance(before, torch.Tensor) and before is not after:
-                    before.copy_(after)  # states are written in place
-            return output.cpu()
-
-        return call
 
 
 @pytest.fixture(
@@ -60,61 +33,6 @@ def kernels(request: pytest.FixtureRequest) -> RecurrentKernels:
     if "avx512f" not in cpu_features():
         pytest.skip("the processor has no avx512f: this is the library that is tested already")
     return CpuKernels(load_library(("-march=haswell",)))
-
-
-@dataclass
-class Layer:
-    """Random inputs of ``count`` tokens."""
-
-    count: int
-    key_heads: int = 2
-    heads: int = 4
-    key_dim: int = 32
-    value_dim: int = 48
-    num_taps: int = 4
-
-    def __post_init__(self) -> None:
-        random = torch.Generator().manual_seed(self.count)
-        self.channels = 2 * self.key_heads * self.key_dim + self.heads * self.value_dim
-        self.inputs = torch.randn(self.count, self.channels, generator=random)
-        self.decay = -torch.rand(self.count, self.heads, generator=random)
-        self.beta = torch.rand(self.count, self.heads, generator=random)
-        self.taps = torch.randn(self.num_taps, self.channels, generator=random)
-        self.state_size = (self.num_taps - 1) * self.channels + self.heads * self.key_dim * self.value_dim
-
-    def pages(self) -> torch.Tensor:
-        """What was never written is NaN; rows do not follow each other without a gap."""
-        return torch.full((PAGES, self.state_size + 32), float("nan"))[:, : self.state_size]
-
-    def run(self, kernels: RecurrentKernels, states: torch.Tensor, runs: Runs, tokens: slice) -> torch.Tensor:
-        rows = (self.inputs[tokens], self.decay[tokens], self.beta[tokens])
-        return kernels.gated_delta(*rows, self.taps, states, runs, self.key_heads, self.key_dim)
-
-
-@dataclass
-class StateSpace(Layer):
-    """``key_heads`` groups of B and C, of ``key_dim`` elements; heads of ``value_dim``; ``beta`` are steps."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        random = torch.Generator().manual_seed(self.heads)
-        self.bias, self.skip = torch.randn(self.channels, generator=random), torch.randn(self.heads, generator=random)
-        self.rates = -4 * torch.rand(self.heads, generator=random)
-        self.decay = self.beta * self.rates
-
-    def run(self, kernels: RecurrentKernels, states: torch.Tensor, runs: Runs, tokens: slice) -> torch.Tensor:
-        rows = (self.inputs[tokens], self.decay[tokens], self.beta[tokens])
-        of_layer = (self.taps, self.bias, self.skip)
-        return kernels.state_space(*rows, *of_layer, states, runs, self.key_heads, self.key_dim)
-
-
-RULES = pytest.mark.parametrize("rule", [Layer, StateSpace])
-
-
-def runs_over(*runs: tuple[int, int, int]) -> Runs:
-    """Of (number of tokens, source, target)."""
-    lengths, sources, targets = (torch.tensor(column) for column in zip(*runs, strict=True))
-    return Runs(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]), sources, targets)
 
 
 @pytest.mark.parametrize("shape", [{}, {"heads": 2, "value_dim": 16, "key_dim": 16}, {"num_taps": 2, "value_dim": 64}])
@@ -185,7 +103,10 @@ CUTS = [
 def test_a_token_gets_the_same_bits_in_any_cut(
     kernels: RecurrentKernels, steps: list[list[int]], rule: type[Layer]
 ) -> None:
-    """``steps``: numbers of tokens of each run. Blocks of 8 tokens; another sequence is in every step."""
+    """``steps``: numbers of tokens of each run. Blocks of 8 tokens; another sequence is in every step. On GPUs that is
+    so of what goes token by token."""
+    if isinstance(kernels, OnDevice):
+        kernels = OnDevice(has_chunks=False)
     layer, block = rule(60), 8
     whole, beside = layer.pages(), layer.pages()
     expected = layer.run(kernels, whole, runs_over((8, NO_PAGE, 0), (8, 0, 1), (8, 1, 2), (6, 2, 3)), slice(30))

@@ -1,12 +1,12 @@
 """The part of ``mooncake bench gpu`` for recurrent layers: single ones of Qwen3-Next 80B, Granite 4 H-Small, LFM2 1.2B.
 
-The limit of a decode step is that it reads and writes each sequence's state once. A prompt goes token by token, for
-which there is no limit but the time itself.
+The limit of a decode step is that it reads and writes each sequence's state once. A prompt has no limit but the time
+itself: it is timed in chunks, as engines compute it, and token by token.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,9 +14,10 @@ from mooncake.app.bench.gpu_device import Gpu, check, rate
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 from mooncake.kernels.recurrent import NO_PAGE, RecurrentKernels, Runs
+from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS, in_chunks
 
 DECODES, PROMPT = (1, 64), 2048
-CHECKED = 4  # sequences, and tokens of a prompt, that the definition computes, too
+CHECKED, CHECKED_TOKENS = 4, 2 * CHUNK_TOKENS + 5  # sequences, and of a prompt, that the definition computes, too
 MOST_ERROR = 1e-4  # of the norm of the output
 
 
@@ -75,8 +76,8 @@ class Layer:
         return Runs(torch.arange(count + 1, device=self._device), pages, pages)
 
     def prompt(self, tokens: int) -> Runs:
-        starts, first, last = ([0, tokens], [NO_PAGE], [1])
-        return Runs(*(torch.tensor(each, device=self._device) for each in (starts, first, last)))
+        runs = Runs(*(torch.tensor(each) for each in ([0, tokens], [NO_PAGE], [1])))
+        return in_chunks(runs, lambda part: part.to(self._device))
 
 
 def recurrent(gpu: Gpu, report: Report, stream: float) -> None:
@@ -85,14 +86,13 @@ def recurrent(gpu: Gpu, report: Report, stream: float) -> None:
             with gpu.trying(f"{shape.rule} of {count} tokens"):
                 _decode(gpu, report, stream, Layer(gpu, shape, gpu.scale.size(count, min(count, 3))))
         with gpu.trying(f"{shape.rule} of a prompt"):
-            _prefill(gpu, report, Layer(gpu, shape, gpu.scale.size(PROMPT, 5)))
+            _prefill(gpu, report, Layer(gpu, shape, gpu.scale.size(PROMPT, CHECKED_TOKENS)))
 
 
 def _decode(gpu: Gpu, report: Report, stream: float, layer: Layer) -> None:
     count, rule = len(layer.inputs), layer.shape.rule
     _check(gpu, report, f"{rule} of {count} tokens", layer, layer.decodes(min(count, CHECKED)), min(count, CHECKED))
-    runs = layer.decodes(count)
-    seconds = gpu.timed_s(lambda _: layer.run(gpu.kernels, layer.states, runs, count), captured=True)
+    seconds = _seconds(gpu, layer, layer.decodes(count))
     moved = 2 * count * layer.shape.state_size * 4
     report.add(rate("ours", f"{rule}, decode", "GB/s", moved / 1e9, seconds, tokens=count))
     report.add(Figure("ours", f"{rule}, decode", "us", tuple(1e6 * s for s in seconds), params={"tokens": count}))
@@ -101,10 +101,18 @@ def _decode(gpu: Gpu, report: Report, stream: float, layer: Layer) -> None:
 
 def _prefill(gpu: Gpu, report: Report, layer: Layer) -> None:
     count, rule = len(layer.inputs), layer.shape.rule
-    _check(gpu, report, f"{rule} of a prompt", layer, layer.prompt(CHECKED), CHECKED)
-    runs = layer.prompt(count)
-    seconds = gpu.timed_s(lambda _: layer.run(gpu.kernels, layer.states, runs, count), captured=True)
-    report.add(Figure("ours", f"{rule}, prefill", "us", tuple(1e6 * s for s in seconds), params={"tokens": count}))
+    _check(gpu, report, f"{rule} of a prompt", layer, layer.prompt(CHECKED_TOKENS), CHECKED_TOKENS)
+    chunks = layer.prompt(count)
+    best = {}
+    for way, runs in (("chunks", chunks), ("tokens", replace(chunks, chunks=None))):
+        seconds = _seconds(gpu, layer, runs)
+        figures, best[way] = tuple(1e6 * s for s in seconds), min(seconds)
+        report.add(Figure("ours", f"{rule}, prefill", "us", figures, params={"tokens": count, "by": way}))
+    report.ratios[f"{rule.replace(' ', '_')}_prefill_tokens_vs_chunks"] = best["tokens"] / best["chunks"]
+
+
+def _seconds(gpu: Gpu, layer: Layer, runs: Runs) -> tuple[float, ...]:
+    return gpu.timed_s(lambda _: layer.run(gpu.kernels, layer.states, runs, len(layer.inputs)), captured=True)
 
 
 def _check(gpu: Gpu, report: Report, name: str, layer: Layer, runs: Runs, tokens: int) -> None:
