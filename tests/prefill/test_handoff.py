@@ -51,7 +51,7 @@ async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
     port = await server.start("127.0.0.1", 0)
     try:
         resources = SimpleNamespace(
-            host=SimpleNamespace(plan=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
+            host=SimpleNamespace(cache_size=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
             transfer=SimpleNamespace(writer_id="prefill"),
             handoff_writer=SimpleNamespace(kick=lambda stream: None),
             channels=channels,
