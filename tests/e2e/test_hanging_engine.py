@@ -42,7 +42,7 @@ async def test_a_node_whose_stage_stands_still_is_started_again(tmp_path: Path) 
         "prefill.kv_gb=0.01",
         "decode.kv_gb=0.01",
         "store.dram_gb=0.01",
-        "node.step_timeout_s=5",
+        "node.step_timeout_s=10",
         "node.drain_s=3",
     )
     assert open_checkpoint(config.model.path).config.num_layers >= 2
