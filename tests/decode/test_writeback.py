@@ -74,7 +74,7 @@ class Stores:
 async def test_a_pool_that_stands_still_gives_the_cache_back_and_is_left_alone() -> None:
     num_blocks = 256
     stores, held = Stores(), set[int]()
-    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, backoff_s=3.0)
+    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, backoff_s=1.0)
     writeback.start(KVCache(LAYOUT, num_blocks))
 
     def offer(address: str, block_ids: range) -> None:
@@ -101,7 +101,7 @@ async def test_a_pool_that_stands_still_gives_the_cache_back_and_is_left_alone()
     assert writeback.stored == BATCH_BLOCKS, "another pool does not rest with it"
 
     stores.is_well = True
-    await asyncio.sleep(3.1)
+    await asyncio.sleep(1.1)
     offer("slow", range(BATCH_BLOCKS))
     await until_free()
     assert writeback.stored == 2 * BATCH_BLOCKS

@@ -92,7 +92,7 @@ def start_actor() -> Iterator[Callable[..., Actor]]:
 def eventually() -> Callable[..., None]:
     """``eventually(lambda: …)`` returns once the condition holds, and fails after ``within_s``."""
 
-    def wait(condition: Callable[[], object], within_s: float = 20.0) -> None:
+    def wait(condition: Callable[[], object], within_s: float = 5.0) -> None:
         deadline = time.monotonic() + within_s
         while not condition():
             assert time.monotonic() < deadline, "it did not happen in time"

@@ -255,7 +255,7 @@ async def test_either_side_notices_the_end_of_the_other(desk):
     with pytest.raises(NodeUnavailable):
         other.write(0, memoryview(bytes(SLOT_BYTES)), 1)
     assert other.exists([b"key"]) is None and other.length(b"key") is None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(10):
         while len(desk.board._mailboxes) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     desk.door.close()
@@ -388,7 +388,7 @@ async def test_slots_that_come_after_their_writer_has_given_up_go_back(keep):
             await pool.put("late", bytes(SLOT_BYTES), timeout_s=0.2)
         await asyncio.sleep(RETURN_AHEAD_AFTER_S + 0.5)
         actor.tell("wake")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while not actor.ask("counts")["reserved"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             while actor.ask("counts")["reserved"]:  # noqa: ASYNC110
@@ -404,7 +404,7 @@ async def test_a_client_that_meets_a_store_several_times_at_once_keeps_one_board
     try:
         await asyncio.gather(*(client.stats() for _ in range(3)))
         assert client._near.board is not None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while len(node.store._board._mailboxes) > 2:  # noqa: ASYNC110 - the client's and the data plane's
                 await asyncio.sleep(0.01)
         assert await client.exists([b"key"]) == [False]

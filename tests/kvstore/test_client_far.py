@@ -86,7 +86,7 @@ async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
         with pytest.raises(InvalidRequest, match="there is room for 776"):
             await pool.get_into("odd", bytearray(776))
         assert await pool.get("odd") == odd
-        async with asyncio.timeout(20):  # what is fetched counts as used, as soon as it has been sent
+        async with asyncio.timeout(10):  # what is fetched counts as used, as soon as it has been sent
             while (await pool.stats())[actor.greeting["control"]].counters["hits"] < 7:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -126,7 +126,7 @@ async def test_neither_kind_of_writer_takes_all_slots_ahead(keep):
     actor = keep(32)  # two of which are given ahead
     async with await connect(actor) as far, await kvstore.Client.connect(actor.greeting["control"]) as near:
         [sending], [writing] = far._stores.values(), near._stores.values()
-        async with asyncio.timeout(20):  # the first block may find none yet
+        async with asyncio.timeout(10):  # the first block may find none yet
             while not await sending.put_in_place((b"far", b""), memoryview(data(1)), 1):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert await writing.put_in_place((b"near", b""), memoryview(data(2)), 1) is True
@@ -234,7 +234,7 @@ async def test_whoever_comes_behind_others_to_a_store_that_hangs_keeps_its_own_t
     actor = keep()
     async with await connect(actor) as pool:
         actor.freeze()
-        calls = [asyncio.create_task(pool.exists(["block"], timeout_s=60.0)) for _ in range(3 * MAX_CONNECTIONS)]
+        calls = [asyncio.create_task(pool.exists(["block"], timeout_s=10.0)) for _ in range(3 * MAX_CONNECTIONS)]
         await asyncio.sleep(0.1)
         for call in calls[: MAX_CONNECTIONS // 2]:  # its thread goes on connecting
             call.cancel()
@@ -242,7 +242,7 @@ async def test_whoever_comes_behind_others_to_a_store_that_hangs_keeps_its_own_t
         started = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             await pool.exists(["block"], timeout_s=0.2)
-        assert time.monotonic() - started < 20.0  # the others have three times as long
+        assert time.monotonic() - started < 2.0
         actor.thaw()
         assert await asyncio.gather(*calls[MAX_CONNECTIONS // 2 :]) == [[False]] * len(calls[MAX_CONNECTIONS // 2 :])
 
@@ -252,9 +252,9 @@ async def test_a_store_that_hangs_takes_no_thread_from_anybody_else(keep):
     hanging, well = keep(), keep()
     async with await connect(hanging) as waiting, await connect(well) as pool:
         hanging.freeze()
-        calls = [asyncio.create_task(waiting.exists(["block"], timeout_s=60.0)) for _ in range(MAX_CONNECTIONS)]
+        calls = [asyncio.create_task(waiting.exists(["block"], timeout_s=5.0)) for _ in range(MAX_CONNECTIONS)]
         await asyncio.sleep(0.1)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(3.0):
             await asyncio.to_thread(time.monotonic)
             assert await pool.put("block", data(1)) and await pool.get("block") == data(1)
         assert not any(call.done() for call in calls)
@@ -536,7 +536,7 @@ async def test_slots_ahead_are_refilled_at_once_after_a_block_found_none():
         put = wire.put(b"%d" % number, b"", "", memoryview(data(1)), 1)
         await asyncio.to_thread(put.send, soon())
         assert put.status() in (Status.OK, Status.NO_SLOT)  # as this machine is quick or slow
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while ahead.num_held(WIRE) < ahead.wire_slots:  # noqa: ASYNC110
                 await asyncio.sleep(0)
     wire.close()

@@ -287,7 +287,7 @@ async def test_a_store_that_is_away_at_first_is_used_once_it_is_there(keep):
     stores[0].kill()
     with pytest.raises(NodeUnavailable):
         await kvstore.Client.connect(addresses)  # without replicas somebody's blocks would be away
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while num_boards():  # noqa: ASYNC110 (what was mapped may just be being touched in the background)
             await asyncio.sleep(0.01)
     async with await kvstore.Client.connect(addresses, replicas=2) as pool:
@@ -309,14 +309,14 @@ async def test_a_call_ends_in_its_time_however_many_replicas_are_asked(keep):
     addresses = [store.greeting["control"] for store in (slow, hanging)]
     async with await kvstore.Client.connect(addresses, replicas=2, transports=("tcp",)) as pool:
         key = next(f"k{i}" for i in range(100) if homes(pool, f"k{i}") == addresses)
-        for read in (lambda: pool.get(key, timeout_s=4.0), lambda: pool.get_range(key, 0, 1, timeout_s=4.0)):
+        for read in (lambda: pool.get(key, timeout_s=1.6), lambda: pool.get_range(key, 0, 1, timeout_s=1.6)):
             slow.ask("hang")
             hanging.freeze()
-            asyncio.get_running_loop().call_later(3.0, slow.tell, "wake")  # then it says that it has none
+            asyncio.get_running_loop().call_later(1.0, slow.tell, "wake")  # then it says that it has none
             started = time.monotonic()
             with pytest.raises(DeadlineExceeded):
                 await read()
-            assert time.monotonic() - started < 6.5
+            assert time.monotonic() - started < 2.4
             hanging.thaw()
 
 

@@ -156,7 +156,7 @@ async def test_a_flipped_bit_is_found_and_the_block_is_gone_for_everyone(keep, t
 
 
 async def test_a_lease_that_ran_out_refuses_the_read(keep, eventually: Eventually):
-    store = keep("store.lease_s=1.5", num_blocks=2)
+    store = keep("store.lease_s=0.3", num_blocks=2)
     async with await join(store) as client:
         await client.put(name(0), data(0))
         lease = await client.acquire([name(0)])
@@ -175,12 +175,12 @@ async def test_a_lease_that_ran_out_refuses_the_read(keep, eventually: Eventuall
 
 async def test_a_slow_read_ends_when_its_lease_does(keep):
     store = keep("store.lease_s=0.3")
-    async with await join(store) as fast, await join(store, "tcp", max_mb_per_s=0.05) as slow:
+    async with await join(store) as fast, await join(store, "tcp", max_mb_per_s=1.0) as slow:
         await fast.put(name(0), data(0))
         started = time.monotonic()
         with pytest.raises(LeaseExpired):
             await slow.get(name(0))
-        assert time.monotonic() - started < 10.0  # it would take twice as long
+        assert time.monotonic() - started < 1.0
 
 
 async def test_a_full_store_refuses_and_then_evicts(keep):
@@ -248,9 +248,8 @@ async def test_a_seal_that_comes_too_late_is_refused_and_leaves_free_slots_and_n
     async with await join(store) as client:
         slots = await client.reserve([(name(i), b"") for i in range(32)], BLOCK, 2)
         reserved_s = time.monotonic()
-        with contextlib.suppress(StaleEpoch):  # on a busy machine that may be too late, too
-            for slot in slots:
-                await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
+        for slot in slots:
+            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
         await asyncio.sleep(max(0.0, reserved_s + late_s - time.monotonic()))
         sealed = await client.seal([(slot, range_checksums(data(1), 2)) for slot in slots])
         stats = await client.stats()
@@ -273,7 +272,7 @@ async def test_a_killed_store_is_noticed_at_once(keep, transport):
             await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
         with pytest.raises(NodeUnavailable):
             await client.get(name(0))
-        assert time.monotonic() - started < 4.5  # one call's deadline is later
+        assert time.monotonic() - started < 2.0
 
 
 async def test_a_frozen_store_costs_the_deadline_and_no_more(keep):
@@ -289,7 +288,7 @@ async def test_a_frozen_store_costs_the_deadline_and_no_more(keep):
             await client.get(name(0), timeout_s=0.4)
         with pytest.raises(DeadlineExceeded):
             await client.put(name(1), data(1), timeout_s=0.4)
-        assert time.monotonic() - started < 5.5  # one usual deadline and two of these are later
+        assert time.monotonic() - started < 2.5
         store.thaw()
         assert await client.get(name(0)) == data(0)
 
@@ -336,7 +335,7 @@ async def join_by(store: Any, way: str) -> StoreClient:
 
 
 async def all_free(store: Any, num_blocks: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(10):
         while store.ask("counts")["free"] < num_blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -415,7 +414,7 @@ async def test_slots_whose_answer_was_lost_with_its_connection_are_given_back(ke
             client._calls.fast_rpc = await FastRpc.open("store", "127.0.0.1", await wire.start())
         wire.loses_answers = True
         reserving = asyncio.create_task(client.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while store.ask("counts")["free"] > 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         wire.cut()
@@ -479,12 +478,12 @@ async def test_events_tell_what_became_readable_and_what_left(keep):
             await client.put(name(i), data(i))
         async with grpc.aio.insecure_channel(store.greeting["control"]) as channel:
             events = common_pb2_grpc.CacheEventsStub(channel).Subscribe(common_pb2.SubscribeRequest())
-            snapshot = await asyncio.wait_for(events.read(), 20)
+            snapshot = await asyncio.wait_for(events.read(), 5)
             assert snapshot.reset and {event.key for event in snapshot.events} == {name(1), name(2)}
             await client.put(name(3), data(3), parent=name(2))
             changes: list[tuple[bool, bytes, bytes]] = []
             while len(changes) < 2:
-                message = await asyncio.wait_for(events.read(), 20)
+                message = await asyncio.wait_for(events.read(), 5)
                 changes.extend((event.stored, event.key, event.parent) for event in message.events)
             assert changes == [(False, name(1), b""), (True, name(3), name(2))]
             events.cancel()

@@ -102,12 +102,12 @@ async def test_a_restart_finds_the_blocks_and_announces_them_with_their_tier(tmp
     async with store(tmp_path) as node, await join(node) as client:
         async with grpc.aio.insecure_channel(node.control_address) as channel:
             events = common_pb2_grpc.CacheEventsStub(channel).Subscribe(common_pb2.SubscribeRequest())
-            snapshot = await asyncio.wait_for(events.read(), 20)
+            snapshot = await asyncio.wait_for(events.read(), 5)
             told = {event.key: (event.parent, event.tier) for event in snapshot.events}
             kept = [i for i in range(12) if i != 3]
             assert told == {name(i): (name(i - 1) if i else b"", Tier.SSD) for i in kept}
             assert await client.get(name(5)) == data(5)
-            news = await asyncio.wait_for(events.read(), 20)
+            news = await asyncio.wait_for(events.read(), 5)
             assert [(event.stored, event.key, event.tier) for event in news.events] == [(True, name(5), Tier.DRAM)]
             events.cancel()
         assert await client.get(name(3)) is None
@@ -246,7 +246,7 @@ async def test_a_pin_ends_with_its_time(tmp_path: Path) -> None:
         await client.put(name(0), data(0))
         await client.pin([name(0)], hard=True, ttl_s=2.0)
         assert node.store.num_pinned == 1
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while node.store.num_pinned:
                 await asyncio.sleep(0.1)
                 node.store.sweep()
@@ -421,7 +421,7 @@ async def test_a_block_that_left_dram_and_then_the_ssd_is_told_to_be_gone(tmp_pa
         ssd.load = load_late  # type: ignore[method-assign]
         [asked] = [key for key in (BlockKey(name(i)) for i in range(8)) if key not in here][:1]
         promoting = asyncio.create_task(store_.acquire([asked]))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while all(store_._index.exists(here)):  # noqa: ASYNC110
                 await asyncio.sleep(0)
         [gone] = [key for key in here if not store_._index.exists([key])[0]]
@@ -438,7 +438,7 @@ async def test_a_slot_is_not_used_again_while_it_is_being_saved_for_somebody_who
     disk = HangingDisk()
     with store_on(disk, tmp_path) as (store_, segment, ssd):
         durable = asyncio.create_task(write(store_, segment, 0, durable=True))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while not disk.writes:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
         durable.cancel()
@@ -503,13 +503,13 @@ async def test_what_only_the_ssd_has_comes_back_to_memory_when_a_writer_has_it_a
 
 
 async def test_a_writer_that_is_late_with_what_it_has_anew_holds_its_slot_no_longer(tmp_path: Path) -> None:
-    async with store(tmp_path, 8, 64, "store.reserve_timeout_s=1.5") as node, await join(node) as client:
+    async with store(tmp_path, 8, 64, "store.reserve_timeout_s=0.2") as node, await join(node) as client:
         for i in range(20):
             await client.put(name(i), data(i))
         [slot] = await client.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
         assert slot is not None
         await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(10):
             while not node.store.counts.quarantined:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]

@@ -122,7 +122,7 @@ def test_the_rate_limit_holds_for_writes_and_reads(own, engine_over, transport):
     ):
         started = time.monotonic()
         move()
-        assert 0.17 < time.monotonic() - started < 15  # 4 MB at 20 MB/s are 0.2 s
+        assert 0.17 < time.monotonic() - started < 1.5  # 4 MB at 20 MB/s are 0.2 s
     with pytest.raises(DeadlineExceeded):
         engine.write(owner.address, [WriteRange(i, 0, data, EPOCH) for i in range(NUM)], soon(0.1))
 
@@ -167,7 +167,7 @@ def test_a_dead_owner_is_noticed_at_once(own, engine_over, transport, known):
     started = time.monotonic()
     with pytest.raises(NodeUnavailable, match="owner"):
         engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())
-    assert time.monotonic() - started < 10  # half of the time that it has
+    assert time.monotonic() - started < 1.0
 
 
 @pytest.mark.parametrize(("transport", "known"), [("shm", False), ("tcp", False), ("tcp", True)])
@@ -180,7 +180,7 @@ def test_a_frozen_owner_costs_the_deadline_and_no_more(own, engine_over, transpo
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         engine.write(owner.address, [WriteRange(i, 0, data, EPOCH) for i in range(NUM)], soon(0.5))
-    assert 0.4 < time.monotonic() - started < 15
+    assert 0.4 < time.monotonic() - started < 1.5
     owner.thaw()
     engine.write(owner.address, [WriteRange(0, 0, data, EPOCH)], soon())  # and it recovers
     assert owner.ask("checksum", 0) == checksum(data)
@@ -326,7 +326,7 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
         eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
         started = time.monotonic()
         server.revoke([3])
-        assert time.monotonic() - started < 10  # not as long as a frame may take
+        assert time.monotonic() - started < 0.5
         segment.block(3)[:] = bytes(BLOCK)
         with pytest.raises(OSError):  # the connection was cut
             for _ in range(100):
@@ -419,15 +419,15 @@ def test_a_writer_that_races_with_its_revocation_never_lands_late(segment, pair)
 
 
 def test_a_transfer_can_be_cancelled(own, engine_over):
-    owner, engine = own(), engine_over("tcp", max_mb_per_s=0.1)
-    [transfer] = engine.submit([Request(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon(60.0))])
+    owner, engine = own(), engine_over("tcp", max_mb_per_s=1.0)
+    [transfer] = engine.submit([Request(owner.address, [WriteRange(0, 0, noise(BLOCK), EPOCH)], soon())])
     assert not transfer.wait(0.1)
     assert transfer.status is TransferStatus.MOVING
     started = time.monotonic()
     transfer.cancel()
     with pytest.raises(Cancelled):
         transfer.result()
-    assert time.monotonic() - started < 15  # it would take twice as long
+    assert time.monotonic() - started < 1.0
     assert transfer.status is TransferStatus.FAILED
 
 
@@ -446,13 +446,13 @@ def test_what_a_frozen_owner_holds_can_be_cancelled(own, engine_over):
 
 
 async def test_a_cancelled_task_waits_until_its_memory_is_free(own, engine_over):
-    owner, engine = own(), engine_over("shm", max_mb_per_s=0.1)
+    owner, engine = own(), engine_over("shm", max_mb_per_s=1.0)
     data = bytearray(BLOCK)
-    task = asyncio.create_task(engine.write_async(owner.address, [WriteRange(0, 0, data, EPOCH)], soon(60.0)))
+    task = asyncio.create_task(engine.write_async(owner.address, [WriteRange(0, 0, data, EPOCH)], soon()))
     await asyncio.sleep(0.1)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 15.0)
+        await asyncio.wait_for(task, 1.0)
     before = owner.ask("checksum", 0)
     data[:] = b"!" * BLOCK  # the memory is the caller's again: nobody reads it any more
     await asyncio.sleep(0.2)

@@ -220,7 +220,7 @@ def test_a_silent_peer_costs_the_deadline_of_each_request(peer, engine_over, dat
     for transfer, seconds in ((short, 0.2), (long, 0.6)):
         with pytest.raises(DeadlineExceeded):
             transfer.result()
-        assert seconds - 0.05 < time.monotonic() - started < seconds + 10.0
+        assert seconds - 0.05 < time.monotonic() - started < seconds + 1.0
 
 
 def test_what_waits_behind_a_silent_path_can_be_cancelled(peer, engine_over, data):
