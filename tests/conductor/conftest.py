@@ -55,7 +55,7 @@ def whole_answer(prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 15.0) -> None:
+async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
     """Wait for something that must become true; fail when it does not."""
     async with asyncio.timeout(within_s):
         while not condition():  # noqa: ASYNC110
@@ -399,7 +399,7 @@ class FakeCluster:
 
     async def is_quiet(self) -> None:
         """Nothing runs on any node, and every counter of the conductor is back where it was."""
-        await eventually(lambda: not any(node.running for node in self.nodes))
+        await eventually(lambda: not any(node.running for node in self.nodes), within_s=1.0)
         assert self.core.dispatcher.is_idle
         assert self.core.fleet.open_work == {}
 

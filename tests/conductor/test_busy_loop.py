@@ -26,7 +26,7 @@ async def test_a_node_that_a_busy_conductor_hears_late_is_not_gone() -> None:
             time.sleep(0.15)  # noqa: ASYNC251
             await asyncio.sleep(0)
         assert core.registry.get("p0") is not None
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while core.registry.get("p0") is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
     finally:

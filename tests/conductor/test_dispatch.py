@@ -401,7 +401,7 @@ async def test_a_client_that_reads_late_finds_a_node_that_is_long_back(start_clu
     await cluster.eventually(lambda: state() is NodeState.SUSPECT)
     await cluster.eventually(lambda: state() is NodeState.LIVE)
     await asyncio.sleep(0.3)  # whoever waited for it has been told
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         deltas += [delta async for delta in stream]
     assert [token.token_id for delta in deltas for token in delta.tokens] == cluster.answer(PROMPT, 30)
     await cluster.is_quiet()
@@ -442,18 +442,18 @@ async def test_a_missing_report_does_not_hold_the_answer_back(start_cluster: Any
 
 
 @pytest.mark.parametrize("phase", ["queued at prefill", "decoding"])
-async def test_a_client_that_goes_away_frees_both_nodes(start_cluster: Any, phase: str) -> None:
+async def test_a_client_that_goes_away_frees_both_nodes_within_a_second(start_cluster: Any, phase: str) -> None:
     cluster = await start_cluster(1, 1)
     cluster.decode[0].script.token_s = 0.02
     if phase == "queued at prefill":
         cluster.prefill[0].script.hang = True
-        waiting = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 2000)))
+        waiting = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 500)))
         await cluster.eventually(lambda: all(node.running == 1 for node in cluster.nodes))
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
     else:
-        stream = cluster.core.dispatcher.generate(cluster.request(PROMPT, 2000))
+        stream = cluster.core.dispatcher.generate(cluster.request(PROMPT, 500))
         for _ in range(3):
             await anext(stream)
         await stream.aclose()
@@ -468,7 +468,7 @@ async def test_the_deadline_ends_a_request_on_nodes_that_hang(start_cluster: Any
     started = cluster.core.clock()
     with pytest.raises(DeadlineExceeded):
         await cluster.generate(cluster.request(timeout_s=0.4))
-    assert 0.3 < cluster.core.clock() - started < 10
+    assert 0.3 < cluster.core.clock() - started < 1.4
     assert cluster.core.dispatcher.stats.handoffs == {"expired": 1}
     await cluster.is_quiet()
 

@@ -64,7 +64,7 @@ async def test_a_node_may_come_before_its_conductor_and_says_so_once(
     assert not node.is_registered
     await asyncio.sleep(0.5)  # a few attempts
     cluster = await start_cluster(0, 0, grpc_port=int(address.partition(":")[2]))
-    await asyncio.wait_for(node.wait_registered(), 30)
+    await asyncio.wait_for(node.wait_registered(), 5)
     assert [status.info.node_id for status in cluster.servicer.status().nodes] == ["p9"]
     assert sum("waits for the conductor" in record.message for record in caplog.records) == 1
     await node.stop()
@@ -96,7 +96,7 @@ async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> N
     old, new = member(cluster.address, info(incarnation=1)), member(cluster.address, info(incarnation=2))
     await old.start()
     await new.start()
-    error = await asyncio.wait_for(old.wait_replaced(), 30)
+    error = await asyncio.wait_for(old.wait_replaced(), 5)
     assert "another process has registered as 'p9'" in error.message
     assert not old.is_registered
     for _ in range(3):
@@ -164,7 +164,7 @@ async def test_a_silent_node_is_gone_and_comes_back_by_itself(start_cluster: Any
 
 async def test_status_names_the_missing_roles(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 0)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         status = await ClusterStub(cluster.channels.get(cluster.address)).Status(cluster_pb2.StatusRequest())
     assert (status.ready, list(status.waiting_for)) == (False, ["decode"])
     cluster = await start_cluster(1, 1)

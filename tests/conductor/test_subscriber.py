@@ -28,7 +28,7 @@ def stored(*numbers: int) -> list[BlockEvent]:
 async def holds(index: PrefixIndex, *numbers: int) -> None:
     """Wait until the index knows exactly these blocks of the node."""
     wanted = {KEYS[number] for number in numbers}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while {key for key in KEYS if index.match([key])} != wanted:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -154,7 +154,7 @@ async def test_an_interrupted_snapshot_starts_over(following: tuple[PrefixIndex,
     cache = BreaksOff(log)
     _, port = await serve(cache)
     subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while index.num_blocks("n0") < num_blocks:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
     assert cache.asked == 2

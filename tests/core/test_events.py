@@ -199,6 +199,6 @@ async def test_a_subscriber_that_leaves_is_forgotten() -> None:
             call.cancel()
             with pytest.raises((asyncio.CancelledError, grpc.aio.AioRpcError)):
                 await call.read()
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(5):
             while len(asyncio.all_tasks()) > before:  # noqa: ASYNC110 - there is nothing to wait on
                 await asyncio.sleep(0.01)

@@ -86,7 +86,7 @@ class Live:
         self.stub = inference_pb2_grpc.InferenceStub(self.channel)
 
     async def quiet(self) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(1):
             while self.servicer.running:  # noqa: ASYNC110 - there is nothing to wait on
                 await asyncio.sleep(0.005)
 
@@ -221,7 +221,7 @@ async def test_callers_deadlines_pass_through_and_end_the_work(live: Live) -> No
 
 
 @pytest.mark.parametrize("payload", ["x", "x" * 1_000_000], ids=["between responses", "inside a full pipe"])
-async def test_a_client_that_goes_away_ends_the_stream(live: Live, payload: str) -> None:
+async def test_a_client_that_goes_away_ends_the_stream_within_a_second(live: Live, payload: str) -> None:
     live.servicer.payload = payload
     call = live.stub.Generate(pb.GenerateRequest(), timeout=60)
     await call.read()
@@ -230,9 +230,9 @@ async def test_a_client_that_goes_away_ends_the_stream(live: Live, payload: str)
     await live.quiet()
 
 
-async def test_a_client_that_goes_away_ends_a_call(live: Live) -> None:
+async def test_a_client_that_goes_away_ends_a_call_within_a_second(live: Live) -> None:
     call = live.stub.Detokenize(pb.DetokenizeRequest(), timeout=60)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while not live.servicer.running:  # noqa: ASYNC110 - there is nothing to wait on
             await asyncio.sleep(0.005)
     call.cancel()

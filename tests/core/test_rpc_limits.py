@@ -114,7 +114,7 @@ def is_open(one: socket.socket) -> bool:
 
 
 async def until_open(opened: list[socket.socket], number: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(10):
         while num_open(opened) != number:  # noqa: ASYNC110 - there is nothing to wait on
             await asyncio.sleep(0.02)
 
@@ -176,7 +176,7 @@ async def test_streams_beyond_the_most_are_refused_and_one_that_ends_makes_room(
         assert isinstance(error, Overloaded) and error.message == "3 streams are open here already"
         await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)  # is no stream
         calls.pop().cancel()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(5):
             while len(calls) < 3:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     calls.append(await watch())
@@ -220,7 +220,7 @@ async def test_a_server_that_hangs_fails_its_calls_after_two_keepalive_times() -
         call = stub.Watch(health_pb2.HealthCheckRequest())
         await call.read()
         server.hang()
-        async with asyncio.timeout(20):  # gRPC's own default is a minute
+        async with asyncio.timeout(15):  # gRPC's own default is a minute
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await call.read()
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
@@ -233,7 +233,7 @@ async def test_a_client_notices_that_its_conductor_is_gone_though_its_call_has_n
             answer = client.stream("A story:")
             assert (await asyncio.to_thread(next, answer)).text == "Once upon"
             conductor.hang()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(15):
                 with pytest.raises(NodeUnavailable):
                     await asyncio.to_thread(next, answer)
 

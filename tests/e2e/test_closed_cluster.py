@@ -23,7 +23,6 @@ from mooncake.tls import CA_CERTS_ENV, Tls
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),  # it starts nine commands, one after the other
     pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl to make a certificate"),
 ]
 

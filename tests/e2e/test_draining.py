@@ -67,7 +67,7 @@ async def test_a_decode_node_finishes_what_it_has(
     assert answer.timings.decode_node == "decode-0"
     assert elsewhere.timings.decode_node == "decode-1"
     assert answer.tokens == elsewhere.tokens
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, 10)
     await prefill.stop()
     await other.stop()
 
@@ -84,7 +84,7 @@ async def test_a_prefill_node_finishes_what_it_has(cluster: InProcessCluster) ->
     answer = await asking
     assert len(answer.tokens) == 30
     assert answer.timings.prefill_node == "prefill-0"
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, 10)
     await decode.stop()
 
 
@@ -101,7 +101,7 @@ async def test_what_does_not_end_in_time_goes_on_elsewhere_and_costs_no_try(clus
         answer = await asking
         assert answer.timings.decode_node == "decode-1"
         assert answer.tokens == expected.tokens
-    await asyncio.wait_for(stopping, 30)
+    await asyncio.wait_for(stopping, 10)
     await wait_idle(cluster.channel)
     await prefill.stop()
     await other.stop()

@@ -115,7 +115,7 @@ async def test_a_node_that_no_conductor_answers_loads_its_model_and_is_refused_w
     node = await cluster.join(PrefillNode, "prefill-1", *settings)
     await cluster.start()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while "node 'prefill-1' has block.tokens = 16 where this cluster has 8" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert await cluster.states() == {}

@@ -59,7 +59,7 @@ def test_what_would_take_for_ever_is_refused_at_once(guides: Guides, guide: Guid
     begun_at = time.monotonic()
     with pytest.raises(GuideTooComplex):
         guides.compile(guide)
-    assert time.monotonic() - begun_at < 20
+    assert time.monotonic() - begun_at < 1.0
 
 
 @pytest.mark.parametrize(

@@ -176,14 +176,14 @@ class Script:
         for name, value in vars(Script()).items():
             setattr(self, name, value)
 
-    async def until(self, holds, within_s=20.0):
+    async def until(self, holds, within_s=2.0):
         """Wait until ``holds()`` after a request began or ended."""
         async with asyncio.timeout(within_s):
             while not holds():
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def until_closed(self, count=1, within_s=20.0):
+    async def until_closed(self, count=1, within_s=1.0):
         """Wait until ``count`` generators were closed before their end, and none runs."""
         await self.until(lambda: len(self.closed) >= count and not self.running, within_s)
 

@@ -62,7 +62,7 @@ def door(open_front):
     with asyncio.Runner() as runner:
         manager = open_front(request_timeout_s=5)
         front = runner.run(manager.__aenter__())
-        yield lambda work: runner.run(asyncio.wait_for(work(front), 20))
+        yield lambda work: runner.run(asyncio.wait_for(work(front), 10))
         runner.run(manager.__aexit__(None, None, None))
 
 

@@ -23,7 +23,7 @@ def head(path, media_type, size):
 async def connected(front):
     reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(5):
             yield reader, writer
     finally:
         writer.close()

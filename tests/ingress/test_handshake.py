@@ -78,7 +78,7 @@ def test_without_descriptors_a_connection_ends_and_nothing_else_does(
         with socket.create_connection(server.sockets[0].getsockname()) as client:  # the kernel's, not taken yet
             client.setblocking(False)
             with one_more_file():
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(10):
                     assert await loop.sock_recv(client, 1) == b""
         assert not [failure for failure in failures if "accept" not in failure["message"]]  # of the listening socket
         assert len(handshakes) == 0

@@ -328,7 +328,7 @@ async def test_a_connection_that_asks_for_nothing_is_closed(first, then):
             await reader.readuntil(b"\r\n\r\nok")
         writer.write(then)
 
-        await asyncio.wait_for(reader.read(), 20)
+        await asyncio.wait_for(reader.read(), 5)
 
         writer.close()
 
@@ -338,7 +338,7 @@ async def test_what_is_no_http_is_told_once_in_a_while_and_not_for_every_connect
         for _ in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"\x16\x03\x01 no HTTP\r\n\r\n")
-            assert b"400" in await asyncio.wait_for(reader.readline(), 20)
+            assert b"400" in await asyncio.wait_for(reader.readline(), 5)
             writer.close()
 
     assert caplog.text.count("Invalid HTTP request received.") <= 1
@@ -361,7 +361,7 @@ async def test_connections_have_a_bound_and_those_beyond_are_told_so():
     async def status():
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(ASKED)
-        answer = await asyncio.wait_for(reader.read(100), 20)
+        answer = await asyncio.wait_for(reader.read(100), 5)
         writer.close()
         return answer.partition(b"\r\n")[0], b"retry-after: 1" in answer
 
@@ -371,7 +371,7 @@ async def test_connections_have_a_bound_and_those_beyond_are_told_so():
         assert await status() == (b"HTTP/1.1 503 Service Unavailable", True)
 
         writers[0].close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(5):
             while await status() != (b"HTTP/1.1 200 OK", False):
                 pass  # the end of a connection takes a moment
         writers[1].close()

@@ -43,7 +43,7 @@ async def test_slow_bodies_give_way_to_requests_that_are_sent_at_once(open_front
         assert b"retry-after: 1\r\n" in slow[0][0]._buffer
         reader, writer = slow[-1]
         writer.write(BODY[-1:])  # slow, but nobody needed its place
-        assert (await asyncio.wait_for(reader.readline(), 20)).startswith(b"HTTP/1.1 200")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 200")
         assert len(front.script.asked) == 21
 
 
@@ -72,7 +72,7 @@ async def test_a_body_that_has_just_begun_gives_way_to_nobody():
     now = PATIENCE_S
     assert bodies.make_room() and len(bodies) == 1
     with pytest.raises(BodyGaveWay):
-        await asyncio.wait_for(waiting, 20)
+        await asyncio.wait_for(waiting, 5)
     with pytest.raises(BodyGaveWay):
         await first()
 
@@ -107,24 +107,24 @@ async def opened(port, first):
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(first)
     if first.startswith(ASKS):
-        await asyncio.wait_for(reader.readuntil(b"ok"), 20)
+        await asyncio.wait_for(reader.readuntil(b"ok"), 5)
     return reader, writer
 
 
 @pytest.mark.parametrize("first", [b"", b"GET / HT", ASKS, ASKS + b"GE"])
 async def test_connections_without_a_request_give_way_to_new_ones(first):
-    server = HttpServer(answer_late, limits=ConnectionLimits(max_open=3, quiet_s=1.0))
+    server = HttpServer(answer_late, limits=ConnectionLimits(max_open=3, quiet_s=0.2))
     port = await server.start("127.0.0.1", 0)
     try:
         streams = [await opened(port, sent) for sent in (b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n", first, ASKS)]
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(0.3)
         streams.append(await opened(port, ASKS))
-        assert await asyncio.wait_for(streams[1][0].read(), 20) == b"", "the one that has been quiet the longest ended"
+        assert await asyncio.wait_for(streams[1][0].read(), 5) == b"", "the one that has been quiet the longest ended"
         streams[2][1].write(ASKS)
-        await asyncio.wait_for(streams[2][0].readuntil(b"ok"), 20)
+        await asyncio.wait_for(streams[2][0].readuntil(b"ok"), 5)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(ASKS)
-        assert b"503" in await asyncio.wait_for(reader.readline(), 20), "those that were in use just now stay"
+        assert b"503" in await asyncio.wait_for(reader.readline(), 5), "those that were in use just now stay"
         assert not streams[0][0].at_eof(), "and so does one whose answer takes long"
         writer.close()
         for _, writer in streams:

@@ -242,16 +242,16 @@ async def silent_clients_make_room(files):
             for _ in range(20):
                 with pytest.raises(httpx.TransportError):
                     await client.get(f"https://127.0.0.1:{port}/")
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(5):
                 await asyncio.gather(*(reader.read() for reader, _ in silent))
             assert (await client.get(f"https://127.0.0.1:{port}/")).text == "https"
         for _, writer in silent:
             writer.close()
         waiting, writer = await asyncio.open_connection("127.0.0.1", port)
     finally:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(5):
             await server.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(5):
         assert await waiting.read() == b""
     writer.close()
 
@@ -271,7 +271,7 @@ async def silent_clients_give_way(files):
             silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             await asyncio.sleep(0.4)
             assert (await client.get(f"https://127.0.0.1:{port}/")).text == "https"
-            assert await asyncio.wait_for(silent[0][0].read(), 20) == b"", "the oldest handshake has ended"
+            assert await asyncio.wait_for(silent[0][0].read(), 5) == b"", "the oldest handshake has ended"
             [kept] = resting._transport._pool.connections
             assert kept.is_available() and not kept.is_closed(), "and not one that has answered"
             assert (await resting.get(f"https://127.0.0.1:{port}/")).text == "https"

@@ -52,7 +52,7 @@ async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(t
                 with pytest.raises(grpc.aio.AioRpcError, match="h is here already"):
                     await anext(aiter(stub.Run(REQUEST, timeout=60)))
         assert indices == list(range(NUM_TOKENS))
-        await asyncio.wait_for(node.drained(), 30)
+        await asyncio.wait_for(node.drained(), 10)
         assert node.host.engine.block_pool.num_in_use == 0
         assert not node.streamer.prompts
     finally:
@@ -79,6 +79,6 @@ async def test_a_node_whose_engine_is_broken_tells_its_callers_and_ends(
                 if response.HasField("first_token") and response.first_token.index == 0:
                     node.host.thread.call(break_it)
         assert told.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "the engine is broken" in (await asyncio.wait_for(ending, 30)).message
+        assert "the engine is broken" in (await asyncio.wait_for(ending, 10)).message
         await channels.close()
-        await asyncio.wait_for(node.stop(), 30)
+        await asyncio.wait_for(node.stop(), 10)

@@ -70,7 +70,7 @@ async def prefill_on_a_fresh_node(
             else:
                 report = response.report
         pool = node.host.engine.block_pool
-        await asyncio.wait_for(node.drained(), 30)
+        await asyncio.wait_for(node.drained(), 5)
         assert pool.num_in_use == 0, "blocks are still held"
         return token, report
     finally:

@@ -97,7 +97,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 async def stored(node: PrefillNode, store: StoreNode) -> np.ndarray:
     """The stored blocks, as numbers, ordered by the first of them."""
-    await asyncio.wait_for(node.drained(), 30)
+    await asyncio.wait_for(node.drained(), 10)
     assert node.host.engine.block_pool.num_in_use == 0, "blocks are still held"
     blocks = store.segment.array.reshape(-1, BLOCK_BYTES)
     rows = blocks[blocks.any(1)].view(np.float32)
