@@ -27,7 +27,7 @@ FEW = SamplingParams(max_tokens=3, temperature=0.0)
 
 def ask(cluster: LocalCluster) -> str:
     with Client(cluster.grpc_address) as client:
-        return client.generate("The sky is", sampling=FEW, timeout_s=200).text
+        return client.generate("The sky is", sampling=FEW, timeout_s=60).text
 
 
 async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
@@ -150,7 +150,7 @@ async def test_nothing_is_started_again_while_the_cluster_stops() -> None:
 async def test_a_process_that_dies_for_good_is_told() -> None:
     async with LocalCluster(small_config()) as cluster:
         os.kill(cluster.pids["prefill-0"], signal.SIGKILL)
-        error = await asyncio.wait_for(cluster.wait_fatal(), 60)
+        error = await asyncio.wait_for(cluster.wait_fatal(), 20)
         assert error.message == "prefill-0 was killed by SIGKILL"
 
 
@@ -162,7 +162,7 @@ async def test_a_node_that_hangs_is_ended_all_the_same() -> None:
         os.kill(pid, signal.SIGSTOP)
         start_s = time.monotonic()
     assert is_gone(pid)
-    assert time.monotonic() - start_s < 100
+    assert time.monotonic() - start_s < 30
 
 
 async def test_a_node_that_cannot_start_says_why_in_one_sentence() -> None:

@@ -43,7 +43,7 @@ async def test_the_second_of_two_live_processes_is_refused_and_the_first_goes_on
         await cluster.eventually(lambda: cluster.core.subscriber.is_connected(here))
         for _ in range(2):  # as a supervisor would try
             async with store_process(cluster, "node.id=s9") as second:
-                _, said = await asyncio.wait_for(second.communicate(), 60)
+                _, said = await asyncio.wait_for(second.communicate(), 30)
                 assert second.returncode == 1
                 words = f"the id 's9' is taken: the store node at {here.control_address} has it and is alive"
                 assert words in said.decode()
@@ -62,7 +62,7 @@ async def test_a_restarted_process_takes_over_at_once(start_cluster: Any, how: s
         first.send_signal(how)
         await first.wait()
         async with store_process(cluster, "node.id=s9") as second:
-            await cluster.eventually(lambda: incarnation(cluster) != before.incarnation, within_s=30)
+            await cluster.eventually(lambda: incarnation(cluster) != before.incarnation, within_s=15)
             assert second.returncode is None
 
 

@@ -106,7 +106,7 @@ def cluster(models: tuple[Path, dict[str, Any]]) -> Iterator[LocalCluster]:
 @pytest_asyncio.fixture
 async def front(cluster: LocalCluster, models: tuple[Path, dict[str, Any]]) -> AsyncIterator[Front]:
     """Without adapters."""
-    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=200, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60, trust_env=False) as http:
         front = Front(cluster, http, models[0])
         for name in (await front.names())[1:]:
             await front.unload(name)

@@ -55,7 +55,7 @@ async def test_a_prefill_node_in_stages_answers_exactly_until_one_of_them_dies()
         stages = stages_of(cluster.pids["prefill-0"])
         assert len(stages) == 2
         os.kill(stages[1], signal.SIGKILL)
-        error = await asyncio.wait_for(cluster.wait_fatal(), 120)
+        error = await asyncio.wait_for(cluster.wait_fatal(), 30)
         assert "prefill-0 ended with exit code 1" in error.message
         assert "pipeline stages" in error.message
 

@@ -93,7 +93,7 @@ async def test_preemption_changes_no_token() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_client_that_leaves_frees_everything_at_once(
+async def test_a_client_that_leaves_frees_everything_within_a_second(
     pairs: tuple[LocalCluster, grpc.aio.Channel],
 ) -> None:
     _, channel = pairs
@@ -106,8 +106,7 @@ async def test_a_client_that_leaves_frees_everything_at_once(
         )
 
     async def num_computed() -> int:
-        """Tokens on all nodes, once they are idle."""
-        await wait_idle(channel)
+        """Tokens, on all nodes."""
         return sum(node.load.counters["tokens_computed"] for node in (await status(channel)).nodes)
 
     # in the middle of decoding
@@ -118,6 +117,7 @@ async def test_a_client_that_leaves_frees_everything_at_once(
         await call.read()
     for call in calls:
         call.cancel()
+    assert await wait_idle(channel, 1.5) < 1.0 + 0.3  # heartbeats tell of it 0.1 s later
     after = await num_computed()
     assert after - before < 6000, "none of them was computed to its end"
 
@@ -126,7 +126,9 @@ async def test_a_client_that_leaves_frees_everything_at_once(
     await computing_node(channel, "prefill")
     for call in calls:
         call.cancel()
-    assert await num_computed() - after < 7000
+    # a step of the engine cannot be interrupted: 256 tokens take a while on one core
+    await wait_idle(channel, 3.0)
+    assert await num_computed() - after < 7000, "neither was computed to its end"
 
 
 @pytest.mark.slow
@@ -157,7 +159,7 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
 
     # what is left serves on, and holds nothing of the dead
     assert (await ask(channel, PROMPT, 200)).tokens == expected.tokens
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 15
     while any(node.info.node_id == victim for node in (await status(channel)).nodes if node.state == "live"):
         assert time.monotonic() < deadline_s, "a dead node still counts as live"
         await asyncio.sleep(0.1)
@@ -168,6 +170,8 @@ async def test_a_node_killed_mid_request_costs_a_retry_or_a_typed_error_never_a_
 async def test_no_pair_is_a_typed_error_at_once() -> None:
     async with running("decode.kv_gb=0.3", "conductor.node_wait_s=0") as (cluster, channel):
         os.kill(cluster.pids["decode-0"], signal.SIGKILL)
+        started_s = time.monotonic()
         with pytest.raises(MooncakeError) as caught:
-            await ask(channel, PROMPT, 10)
+            await ask(channel, PROMPT, 10, timeout=30)
+        assert time.monotonic() - started_s < 10
         assert caught.value.grpc_status in ("UNAVAILABLE", "RESOURCE_EXHAUSTED")

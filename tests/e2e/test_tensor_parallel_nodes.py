@@ -138,7 +138,7 @@ async def test_a_node_ends_with_its_rank_and_leaves_none(tmp_path: Path) -> None
         ranks = workers_of(cluster.pids["decode-0"], MODULE)
         assert len(ranks) == 3
         os.kill(ranks[1], signal.SIGKILL)
-        error = await asyncio.wait_for(cluster.wait_fatal(), 120)
+        error = await asyncio.wait_for(cluster.wait_fatal(), 30)
         assert "decode-0 ended with exit code 1" in error.message
         assert "tensor parallel ranks [2] have failed" in error.message
     assert not [rank for rank in ranks if MODULE in command_of(rank)]
@@ -155,7 +155,7 @@ async def test_a_node_whose_rank_hangs_ends_and_leaves_none(tmp_path: Path) -> N
         [rank] = workers_of(cluster.pids["decode-0"], MODULE)
         os.kill(rank, signal.SIGSTOP)
         asking = asyncio.create_task(ask(channel, prompt, 4))
-        error = await asyncio.wait_for(cluster.wait_fatal(), 120)
+        error = await asyncio.wait_for(cluster.wait_fatal(), 60)
         assert "no step has ended for 5 s" in error.message
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)

@@ -73,7 +73,7 @@ async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> N
             await client.put(b"k", b"bytes")
         assert not client._calls.fast_rpc.is_open and await client.put(b"k", b"bytes")
         assert await client.get(b"k") == b"bytes"
-        async with asyncio.timeout(30):  # nobody has to ask for it
+        async with asyncio.timeout(10):  # nobody has to ask for it
             while not client._calls.fast_rpc.is_open:
                 await asyncio.sleep(0.01)
                 await client.acquire([b"k"])
@@ -134,14 +134,14 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere(
     request, started_s = store_pb2.ExistsRequest(keys=[b"k"]), time.monotonic()
     assert isinstance(calls.fast, FastRpc)
     await first.stop()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     for _ in range(100):
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
     assert 1 <= shop.num_asked <= 1 + (time.monotonic() - started_s) / LOOK_AGAIN_S
     shop.fast_rpc_port = await second.start("127.0.0.1")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
@@ -159,7 +159,7 @@ async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> 
             reader, writer = await asyncio.open_connection("127.0.0.1", response.fast_rpc_port)
             writer.write(rng.randbytes(rng.randrange(1, 200)))
             writer.write_eof()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(5):
                 await reader.read()
             writer.close()
         assert await client.get(b"k") == b"bytes"
@@ -178,7 +178,7 @@ async def test_an_answer_that_is_none_ends_the_call_at_once_and_tells_who_does_n
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         connection = await FastRpc.open("s", "127.0.0.1", server.sockets[0].getsockname()[1])
         unheard: list[store_pb2.ReserveResponse | None] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             with pytest.raises(NodeUnavailable, match="has ended"):
                 await connection.Reserve(store_pb2.ReserveRequest(), 60.0, unheard.append)
         assert unheard == [None]
@@ -205,7 +205,7 @@ async def test_a_store_that_stays_silent_is_not_asked_for_ever(monkeypatch: pyte
     with pytest.raises(DeadlineExceeded):
         await connection.Exists(store_pb2.ExistsRequest(), 0.1)
     assert not connection.is_open
-    await asyncio.wait_for(gone.wait(), 30)
+    await asyncio.wait_for(gone.wait(), 5)
     server.close()
 
 
@@ -228,7 +228,7 @@ async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grp
         assert not isinstance(calls.fast, FastRpc), "it was refused before anybody's call went there"
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
         silent.pop().close()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(10):
             while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
@@ -263,7 +263,7 @@ async def test_a_store_that_does_not_say_that_it_has_taken_the_connection_is_not
 ) -> None:
     monkeypatch.setattr("kvstore.fast_rpc.OPEN_TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as hanging:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(5):
             with pytest.raises(NodeUnavailable, match="no answer"):
                 await FastRpc.open("s", "127.0.0.1", hanging.getsockname()[1])
 
@@ -281,7 +281,7 @@ async def test_one_who_gives_up_as_the_store_takes_the_connection_leaves_none(mo
     monkeypatch.setattr(FastRpc, "frame", take_and_cancel)
     with pytest.raises(asyncio.CancelledError):
         await opening
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while fast_rpc._callers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await fast_rpc.stop()

@@ -72,13 +72,13 @@ async def num_kept(url: str) -> int:
 
 
 async def until_known(core: Core, count: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while core.index.num_blocks("store") != count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
 async def until_written(core: Core) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while core.directory.state != "redis":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -98,7 +98,7 @@ async def test_a_restart_is_warm_and_goes_on_where_the_events_stood(tmp_path: Pa
     assert node is not None and node.info == cache.info
     assert node.state is NodeState.SUSPECT  # until it is heard
     assert second.index.num_blocks("store") == 10  # at once, without a word from the node
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while second.index.match([KEYS[9]]) or not second.index.match([KEYS[10]]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert second.heartbeat("store", 3, NodeLoad(), False)
@@ -136,7 +136,7 @@ async def test_a_conductor_leaves_nodes_that_it_never_heard_to_the_one_that_does
     second = Core(quick, FACTS, RedisDirectory(redis.url, "mooncake:kv", timeout_s=3.0))
     await second.start()
     assert second.registry.get("store") is not None
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while second.registry.get("store") is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await second.stop()

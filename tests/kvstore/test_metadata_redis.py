@@ -130,7 +130,7 @@ async def test_a_conductor_that_starts_knows_nodes_blocks_and_where_their_events
     await until_kept(conductor, server.url, "s2")
     assert conductor.directory.state == "redis"
     conductor.directory.left("s2")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while "s2" in await restarted(server.url):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     redis = Redis.from_url(server.url)
@@ -198,7 +198,7 @@ async def test_a_redis_that_is_emptied_is_noticed(server: RedisProcess, conducto
     await redis.flushall()
     await redis.aclose()
     conductor.change("s1", stored(77))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while conductor.directory.tables_written < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -218,7 +218,7 @@ async def test_a_key_that_somebody_made_something_else_of_is_deleted_and_written
     conductor.directory._refresh_at_s = 0.0  # as if a third of the expiry had passed
     conductor.change("s1", stored(77))
     conductor.join("s2")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(10):
         while await redis.type(name) == b"hash":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await until_kept(conductor, server.url, "s1")
@@ -293,11 +293,11 @@ async def test_a_node_that_nobody_vouches_for_is_forgotten(server: RedisProcess)
         assert "s1" in await restarted(server.url)
         await asyncio.sleep(0.1)
     await conductor.directory.close()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while await restarted(server.url):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     redis = Redis.from_url(server.url)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(5):
         while {*await redis.keys(f"{PREFIX}:*")} - {f"{PREFIX}:events".encode()}:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert await redis.xlen(f"{PREFIX}:events") <= 2 * MAX_STREAM

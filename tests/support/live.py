@@ -16,7 +16,6 @@ SMALL = (
     "conductor.http_port=0",
     "conductor.grpc_port=0",
     "conductor.heartbeat_interval_s=0.1",
-    "conductor.node_wait_s=150",  # a busy machine takes long to start a node again
     "prefill.kv_gb=0.5",
     "decode.kv_gb=0.5",
     "store.dram_gb=0.5",
