@@ -36,8 +36,7 @@ template <int VECS> inline vf weigh(float* scores, vf top) {
 }
 
 // The weights of a part as pairs of tokens, [pair][lane], from the same beginning as its scores, made one pair after the
-// other. The exponential and the products of attend_shared use different parts of the core: half of it is hidden between
-// them.
+// other: between products, because the exponential uses other parts of the core than they do (seen on Zen 4).
 template <int VECS> class PairWeights {
 public:
     // `totals` is memory for W * VECS * W sums.
