@@ -22,6 +22,37 @@ def continues(sources, targets, run, num_runs):
     return (source >= 0) & (source == before)
 
 
+@triton.jit
+def convolved(
+    inputs,
+    taps,
+    bias,
+    kept,  # inputs of tokens before ``begin``, by their number times ``channels``
+    token,  # [TOKENS, 1]
+    ok,  # [TOKENS, CHANNELS]
+    begin,
+    source,  # below 0: inputs before ``begin`` are 0
+    channel,  # [1, CHANNELS]
+    channels,
+    TAPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SILU: tl.constexpr,
+):
+    inside = channel < channels
+    mixed = tl.zeros(ok.shape, dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        at = token + (tap + 1 - TAPS)
+        given = tl.load(inputs + at * channels + channel, mask=ok & (at >= begin), other=0.0)
+        before = tl.load(kept + at * channels, mask=ok & (at < begin) & (source >= 0), other=0.0)
+        weight = tl.load(taps + tap * channels + channel, mask=inside, other=0.0)
+        mixed += tl.where(at < begin, before, given) * weight
+    if HAS_BIAS:
+        mixed += tl.load(bias + channel, mask=inside, other=0.0)
+    if HAS_SILU:
+        mixed = mixed / (1.0 + tl.exp(-mixed))
+    return mixed
+
+
 @kernel("num_runs", "num_few")
 def convolve(
     inputs,  # float32 [T, C]
@@ -64,17 +95,9 @@ def convolve(
         for begin in range(first, mixed_end, TOKENS):
             token = begin + tl.arange(0, TOKENS)[:, None]
             ok = (token < end) & inside
-            mixed = tl.zeros([TOKENS, CHANNELS], dtype=tl.float32)
-            for tap in tl.static_range(TAPS):
-                at = token + (tap + 1 - TAPS)
-                given = tl.load(inputs + at * channels + channel, mask=ok & (at >= first), other=0.0)
-                before = tl.load(kept + at * channels, mask=ok & (at < first) & (source >= 0), other=0.0)
-                weight = tl.load(taps + tap * channels + channel, mask=inside, other=0.0)
-                mixed += tl.where(at < first, before, given) * weight
-            if HAS_BIAS:
-                mixed += tl.load(bias + channel, mask=inside, other=0.0)
-            if HAS_SILU:
-                mixed = mixed / (1.0 + tl.exp(-mixed))
+            mixed = convolved(
+                inputs, taps, bias, kept, token, ok, first, source, channel, channels, TAPS, HAS_BIAS, HAS_SILU
+            )
             tl.store(output + token * channels + channel, mixed, mask=ok)
         row = tl.arange(0, TAIL_PAD)[:, None]
         at = end + 1 - TAPS + row

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.triton_launch import kernel
-from mooncake.kernels.triton_recurrent import continues
+from mooncake.kernels.triton_recurrent import continues, convolved
 
 _TF32 = tl.constexpr(-1 << 13)  # the bits of a float32 that tensor cores multiply
 
@@ -80,20 +80,9 @@ def convolve_chunks(
     first, end, begin, source = tl.load(span), tl.load(span + 1), tl.load(span + 2), tl.load(span + 3)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     token = first + tl.arange(0, CHUNK)[:, None]
-    inside = channel < channels
-    ok = (token < end) & inside
+    ok = (token < end) & (channel < channels)
     kept = states + source * state_stride + (TAPS - 1 - begin) * channels + channel
-    mixed = tl.zeros([CHUNK, CHANNELS], dtype=tl.float32)
-    for tap in tl.static_range(TAPS):
-        at = token + (tap + 1 - TAPS)
-        given = tl.load(inputs + at * channels + channel, mask=ok & (at >= begin), other=0.0)
-        before = tl.load(kept + at * channels, mask=ok & (at < begin) & (source >= 0), other=0.0)
-        weight = tl.load(taps + tap * channels + channel, mask=inside, other=0.0)
-        mixed += tl.where(at < begin, before, given) * weight
-    if HAS_BIAS:
-        mixed += tl.load(bias + channel, mask=inside, other=0.0)
-    if HAS_SILU:
-        mixed = mixed / (1.0 + tl.exp(-mixed))
+    mixed = convolved(inputs, taps, bias, kept, token, ok, begin, source, channel, channels, TAPS, HAS_BIAS, HAS_SILU)
     tl.store(output + token * channels + channel, mixed, mask=ok)
 
 
