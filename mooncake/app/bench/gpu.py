@@ -106,7 +106,7 @@ Experts: a layer of 128 reads 1.2 GB for 64 tokens in 280 µs; four launches, ea
 last programs of both products take 40 to 60 µs. One token reads 75 MB in 18 µs, and the rest takes as long. A prompt's
 tiles of 128 rows and columns reach 350 TFLOP/s from an L2 of 5.5 TB/s; sorting 64k pairs and partly filled tiles cost a
 tenth.
-Gated delta rule, 2,048 tokens of one prompt: ``walk`` issues 2,900 instructions a warp and chunk, with two warps on each
+Gated delta rule, 2,048 tokens of one prompt: ``walk`` issues 2,900 instructions a warp and chunk, two warps on each
 scheduler, so 64 chunks are 0.2 ms; what needs no state takes 0.1 ms, on all multiprocessors. Token by token, each waits
 for the one before: 2,048 times about 1 µs.
 Two GPUs: each reads half of the 8 GB that a step of 16 layers reads: 2.5 ms for one sequence, and with pages 4.8 ms for
