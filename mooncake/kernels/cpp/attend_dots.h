@@ -19,11 +19,10 @@ constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V to prefetch ahead
 
-// SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]; those past `count` stay as they
-// were. Pairs of bfloat16 are transposed as one lane and split afterwards. `keys` has AHEAD_ROWS more entries: as many rows
-// are prefetched as are transposed.
-template <class T> inline void turn_keys(const T* const* keys, int count, int D, bool in_pairs, float* turned) {
-    for (int first = 0; first < std::min(count, SCORE_KEYS); first += W) {
+// SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
+// as one lane and split afterwards. `keys` has AHEAD_ROWS more entries: as many rows are prefetched as are transposed.
+template <class T> inline void turn_keys(const T* const* keys, int D, bool in_pairs, float* turned) {
+    for (int first = 0; first < SCORE_KEYS; first += W) {
         float* to = turned + first;
         vf block[W];
         int d = 0;
@@ -296,7 +295,7 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
                                 tile + AHEAD_ROWS);
             turn_scores(score_tiles, rows, scores + at, width);
         } else {
-            turn_keys(tile, length - at, D, in_pairs, wide);
+            turn_keys(tile, D, in_pairs, wide);
             const auto& score = in_pairs ? SCORE<true> : SCORE<false>;
             for (int row = 0; row < rows; row += SCORE_ROWS)
                 score[std::min(SCORE_ROWS, rows - row) - 1](query + row * count, wide, count, scores + row * width + at, width);

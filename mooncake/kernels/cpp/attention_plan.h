@@ -124,10 +124,12 @@ public:
         shared_parts_.assign(call_.num_sequences, 0);
         find_shared_parts();
         for (int seq = 0; seq < call_.num_sequences; seq++) add_sequence(seq);
-        // Long items first, so that the last ones to finish are short; and one after the other those of the same queries.
-        std::sort(plan_.items.begin(), plan_.items.end(), [](const Item& a, const Item& b) {
+        // Long items first, so that the last ones to finish are short. Of equal ones, parts of the same queries follow each
+        // other, and so do those of a sequence, whose heads lie side by side.
+        std::stable_sort(plan_.items.begin(), plan_.items.end(), [](const Item& a, const Item& b) {
             const int64_t long_a = int64_t(a.count) * (a.end - a.begin), long_b = int64_t(b.count) * (b.end - b.begin);
-            return std::tie(long_b, a.kv_head, a.part) < std::tie(long_a, b.kv_head, b.part);
+            const int head_a = a.is_shared ? a.kv_head : -1, head_b = b.is_shared ? b.kv_head : -1;
+            return std::tie(long_b, head_a) < std::tie(long_a, head_b);
         });
     }
 
