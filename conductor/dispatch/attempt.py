@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 END_CHOICE_TIMEOUT_S = 5.0
 INBOX_LIMIT = 256  # messages buffered for a slow client; beyond that gRPC's flow control holds the nodes back
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
+LOSS_GRACE_S = 0.25  # how long a failed hand-off waits for the other node's call, which tells whether that node is gone
 
 
 class AttemptFailed(Exception):
@@ -112,7 +113,10 @@ class Attempt:
         while True:
             role, message = await self._inbox.get()
             was_prefilled = self.merger.is_prefilled
-            delta = self._take(role, message)
+            try:
+                delta = self._take(role, message)
+            except AttemptFailed as failure:
+                raise await self._explained(role, failure) from None
             if self.merger.is_prefilled and not was_prefilled:
                 self._on_prefilled()
             self._arm_timers()
@@ -181,6 +185,18 @@ class Attempt:
             raise
         except MooncakeError as error:
             raise AttemptFailed(error, is_retryable=ended is not None and ended.is_retryable) from None
+
+    async def _explained(self, role: Role, failure: AttemptFailed) -> AttemptFailed:
+        """A node may tell of a failed hand-off before the call to the other one ends because that one is gone: the
+        loss is what is to be learnt from, and told."""
+        other = self._calls.get(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
+        if other is None or not isinstance(failure.error, HandoffFailed):
+            return failure
+        ended = await other.end_within(LOSS_GRACE_S)
+        if ended is None or ended.error is None or not ended.is_lost:
+            return failure
+        self._lost.add(other.role)
+        return AttemptFailed(ended.error, ended.is_retryable)
 
     def _arm_timers(self) -> None:
         if self.merger.waits_for_commit:

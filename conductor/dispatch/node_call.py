@@ -96,9 +96,9 @@ class NodeCall:
         is_time_over: Callable[[], bool],
         on_lost: Callable[[NodeInfo], None],
     ) -> None:
+        self.role = role
         self.info = info
         self.was_accepted = False  # by the node
-        self._role = role
         self._call = call
         self._inbox = inbox
         self._may_decode = may_decode
@@ -113,25 +113,31 @@ class NodeCall:
         self._call.cancel()
         self._task.cancel()
 
-    async def _listen(self) -> None:
+    async def end_within(self, timeout_s: float) -> CallEnded | None:
+        """How the call ended; None if it has not after ``timeout_s``."""
+        await asyncio.wait([self._task], timeout=timeout_s)
+        return self._task.result() if self._task.done() and not self._task.cancelled() else None
+
+    async def _listen(self) -> CallEnded:
         ended = await self._forward()
         if ended.is_lost and not self._closed:
             self._on_lost(self.info)
-        self._inbox.post(self._role, ended)
-        if self._role is Role.PREFILL:
+        self._inbox.post(self.role, ended)
+        if self.role is Role.PREFILL:
             self._may_decode.set()
+        return ended
 
     async def _forward(self) -> CallEnded:
         """Put all messages into the inbox. Returns how the call ended."""
-        peer = f"{self._role} node {self.info.node_id}"
+        peer = f"{self.role} node {self.info.node_id}"
         try:
             self.was_accepted = bool((await self._call.initial_metadata()).get(TAKEN_KEY))
             async for message in self._call:
-                if self._role is Role.DECODE:
+                if self.role is Role.DECODE:
                     await self._may_decode.wait()
                 await self._inbox.wait_for_room()
-                self._inbox.post(self._role, message)
-                if self._role is Role.PREFILL:
+                self._inbox.post(self.role, message)
+                if self.role is Role.PREFILL:
                     self._may_decode.set()
         except grpc.RpcError as error:
             return _call_ended(error, peer, self._is_time_over)

@@ -209,6 +209,26 @@ async def test_nodes_that_die_together_cost_one_retry(start_cluster: Any) -> Non
     await cluster.is_quiet()
 
 
+async def test_a_hand_off_whose_decode_node_is_gone_is_that_nodes_loss_whoever_tells_of_it_first(
+    start_cluster: Any,
+) -> None:
+    cluster = await start_cluster(1, 2, node_timeout_s=30.0)
+    prefill = cluster.prefill[0].script
+    prefill.gate, prefill.error = asyncio.Event(), HandoffFailed("the decode node does not answer")
+    answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
+    await cluster.eventually(lambda: any(node.running for node in cluster.decode) and cluster.prefill[0].running > 0)
+    victim = next(node for node in cluster.decode if node.running)
+    prefill.gate.set()
+    await cluster.eventually(lambda: not cluster.prefill[0].running)  # it has told what it knows
+    prefill.error = None
+    await victim.die()
+    tokens, deltas = await answer
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.retries == 1
+    assert cluster.core.dispatcher.stats.failed_attempts == {"unavailable": 1}
+    await cluster.is_quiet()
+
+
 async def test_a_node_with_heartbeats_that_cannot_be_reached_ends_the_request_soon(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1, node_wait_s=60)
     cluster.prefill[0].script.gate = asyncio.Event()  # it would notice, too, and whoever is first is believed
