@@ -19,7 +19,7 @@ from conductor.dispatch.node_requests import NodeRequests
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.registry import NodeInfo
-from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError
+from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError, NodeUnavailable
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.decode_pb2_grpc import DecodeStub
 from mooncake.rpc.prefill_pb2_grpc import PrefillStub
@@ -187,10 +187,10 @@ class Attempt:
             raise AttemptFailed(error, is_retryable=ended is not None and ended.is_retryable) from None
 
     async def _explained(self, role: Role, failure: AttemptFailed) -> AttemptFailed:
-        """A node may tell of a failed hand-off before the call to the other one ends because that one is gone: the
-        loss is what is to be learnt from, and told."""
+        """A node may tell that it cannot go on with the other one before the call to that one ends because it is gone:
+        the loss is what is to be learnt from, and told."""
         other = self._calls.get(Role.DECODE if role is Role.PREFILL else Role.PREFILL)
-        if other is None or not isinstance(failure.error, HandoffFailed):
+        if other is None or role in self._lost or not isinstance(failure.error, (HandoffFailed, NodeUnavailable)):
             return failure
         ended = await other.end_within(LOSS_GRACE_S)
         if ended is None or ended.error is None or not ended.is_lost:

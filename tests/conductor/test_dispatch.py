@@ -209,12 +209,13 @@ async def test_nodes_that_die_together_cost_one_retry(start_cluster: Any) -> Non
     await cluster.is_quiet()
 
 
+@pytest.mark.parametrize("told", [HandoffFailed("no blocks"), NodeUnavailable("decode node: Socket closed")])
 async def test_a_hand_off_whose_decode_node_is_gone_is_that_nodes_loss_whoever_tells_of_it_first(
-    start_cluster: Any,
+    start_cluster: Any, told: MooncakeError
 ) -> None:
     cluster = await start_cluster(1, 2, node_timeout_s=30.0)
     prefill = cluster.prefill[0].script
-    prefill.gate, prefill.error = asyncio.Event(), HandoffFailed("the decode node does not answer")
+    prefill.gate, prefill.error = asyncio.Event(), told
     answer = asyncio.create_task(cluster.generate(cluster.request(PROMPT, 8)))
     await cluster.eventually(lambda: any(node.running for node in cluster.decode) and cluster.prefill[0].running > 0)
     victim = next(node for node in cluster.decode if node.running)
