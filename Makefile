@@ -33,8 +33,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -m "not slow" $(if $(TESTS),$(TESTS),-n 2 --dist worksteal)
 
+# Those with clusters take the cores in turns: eight processes of one would take them from another's. The others share them.
+CLUSTERS := $(addprefix tests/,app bench e2e kvstore prefill rdma)
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	@failed=0; \
+	$(BIN)/python -m pytest -m slow $(CLUSTERS) || failed=1; \
+	$(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(CLUSTERS:%=--ignore=%) || failed=1; \
+	exit $$failed
 
 test-all: setup
 	$(BIN)/python -m pytest
