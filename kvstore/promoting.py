@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvstore.ahead import SlotsAhead
 from kvstore.index.store_index import StoreIndex
-from kvstore.index.types import OWN, BlockName, Grant
+from kvstore.index.types import OWN, BlockName, Grant, Held
 from kvstore.saving import Saving
 from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
@@ -22,6 +23,16 @@ from mooncake.errors import KVLoadFailed, OutOfBlocks
 from mooncake.types import BlockKey
 
 PROMOTER = f"{OWN}ssd"  # the writer of blocks loaded from the SSD
+
+
+@dataclass(slots=True)
+class _Load:
+    """One block on its way, and how many wait for it. Once it is here it is held in place until each has had its turn:
+    others would evict it in between."""
+
+    task: asyncio.Task[bool] | None = None
+    num_waiting: int = 0
+    held: Held | None = None
 
 
 class Promoting:
@@ -48,7 +59,7 @@ class Promoting:
         self._publish = publish
         self._block_bytes = block_bytes
         self._wait_s = wait_s
-        self._loading: dict[BlockKey, asyncio.Future[bool]] = {}
+        self._loading: dict[BlockKey, _Load] = {}
 
     async def bring(
         self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool, held: contextlib.ExitStack
@@ -56,12 +67,8 @@ class Promoting:
         """Load what DRAM lacks of ``keys`` (of their leading run), as far as that is worthwhile. What is there then
         stays in place until ``held`` is closed."""
         for key in self._worth_loading(keys, recompute_ms, scattered):
-            if not await self._have(key):
-                if scattered:
-                    continue
+            if not (await self._have(key, held) or scattered):
                 break
-            if (block := self._index.hold(key)) is not None:  # so that the next ones do not evict it
-                held.callback(self._index.let_go, block)
 
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
         """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile."""
@@ -69,19 +76,40 @@ class Promoting:
         self._index.counters["promotions_not_worth_it"] += found.was_cut
         return found.run if found.lacking and self._ssd.is_readable else []
 
-    async def _have(self, key: BlockKey) -> bool:
+    async def _have(self, key: BlockKey, held: contextlib.ExitStack) -> bool:
         """Whether the block is in DRAM, after loading it if necessary."""
-        if self._index.exists([key])[0]:
+        if self._keep(key, held):
             return True
-        waiting = self._loading.get(key)
-        if waiting is None:
-            waiting = asyncio.ensure_future(self._promote(key))
-            self._loading[key] = waiting
-            waiting.add_done_callback(lambda _: self._loading.pop(key, None))
-        while not (await asyncio.wait((waiting,), timeout=RECHECK_S))[0]:
-            if not self._ssd.is_readable:  # what memory has need not wait for it
-                return False
-        return waiting.result()
+        load = self._loading.get(key)
+        if load is None:
+            load = self._loading[key] = _Load()
+            load.task = asyncio.create_task(self._load(key, load))
+            load.task.add_done_callback(lambda _: self._loading.pop(key, None))
+        assert load.task is not None
+        load.num_waiting += 1
+        try:
+            while not (await asyncio.wait((load.task,), timeout=RECHECK_S))[0]:
+                if not self._ssd.is_readable:  # what memory has need not wait for it
+                    return False
+            return load.task.result() and self._keep(key, held)
+        finally:
+            load.num_waiting -= 1
+            if load.held is not None and not load.num_waiting:
+                self._index.let_go(load.held)
+                load.held = None
+
+    def _keep(self, key: BlockKey, held: contextlib.ExitStack) -> bool:
+        """Keep a block in place until ``held`` is closed. False when it is not in DRAM."""
+        if (block := self._index.hold(key)) is None:
+            return False
+        held.callback(self._index.let_go, block)
+        return True
+
+    async def _load(self, key: BlockKey, load: _Load) -> bool:
+        is_here = await self._promote(key)
+        if is_here and load.num_waiting:
+            load.held = self._index.hold(key)
+        return is_here
 
     async def _promote(self, key: BlockKey) -> bool:
         """Load a block from the SSD into a slot. False when that fails; the SSD may have lost it then."""

@@ -28,7 +28,7 @@ from kvstore.client.ranges import RangeClient
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, WriteRange
-from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks
+from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks, StaleEpoch
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
@@ -392,7 +392,22 @@ class StoreClient(RangeClient):
         deadline: float,
         durable: bool,
     ) -> tuple[list[bool], dict[int, bool]]:
-        """``_put`` for one batch. On any error the reservations are aborted."""
+        """``_put`` for one batch. It is reserved anew if the store has taken the slots back: it does when our last data
+        connection ends, which may be that of another call, cut short before this one has opened its own."""
+        try:
+            return await self._reserve_and_write(names, views, checksums, deadline, durable)
+        except StaleEpoch:
+            return await self._reserve_and_write(names, views, checksums, deadline, durable)
+
+    async def _reserve_and_write(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        views: Sequence[memoryview],
+        checksums: Sequence[Checksums],
+        deadline: float,
+        durable: bool,
+    ) -> tuple[list[bool], dict[int, bool]]:
+        """``_put_part``, tried once. On any error the reservations are aborted."""
         slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
         mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
         if not mine:

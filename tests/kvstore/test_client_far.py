@@ -271,6 +271,27 @@ async def test_a_store_that_restarts_is_a_miss_on_both_ways(keep):
             await pool.get("block", timeout_s=1.0)
 
 
+async def test_a_call_that_is_cut_short_costs_no_put_its_slots(keep, eventually, monkeypatch):
+    """The store takes back what a client has reserved when its last connection ends. It may be another call's."""
+    actor = keep()
+    async with await connect(actor) as pool:
+        [store] = pool._stores.values()
+        ahead, write = actor.ask("counts")["reserved"], store._write
+
+        async def write_after_that(*given: Any) -> object:
+            monkeypatch.undo()
+            assert actor.ask("counts")["reserved"] == ahead + 2
+            with pytest.raises(DeadlineExceeded):
+                async with far_of(pool)._exchange(soon()):
+                    raise DeadlineExceeded("cut short")
+            eventually(lambda: actor.ask("counts")["reserved"] == ahead)
+            return await write(*given)
+
+        monkeypatch.setattr(store, "_write", write_after_that)
+        assert await pool.put_batch([("one", data(1)), ("two", data(2))]) == [True, True]
+        assert await pool.get_batch(["one", "two"]) == [data(1), data(2)]
+
+
 class Owner:
     """A data plane without a store behind it."""
 

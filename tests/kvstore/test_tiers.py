@@ -152,6 +152,31 @@ async def test_a_long_run_is_loaded_in_order_and_leased_as_a_whole(tmp_path: Pat
         await client.release([too_many])
 
 
+async def test_what_was_loaded_stays_until_its_readers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with store(tmp_path, num_blocks=4) as node, await join(node) as client:
+        assert await client.put(name(0), data(0), durable=True)
+        assert node.store.give_up([BlockKey(name(0))]) == 1
+        ssd = node.store.ssd
+        assert ssd is not None
+        loop, load = asyncio.get_running_loop(), ssd.load
+
+        def take_all_slots() -> None:
+            others = [BlockName(BlockKey(name(i))) for i in range(1, 5)]
+            node.store._index.reserve(others, "another", BLOCK, 1, time.monotonic())
+
+        async def load_before_others_come(key: BlockKey, into: memoryview) -> Any:
+            header = await load(key, into)
+            loop.call_soon(take_all_slots)  # before those who wait for the block are told that it is there
+            return header
+
+        monkeypatch.setattr(ssd, "load", load_before_others_come)
+        leases = await asyncio.gather(*(node.store.acquire([BlockKey(name(0))]) for _ in range(2)))
+        assert [[block.key for block in lease.blocks] for lease in leases] == [[name(0)]] * 2
+        assert node.store.counts.reserved == 3
+        node.store.release(lease.lease_id for lease in leases)
+        assert node.store.give_up([BlockKey(name(0))]) == 1  # nobody holds it any more
+
+
 async def test_what_is_cheaper_to_compute_is_not_loaded(tmp_path: Path) -> None:
     async with store(tmp_path) as node, await join(node) as client:
         for i in range(20):
