@@ -23,7 +23,7 @@ ROOT = ACTOR.parents[2]
 @pytest.fixture(scope="session")
 def actors() -> Iterator[ForkServer]:
     """What forks them: they import the same, which takes longer than most tests."""
-    server = ForkServer("actor", cwd=ROOT, PYTHONPATH=os.pathsep.join((str(ACTOR.parent), str(ROOT))))
+    server = ForkServer("actor", PYTHONPATH=os.pathsep.join((str(ACTOR.parent), str(ROOT))))
     yield server
     server.close()
 

@@ -1,12 +1,15 @@
 """Processes for tests that need no start of an interpreter each: one process imports what they use, and forks them.
 
 Each is a process of its own, as real as any: it is frozen, killed and interrupted like one that was started, and ends
-as an interpreter does. ``ForkServer`` is the side of the tests; run as a script, this file is the process that forks.
+as an interpreter does, but for what is imported, which takes long to take apart. ``ForkServer`` is the side of the
+tests; run as a script, this file is the process that forks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -15,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,9 +70,8 @@ def _state(task: Path) -> str:
 class ForkServer:
     """Forks processes that have ``modules`` imported. ``close`` ends it and them."""
 
-    def __init__(self, *modules: str, cwd: Path | None = None, **environment: str) -> None:
+    def __init__(self, *modules: str, **environment: str) -> None:
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._cwd = str(cwd or Path.cwd())
         paths = os.pathsep.join((str(Path(__file__).parents[2]), *filter(None, sys.path)))
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno()), *modules],
@@ -80,9 +83,10 @@ class ForkServer:
         theirs.close()
 
     def start(self, function: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: int = 2) -> Forked:
-        """Run ``function`` (``module:name``) with ``arguments`` as its command line in today's environment."""
+        """Run ``function`` (``module:name``) with ``arguments`` as its command line, in the environment and the folder
+        of now."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = json.dumps([function, list(arguments), dict(os.environ), self._cwd]).encode()
+        request = json.dumps([function, list(arguments), dict(os.environ), str(Path.cwd())]).encode()
         with theirs:
             socket.send_fds(self._requests, [request], [stdin, stdout, stderr, theirs.fileno()])
         return Forked(ours)
@@ -154,7 +158,28 @@ def _become(
     return called
 
 
+def _call(function: Callable[[], object]) -> NoReturn:
+    """What an interpreter does with a script, and with its exit."""
+    code: object = 0
+    try:
+        function()
+    except SystemExit as error:
+        code = error.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined] # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
     for each in sys.argv[2:]:
         importlib.import_module(each)
-    serve(socket.socket(fileno=int(sys.argv[1])))()
+    gc.freeze()  # so that no process copies the pages of what it does not change
+    _call(serve(socket.socket(fileno=int(sys.argv[1]))))
