@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from certificates import make_certificate
+from commands import run
 
 from mooncake.app.local import LocalCluster
 from mooncake.app.run_batch import BatchRequest, BatchServer
@@ -36,12 +37,6 @@ TRACE = "\n".join(
     json.dumps({"timestamp": 100 * n, "input_length": 1500, "output_length": 64, "hash_ids": [0, n % 2 + 1, n + 10]})
     for n in range(6)
 )
-
-
-def run(*arguments: str, stdin: str = "", timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*MOONCAKE, *arguments], input=stdin, capture_output=True, text=True, timeout=timeout, check=False
-    )
 
 
 @pytest.mark.parametrize(

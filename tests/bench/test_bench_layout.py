@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import commands
 import pytest
 
 from kvstore.transfer.rdma_find import VerbsUnavailable
@@ -14,15 +15,11 @@ from kvstore.transfer.rdma_verbs import Device
 from mooncake.app.bench import layout, rdma
 from mooncake.errors import ConfigError
 
-MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
-
 
 def test_a_conversion_is_held_against_a_copy(tmp_path: Path):
     file = tmp_path / "line.json"
     quick = ["--cases", "smollm2_tp3_to_1", "--transports", "shm", "--mb", "4", "--reps", "1", "--json", str(file)]
-    run = subprocess.run(
-        [*MOONCAKE, "bench", "layout", *quick], capture_output=True, text=True, timeout=120, check=False
-    )
+    run = commands.run("bench", "layout", *quick, timeout=120)
     assert run.returncode == 0, run.stderr
     report = json.loads(run.stdout.splitlines()[-1])
     assert file.read_text() == run.stdout.splitlines()[-1] + "\n"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import commands
 import pytest
 import torch
 from tiny_model import LATENT, write_tiny_model
@@ -27,7 +27,6 @@ from mooncake.app.bench.report import Figure, Report, progress
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 
-MOONCAKE = [str(Path(sys.executable).parent / "mooncake")]
 RESULTS = Path(__file__).parent / "results"
 KEYS = ["bench", "commit", "machine", "config", "seed", "results", "ratios", "notes"]
 
@@ -41,9 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(name: str, *arguments: str) -> dict[str, Any]:
     """The JSON line of a quick run, which is the last one of its output and the content of its file."""
-    run = subprocess.run(
-        [*MOONCAKE, "bench", name, "--quick", *arguments], capture_output=True, text=True, timeout=240, check=False
-    )
+    run = commands.run("bench", name, "--quick", *arguments, timeout=240)
     assert run.returncode == 0, run.stderr
     line = run.stdout.splitlines()[-1]
     file = Path(arguments[arguments.index("--json") + 1])

@@ -160,7 +160,7 @@ async def test_a_request_that_left_the_queue_still_counts_as_demand(start_cluste
 async def test_a_queued_request_waits_for_a_missing_role_like_any_other(start_cluster: Any, comes_back: bool) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="soft", node_wait_s=20.0 if comes_back else 0.1)
     queue, node = cluster.core.dispatcher.admission_queue, cluster.decode[0].membership
-    timeout_s = 20.0 if comes_back else 4.0
+    timeout_s = 20.0 if comes_back else 2.0
     queued = [asyncio.create_task(cluster.generate(cluster.request(PROMPT, 4, timeout_s))) for _ in range(3)]
     await cluster.eventually(lambda: queue.num_waiting == 3)
     node.draining = True  # it goes on with what it has, and takes nobody

@@ -27,7 +27,7 @@ def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: Path) -> None:
     theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     prompts = [np.random.default_rng(seed).integers(3, 320, 41).tolist() for seed in range(3)]

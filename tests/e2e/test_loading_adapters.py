@@ -9,12 +9,12 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import commands
 import grpc
 import httpx
 import numpy as np
@@ -207,18 +207,14 @@ async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(front: Front
     assert (await front.load("w", folder / "poems")).status_code == 200
 
 
-async def test_the_command_line_loads_lists_and_unloads(front: Front) -> None:
+async def test_the_command_line_loads_lists_and_unloads(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(front.folder)
+    monkeypatch.setenv("COLUMNS", "300")  # a narrow table folds words
+
     async def run(*arguments: str) -> tuple[int, str, str]:
-        command = (sys.executable, "-m", "mooncake", "adapters", *arguments, "--address", front.cluster.grpc_address)
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            cwd=front.folder,
-            env=os.environ | {"COLUMNS": "300"},  # a narrow table folds words
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await process.communicate()
-        return process.returncode or 0, out.decode(), err.decode()
+        address = ("--address", front.cluster.grpc_address)
+        done = await asyncio.to_thread(commands.run, "adapters", *arguments, *address)
+        return done.returncode, done.stdout, done.stderr
 
     assert await run("load", "mine", "sql") == (0, "mine is loaded\n", ""), (
         "a folder beside the person, not the cluster"

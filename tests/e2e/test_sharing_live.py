@@ -27,7 +27,7 @@ NEW, BLOCK_TOKENS, FULL_BLOCKS = 12, 8, 5
 SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("float32", marks=pytest.mark.slow), "int8"])
 async def test_a_cluster_answers_as_one_engine_does(kv_dtype: str, tmp_path: Path) -> None:
     write_sharing_model(tmp_path, GRAPHS["character"])
     prompts = [np.random.default_rng(seed).integers(3, 320, 41).tolist() for seed in range(3)]

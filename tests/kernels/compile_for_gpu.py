@@ -514,36 +514,32 @@ def build(case: Case, capability: int) -> dict[str, object]:
     target = GPUTarget("cuda", capability, 32)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     compiled = triton.compile(source, target=target, options=options)
-    told = facts(compiled)
+    told, dumped = facts(compiled), _cuobjdump(compiled.asm["cubin"])
     return {
         "case": case.name,
         "sm": capability,
         "threads": 32 * case.num_warps,
         "programs": case.programs,
         "shared_bytes": told["shared_bytes"],
-        **_resources(compiled.asm["cubin"]),
-        "loop_instructions": _loop_instructions(compiled.asm["cubin"]),
+        **_resources(dumped),
+        "loop_instructions": _loop_instructions(dumped),
         "async_copies": told["async_copies"],
         "wgmma": bool(told["warpgroup_products"]),
     }
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
-    usage = _cuobjdump(cubin, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    assert found, usage
+def _resources(dumped: str) -> dict[str, int]:
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", dumped)
+    assert found, dumped
     return {"registers": int(found[1]), "stack_bytes": int(found[2]), "local_bytes": int(found[4])}
 
 
-def _loop_instructions(cubin: bytes) -> int:
+def _loop_instructions(dumped: str) -> int:
     """Instructions of the first innermost loop with matrix products: in attention, that over unmasked keys. 0: none.
 
     A warp issues them once per iteration; a multiprocessor issues four per cycle for all its warps.
     """
-    code = [
-        (int(at, 16), text)
-        for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", _cuobjdump(cubin, "--dump-sass"))
-    ]
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;]*);", dumped)]
     index = {at: number for number, (at, _) in enumerate(code)}
     jumps = [(index.get(int(found[1], 16), 0), number) for number, (_, text) in enumerate(code)
              if (found := re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text))]  # fmt: skip
@@ -555,12 +551,14 @@ def _loop_instructions(cubin: bytes) -> int:
     return 0
 
 
-def _cuobjdump(cubin: bytes, what: str) -> str:
+def _cuobjdump(cubin: bytes) -> str:
+    """What the program takes, and its instructions."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True).stdout
+        command = [tool, "--dump-resource-usage", "--dump-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def main(patterns: list[str]) -> None:

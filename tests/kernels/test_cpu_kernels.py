@@ -156,6 +156,9 @@ PREFILL = [(0, 1), (0, 17), (0, 150)]
 CHUNKS = [(64, 64), (37, 100), (0, 33), (300, 5)]
 DECODE = [(0, 1), (15, 1), (16, 1), (299, 1), (1030, 1)]
 MIXED = [(200, 1), (64, 64), (0, 40), (31, 1), (5, 2), (2500, 3), (2500, 40)]
+PARTS = [(300, 1), (0, 40), (5, 2), (2100, 3)]
+"""More tokens than a part of few rows has, and than one of many rows: ``MIXED`` for what takes long."""
+LONG = pytest.param(MIXED, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
@@ -177,7 +180,7 @@ def test_attention_is_the_reference(
     torch.testing.assert_close(batch.attend(cpu), batch.attend(reference), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, MIXED], ids=["prefill", "chunks", "mixed"])
+@pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, PARTS, LONG], ids=["prefill", "chunks", "parts", "mixed"])
 @PAGES
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 8), (4, 8)])
 def test_heads_of_512_that_take_parts_of_several_rows_of_a_page(
@@ -194,12 +197,12 @@ def test_heads_of_512_that_take_parts_of_several_rows_of_a_page(
     untouched = unwritten(*pages[:, [0, 1, 4]].shape, dtype=dtype)
     assert torch.equal(pages[:, [0, 1, 4]].view(torch.uint8), untouched.view(torch.uint8))
     tolerance = batch.tolerance(cpu) * 4  # of longer sums than elsewhere
-    there = replace(batch, cache_layer=layer)
-    torch.testing.assert_close(there.attend(cpu), batch.attend(reference), rtol=tolerance, atol=tolerance)
-    assert torch.equal(there.attend(cpu), batch.attend(cpu))
+    found = replace(batch, cache_layer=layer).attend(cpu)
+    torch.testing.assert_close(found, batch.attend(reference), rtol=tolerance, atol=tolerance)
+    assert torch.equal(found, batch.attend(cpu))
 
 
-@pytest.mark.parametrize("lengths", [CHUNKS, MIXED], ids=["chunks", "mixed"])
+@pytest.mark.parametrize("lengths", [CHUNKS, PARTS, LONG], ids=["chunks", "parts", "mixed"])
 @PAGES
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 48), (16, 576), (128, 96)])
 def test_keys_alone_are_the_values_too(
@@ -208,9 +211,10 @@ def test_keys_alone_are_the_values_too(
     batch = ragged(lengths, num_kv_heads=1, group=group, head_dim=head_dim, dtype=dtype)
     batch.cache_layer[:, 1] = batch.cache_layer[:, 0]
     alone = replace(batch, cache_layer=batch.cache_layer[:, :1])
-    assert torch.equal(alone.attend(cpu), batch.attend(cpu))
+    found = alone.attend(cpu)
+    assert torch.equal(found, batch.attend(cpu))
     tolerance = batch.tolerance(cpu) * max(head_dim / 128, 1)  # of longer sums than elsewhere
-    torch.testing.assert_close(alone.attend(cpu), alone.attend(reference), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, alone.attend(reference), rtol=tolerance, atol=tolerance)
 
 
 @PAGES

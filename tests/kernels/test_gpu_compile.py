@@ -51,8 +51,7 @@ def test_the_kernels_of_decode_steps_compile_within_limits() -> None:
         "^attend-llama8b-16-bfloat16-bfloat16$",
         "^attend-llama8b-rows-16-bfloat16-int8",
         "^attend-gpt-oss-16-.*-window-sinks$",
-        "^attend-latent-(moonlight-page64-bfloat16-bfloat16-16|deepseek-v3-page64-bfloat16-bfloat16-32)$",
-        "^merge-128$",
+        "^attend-latent-moonlight-page64-bfloat16-bfloat16-16$",
         "^merge-(64-sinks|576)$",
         "^rope-write-bfloat16(-latent)?$",
         "^norm-4096-add$",
@@ -62,7 +61,7 @@ def test_the_kernels_of_decode_steps_compile_within_limits() -> None:
         "^(convolve|recur|convolve-chunks|solve|walk)-qwen3-next$",
     )
     assert {build["sm"] for build in builds} == {80, 90}
-    assert len(builds) == 38
+    assert len(builds) == 34
     check_limits(builds)
 
 

@@ -6,14 +6,13 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import ForkServer
 
 from mooncake.types import SegmentAddress
 
@@ -21,17 +20,24 @@ ACTOR = Path(__file__).with_name("actor.py")
 ROOT = ACTOR.parents[2]
 
 
+@pytest.fixture(scope="session")
+def actors() -> Iterator[ForkServer]:
+    """What forks them: they import the same, which takes longer than most tests."""
+    server = ForkServer("actor", PYTHONPATH=os.pathsep.join((str(ACTOR.parent), str(ROOT))))
+    yield server
+    server.close()
+
+
 class Actor:
     """One process of ``actor.py``."""
 
-    def __init__(self, role: str, **arguments: object) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ACTOR), role, json.dumps(arguments)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
+    def __init__(self, actors: ForkServer, role: str, **arguments: object) -> None:
+        stdin, self._to = os.pipe()
+        self._from, stdout = os.pipe()
+        self.process = actors.start("actor:main", [role, json.dumps(arguments)], stdin, stdout)
+        os.close(stdin)
+        os.close(stdout)
+        self._heard = b""
         self.greeting: Any = self.listen()
 
     def ask(self, *command: object) -> Any:
@@ -39,15 +45,15 @@ class Actor:
         return self.listen()
 
     def tell(self, *command: object) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
+        os.write(self._to, json.dumps(command).encode() + b"\n")
 
     def listen(self, timeout_s: float = 30.0) -> Any:
-        assert self.process.stdout is not None
-        ready, _, _ = select.select([self.process.stdout], [], [], timeout_s)
-        line = self.process.stdout.readline() if ready else b""
-        assert line, f"the process said nothing (exit code {self.process.poll()})"
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self._from], [], [], timeout_s)
+            more = os.read(self._from, 1 << 16) if ready else b""
+            assert more, f"the process said nothing (exit code {self.process.returncode})"
+            self._heard += more
+        line, _, self._heard = self._heard.partition(b"\n")
         return json.loads(line)
 
     @property
@@ -55,36 +61,30 @@ class Actor:
         return SegmentAddress(**self.greeting.get("segment", self.greeting))
 
     def freeze(self) -> None:
-        """SIGSTOP, and wait until every thread stands still."""
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+        self.process.freeze()
 
     def thaw(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
 
     def end(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.send_signal(signal.SIGCONT)
         self.process.kill()
-        self.process.wait(10)
-        self.process.stdin.close()
-        self.process.stdout.close()
+        os.close(self._to)
+        os.close(self._from)
 
 
 @pytest.fixture
-def start_actor() -> Iterator[Callable[..., Actor]]:
-    actors: list[Actor] = []
+def start_actor(actors: ForkServer) -> Iterator[Callable[..., Actor]]:
+    started: list[Actor] = []
 
     def start(role: str, **arguments: object) -> Actor:
-        actors.append(Actor(role, **arguments))
-        return actors[-1]
+        started.append(Actor(actors, role, **arguments))
+        return started[-1]
 
     yield start
-    for actor in actors:
+    for actor in started:
         actor.end()
 
 

@@ -33,7 +33,7 @@ def test_memory_that_the_two_see_differently_is_never_used(
     text = place.read_text()
     assert text.count(line) == 1
     place.write_text(text.replace(line, changed))
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path)}
+    env = {"CXXFLAGS": "-O0", **os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "XDG_CACHE_HOME": str(tmp_path)}
     loading = subprocess.run(
         [sys.executable, "-c", LOAD_BOTH], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )

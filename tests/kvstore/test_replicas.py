@@ -102,7 +102,7 @@ async def test_nobody_gets_a_slot_that_a_slow_copy_still_writes_into(
     source: Source, start_actor: Callable[..., Any]
 ) -> None:
     settings = [f"store.dram_gb={SLOTS * BLOCK / 1e9 + 1e-6}", "store.reserve_timeout_s=0.2"]
-    store = start_actor("store", block_bytes=BLOCK, settings=[*settings, "transfer.max_mb_per_s=0.01"])
+    store = start_actor("store", block_bytes=BLOCK, settings=[*settings, "transfer.max_mb_per_s=0.02"])
     address = f"127.0.0.1:{await source.rpc.start('127.0.0.1', 0)}"
     source.blocks = [source.leased()]
     async with grpc.aio.insecure_channel(store.greeting["control"]) as channel:

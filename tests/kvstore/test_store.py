@@ -565,7 +565,7 @@ async def test_more_blocks_than_one_message_holds_the_checksums_of_are_sealed_an
                 await asyncio.sleep(0.01)
 
 
-@BOTH
+@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_calls_take_more_keys_than_a_message_may(keep, transport):
     """A message may name 65,536 keys."""
     num_keys, size = 70_000, 512
