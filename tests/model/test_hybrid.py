@@ -78,16 +78,28 @@ def model(models: dict[str, Model]) -> Model:
     return models["qwen3-next"]
 
 
-@pytest.fixture(params=["qwen3-next", "lfm2", "granite-4", "falcon-h1", "nemotron-3"])
+EITHER = ("qwen3-next", "lfm2", "granite-4", "falcon-h1", "nemotron-3")
+
+
+@pytest.fixture(params=EITHER)
 def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
     """With matrices of the delta rule, convolutions alone, state spaces, both state and KV in each layer, and layers
     with neither."""
     return models[request.param]
 
 
+CUTS = {"whole": 0, "inside blocks": 5, "three blocks": 24}  # the last is both: several borders, and what goes on
+
+
 @pytest.mark.parametrize("kernels", [reference, None], ids=["reference", "chosen"])
-@pytest.mark.parametrize("chunk_tokens", [0, 5, 24], ids=["whole", "inside blocks", "three blocks"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize(
+    ("name", "chunk_tokens"),
+    [
+        pytest.param(name, CUTS[cut], id=f"{name}-{cut}", marks=[pytest.mark.slow] * (cut == "three blocks" and rare))
+        for name, rare in ((name, name not in EITHER) for name in HYBRIDS)
+        for cut in CUTS
+    ],
+)
 def test_tokens_are_theirs_one_for_one(models: dict[str, Model], name: str, chunk_tokens: int, kernels: Any) -> None:
     model = models[name]
     prompts = {f"r{length}": prompt_of(length) for length in (1, 7, 8, 9, 40, 70)}
