@@ -54,10 +54,11 @@ def test_many_prompts_are_answered_in_their_order(llm: LLM) -> None:
     assert [answer.token_ids for answer in llm.generate(ids, GREEDY)] == [answer.token_ids for answer in together]
 
 
-def test_a_prompt_with_a_lower_priority_is_computed_first() -> None:
+def test_a_prompt_with_a_lower_priority_is_computed_first(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, head_dim=16)
     short = SamplingParams(max_tokens=1, temperature=0.0)
     prompt = list(range(100, 300))
-    with LLM("smollm2", kv_gb=0.1, threads=1, max_sequences=1) as llm:
+    with LLM(str(tmp_path), kv_gb=0.01, threads=1, max_sequences=1) as llm:
         first, second = llm.generate([prompt, prompt], short, priority=[1, 0])
         assert first.cached_tokens == 192 and second.cached_tokens == 0
         assert first.token_ids == second.token_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import pytest
@@ -484,9 +485,13 @@ def test_no_answer_takes_more_time_with_each_piece(name, more):
     """Clients can make a model generate anything, and one event loop parses for all."""
     make, words = READERS[name]
     starts = (f"{F}<parameter=n>", f"{F}<parameter=s>", "[f(", '{"name": "f", "parameters": {"x": "', "<|channel|>")
+    states = set()
     for start in (words[0], "", *starts):
         parser = make()
         parser.push(start, is_last=False)
+        if (state := pickle.dumps(parser)) in states:
+            continue  # a text like another, of which nothing is left: it would go on as that one does
+        states.add(state)
         began = time.process_time()
         for _ in range(15_000):
             parser.push(more * 2, is_last=False)

@@ -56,8 +56,19 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
     random = np.random.default_rng(4)
     prompts = [random.integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
     found = answers(published.checkpoint, prompts, chunk_tokens=32, use_reference=use_reference)
-    assert found == [published.greedy(prompt) for prompt in prompts]
+    assert found == published.greedy_all(prompts, found)
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
+
+
+def test_a_guess_changes_nothing_of_what_the_reference_answers(tmp_path: Path) -> None:
+    published, prompt = Published("gpt-oss", tmp_path), [5, 6, 7]
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(published.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+    answer = tokens[3:]
+    for guess in ([], answer, answer[:4], [*answer[:4], (answer[4] + 1) % VOCAB, *answer[5:]], [*answer, 9]):
+        assert published.greedy(prompt, guess) == answer
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])

@@ -75,8 +75,9 @@ class Pipeline:
         memory.close()
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[3, pytest.param(2, marks=pytest.mark.slow)])
 def pipeline(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pipeline]:
+    """Of three stages, one is neither the first nor the last."""
     made = Pipeline(folder, request.param)
     yield made
     made.model.close()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from greedy import greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -101,9 +102,7 @@ def test_greedy_text_is_theirs(checkpoint: Checkpoint, model: CausalLM, theirs: 
     prompt = [int(token) for token in checkpoint.load_tokenizer().encode(text)]
     ours = OneSequence(model, len(prompt) + 32)
     tokens = ours.continue_greedily(ours.feed(prompt), 32)
-    with torch.no_grad():
-        wanted = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)[0, len(prompt) :].tolist()
-    assert tokens == wanted
+    assert tokens == greedy(theirs, prompt, 32, tokens)
 
 
 @pytest.mark.parametrize("chunk", [64, 100])

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from greedy import greedy
 from sharing_model import GRAPHS, whole_prompt_logits, write_sharing_model
 from tiny_model import write_tiny_model
 
@@ -49,13 +50,11 @@ def prompts(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(length).integers(3, 300, length).tolist() for length in lengths]
 
 
-def theirs(model: Any, prompt: list[int]) -> list[int]:
-    given = torch.tensor([prompt])
-    made = model.generate(given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=-1)  # none ends it
-    return list(made[0, len(prompt) :].tolist())
+def theirs(model: Any, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+    return [greedy(model, prompt, NEW, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
-def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
     return [answer.token_ids for answer in llm.generate(prompts, sampling)]
 
@@ -66,10 +65,11 @@ def test_tokens_are_those_of_transformers(model: tuple[str, Path, Any]) -> None:
     groups = llm.engine.config.groups
     assert (groups.windows, groups.num_empty_rows) == GROUPS[family]
     asked = prompts(3, 40, 90, 161)
-    expected = [theirs(reference, prompt) for prompt in asked]
-    assert greedy(llm, asked) == expected
-    turns = [[*prompt, *answer, 7] for prompt, answer in zip(asked, expected, strict=True)]
-    assert greedy(llm, turns) == [theirs(reference, turn) for turn in turns]
+    found = answers(llm, asked)
+    assert found == theirs(reference, asked, found)
+    turns = [[*prompt, *answer, 7] for prompt, answer in zip(asked, found, strict=True)]
+    found = answers(llm, turns)
+    assert found == theirs(reference, turns, found)
     again = llm.generate(turns, SamplingParams(max_tokens=1, temperature=0.0))
     assert [answer.cached_tokens for answer in again] == [len(turn) // BLOCK * BLOCK for turn in turns]
 
@@ -89,14 +89,14 @@ def test_llamas_with_windows_and_shared_keys_in_both_passes(graph: str, is_fused
     asked = dict(zip("abcd", prompts(1, 9, 40, 101), strict=True))
     for name, prompt in asked.items():
         tokens = np.array(prompt, np.uint32)
-        greedy = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True).for_engine()
-        engine.add(Sequence(name, tokens, len(prompt), greedy, Chain(b"s"), eos_ids=(), max_model_len=256))
-    answers: dict[str, list[int]] = {name: [] for name in asked}
+        sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True).for_engine()
+        engine.add(Sequence(name, tokens, len(prompt), sampling, Chain(b"s"), eos_ids=(), max_model_len=256))
+    found: dict[str, list[int]] = {name: [] for name in asked}
     while engine.has_work:
         for output in engine.step():
-            answers[output.request_id].append(output.token.token_id)
+            found[output.request_id].append(output.token.token_id)
     for name, prompt in asked.items():
-        whole = torch.tensor(prompt + answers[name])
+        whole = torch.tensor(prompt + found[name])
         best = whole_prompt_logits(weights, GRAPHS[graph], whole).argmax(-1)
-        assert best[len(prompt) - 1 : -1].tolist() == answers[name]
+        assert best[len(prompt) - 1 : -1].tolist() == found[name]
     engine.block_pool.check()

@@ -11,7 +11,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -21,13 +22,14 @@ import numpy as np
 import torch
 from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
+from greedy import greedy
 from safetensors.torch import load_file, save_file
-from tiny_families import FAMILIES, Published
+from tiny_families import FAMILIES, NEW_TOKENS, Published
 from tiny_gemma4 import GEMMA4
 from tiny_gguf import add_metadata, finish
 from tiny_members import LLAMA3, MEMBERS
 from tiny_multimodal import MULTIMODAL, QWEN3_VL_MOE
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.model_config import ModelConfig
@@ -159,8 +161,6 @@ class Converted:
         self._is_older, self._has_halves = False, True
         weights = {name: self._rounded(name, tensor) for name, tensor in load_file(where / "model.safetensors").items()}
         save_file(weights, where / "model.safetensors", metadata={"format": "pt"})
-        self.theirs = type(self.published.theirs).from_pretrained(where, dtype=torch.float32).eval()
-        self.published.theirs = self.theirs
         self._num_guessing, self._tokenizer, self._tensors_a_file = 0, tokenizer, tensors_a_file
         self.path = folder / "model.gguf"  # of several files: the first
         self._write(weights)
@@ -168,6 +168,19 @@ class Converted:
     @property
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(str(self.path))
+
+    @cached_property
+    def theirs(self) -> PreTrainedModel:
+        """With the values of the file: many tests need none."""
+        kind = type(self.published.theirs)
+        found: PreTrainedModel = kind.from_pretrained(self.published.folder, dtype=torch.float32).eval()
+        return found
+
+    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> list[int]:
+        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
+
+    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
     # Numbers
 

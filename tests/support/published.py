@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from greedy import greedy
 from quantised import Format, write_quantised
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
@@ -34,12 +36,8 @@ class Published:
         assert isinstance(checkpoint, HFCheckpoint)
         return checkpoint
 
-    @torch.no_grad()
-    def greedy(self, prompt: list[int]) -> tuple[int, ...]:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tuple(tokens[len(prompt) :])
+    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> tuple[int, ...]:
+        return tuple(greedy(self.theirs, prompt, NEW_TOKENS, guess))
 
     def edit(self, **changes: object) -> None:
         """Change quantization_config; None removes a key."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from greedy import greedy
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -491,12 +492,11 @@ class Published:
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(str(self.folder))
 
-    @torch.no_grad()
-    def greedy(self, prompt: list[int]) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tokens[len(prompt) :]
+    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> list[int]:
+        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
+
+    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
 
 def is_flat(parameter: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from greedy import greedy as greedy
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
@@ -107,15 +108,6 @@ def write_hybrid(name: str, folder: Path) -> Any:
     return model
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Without a cache: each token from the whole context."""
-    tokens = list(prompt)
-    for _ in range(count):
-        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 def hybrid_engine(
     folder: Path,
     num_pages: int = 300,
@@ -208,3 +200,9 @@ def answers(path: Path, **settings: Any) -> list[list[int]]:
         engine.add(sequence(str(length), prompt_of(length)))
     found = run(engine)
     return [found[str(length)] for length in LENGTHS]
+
+
+def their_answers(model: Any, guesses: list[list[int]]) -> list[list[int]]:
+    """To the same prompts, by transformers' model."""
+    asked = zip(LENGTHS, guesses, strict=True)
+    return [greedy(model, prompt_of(length), 12, guess) for length, guess in asked]

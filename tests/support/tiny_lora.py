@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from greedy import greedy as greedy
 from safetensors.torch import load_file, save_file
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -77,12 +78,3 @@ def activated(model: Any, folder: Path, start: int) -> Any:
         if key.format("A") in tensors:
             module.register_forward_hook(adding(tensors[key.format("A")], tensors[key.format("B")]))
     return model
-
-
-def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens of transformers; nothing ends the answer early."""
-    ids = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-    return ids[len(prompt) :]

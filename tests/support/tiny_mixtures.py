@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from greedy import greedy
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -66,12 +67,11 @@ class Published:
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(self.folder)
 
-    @torch.no_grad()
-    def greedy(self, prompt: list[int]) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(NEW_TOKENS):
-            tokens.append(int(self.theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
-        return tokens[len(prompt) :]
+    def greedy(self, prompt: list[int], guess: Tokens[int] = ()) -> list[int]:
+        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
+
+    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
 
 def answers(model: CausalModel, cache: Cache, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
