@@ -1,4 +1,4 @@
-"""A process for tests to talk to, freeze and kill: ``main`` with a role, owner, store or writer, and JSON.
+"""A process for tests to talk to, freeze and kill: ``actor.py owner|store|writer {json}``, or ``main`` of a fork.
 
 It prints one line of JSON when it is ready and then one for each line of JSON that it reads.
 """
@@ -112,3 +112,7 @@ def write_for_ever(address: dict[str, Any], transports: list[str], mb_per_s: flo
 
 def main() -> None:
     {"owner": own, "store": keep_store, "writer": write_for_ever}[sys.argv[1]](**json.loads(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
