@@ -391,23 +391,11 @@ class StoreClient(RangeClient):
         checksums: Sequence[Checksums],
         deadline: float,
         durable: bool,
+        is_second_try: bool = False,
     ) -> tuple[list[bool], dict[int, bool]]:
-        """``_put`` for one batch. It is reserved anew if the store has taken the slots back: it does when our last data
-        connection ends, which may be that of another call, cut short before this one has opened its own."""
-        try:
-            return await self._reserve_and_write(names, views, checksums, deadline, durable)
-        except StaleEpoch:
-            return await self._reserve_and_write(names, views, checksums, deadline, durable)
-
-    async def _reserve_and_write(
-        self,
-        names: Sequence[tuple[bytes, bytes]],
-        views: Sequence[memoryview],
-        checksums: Sequence[Checksums],
-        deadline: float,
-        durable: bool,
-    ) -> tuple[list[bool], dict[int, bool]]:
-        """``_put_part``, tried once. On any error the reservations are aborted."""
+        """``_put`` for one batch. On any error the reservations are aborted. They are made anew, once, if the store has
+        taken them back: it does when our last data connection ends, which may be that of another call, cut short before
+        this one has opened its own."""
         slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
         mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
         if not mine:
@@ -416,8 +404,10 @@ class StoreClient(RangeClient):
         try:
             await self._write(next(iter(mine.values())).segment, ranges, deadline)
             seal_s = left_s(deadline)
-        except BaseException:
+        except BaseException as error:
             self._abort_later(slots)  # nothing is being written any more
+            if isinstance(error, StaleEpoch) and not is_second_try:
+                return await self._put_part(names, views, checksums, deadline, durable, is_second_try=True)
             raise
         sealings = [(slot, checksums[index]) for index, slot in mine.items()]
         sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)
