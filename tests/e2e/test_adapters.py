@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from greedy import greedy
 from live import running_cluster, small_config
-from tiny_lora import greedy, write_adapter
+from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
 NEW = 12

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 from drive import ask, wait_running
+from greedy import greedy
 from in_process import InProcessCluster
-from tiny_lora import greedy, write_adapter
+from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
 from decode_node.node import DecodeNode

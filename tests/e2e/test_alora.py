@@ -12,8 +12,9 @@ import numpy as np
 import openai
 import pytest
 from drive import status
+from greedy import greedy
 from live import running_cluster, small_config
-from tiny_lora import activated, greedy, write_adapter
+from tiny_lora import activated, write_adapter
 from tiny_model import write_tiny_model
 
 from conductor.node import model_facts

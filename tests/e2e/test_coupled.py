@@ -8,8 +8,8 @@ import grpc
 import numpy as np
 import pytest
 from drive import ask_all
+from greedy import greedy
 from live import running_cluster, small_config
-from tiny_lora import greedy
 from tiny_model import write_tiny_model
 
 from mooncake.client import Client

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from direct_nodes import Nodes
 from drive import ask_all, leaks, status, wait_idle
+from greedy import greedy
 from live import running_cluster, small_config
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA4
-from tiny_lora import greedy
 from tiny_model import write_tokenizer
 
 BLOCK, WINDOW, NEW = 8, 16, 20

@@ -23,8 +23,8 @@ import pytest
 import pytest_asyncio
 import torch
 from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
+from greedy import greedy as greedy_of
 from live import command_of, small_config, workers_of
-from tiny_hybrid import greedy as greedy_of
 from tiny_hybrid import write_hybrid
 from tiny_model import LATENT, write_tiny_model
 

@@ -13,9 +13,10 @@ import pytest
 import pytest_asyncio
 from direct_nodes import Nodes
 from drive import ask_all, leaks, status, wait_idle
+from greedy import greedy
 from live import running_cluster, small_config
 from node_pair import until
-from tiny_hybrid import BLOCK, greedy, prompt_of, write_hybrid
+from tiny_hybrid import BLOCK, prompt_of, write_hybrid
 
 from mooncake.checkpoint import open_checkpoint
 

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from drive import status
+from greedy import greedy
 from live import running_cluster, small_config
-from tiny_lora import greedy, write_adapter
+from tiny_lora import write_adapter
 from tiny_model import tiny_model, write_tiny_model
 
 from mooncake.app.local import LocalCluster

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from direct_nodes import Nodes
 from drive import ask_all, leaks, status, wait_idle
+from greedy import greedy
 from live import running_cluster, small_config
-from tiny_lora import greedy
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_lora import activated, greedy, write_adapter
+from greedy import greedy
+from tiny_lora import activated, write_adapter
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from greedy import greedy
 from safetensors.torch import save_file
-from tiny_lora import greedy, write_adapter
+from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams

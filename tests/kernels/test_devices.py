@@ -10,10 +10,11 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from greedy import greedy
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA3N, GEMMA4
 from tiny_hybrid import write_hybrid
-from tiny_lora import activated, greedy, write_adapter
+from tiny_lora import activated, write_adapter
 from tiny_model import LATENT, write_tiny_model, write_tokenizer
 
 from mooncake import LLM, LoRARequest, SamplingParams

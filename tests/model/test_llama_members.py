@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_lora import greedy, write_adapter
+from greedy import greedy
+from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 from transformers import AutoConfig
 

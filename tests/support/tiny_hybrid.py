@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from greedy import greedy as greedy
+from greedy import greedy
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint

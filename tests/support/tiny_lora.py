@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from greedy import greedy as greedy
 from safetensors.torch import load_file, save_file
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
