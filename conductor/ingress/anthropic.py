@@ -136,6 +136,7 @@ class MessageWriter:
         self._blocks: list[AnyBlock] = []
         self._is_open = False  # the last block
         self._text = ""  # of the open block: its text, or a call's arguments
+        self._ends_with_call = False  # a whole one, as far as calls are known
         self._num_tokens = 0
 
     def take(self, piece: Piece) -> list[MessageEvent]:
@@ -171,6 +172,7 @@ class MessageWriter:
         if part.name:
             self._open(ToolUseBlock(part.call_id, part.name, {}))
         self._text += part.arguments
+        self._ends_with_call = part.is_end
         if part.arguments:
             self._tell("content_block_delta", index=len(self._blocks) - 1, delta=JsonDelta(part.arguments))
 
@@ -205,7 +207,7 @@ class MessageWriter:
     def _stop_reason(self, outcome: Outcome) -> str:
         if outcome.finish_reason is FinishReason.LENGTH:
             return self._cut_reason
-        if any(isinstance(block, ToolUseBlock) for block in self._blocks):
+        if self._ends_with_call:  # a call that a stop sequence cut short has no arguments
             return "tool_use"
         return "stop_sequence" if isinstance(outcome.stop_reason, str) else "end_turn"
 

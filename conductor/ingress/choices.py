@@ -146,12 +146,16 @@ class ChatWriter(ChoiceWriter):
         self._reasoning = ""  # not yet sent
         self._calls: list[CallPart] = []  # likewise
         self._num_calls = 0  # sent
+        self._ends_with_call = False  # a whole one, as far as calls are known
 
     def take(self, piece: Piece) -> None:
         super().take(replace(piece, text="".join(part for part in piece.parts if isinstance(part, str))))
         if self._sends_reasoning:
             self._reasoning += "".join(part.text for part in piece.parts if isinstance(part, ReasoningPart))
-        self._calls += [part for part in piece.parts if isinstance(part, CallPart)]
+        calls = [part for part in piece.parts if isinstance(part, CallPart)]
+        self._calls += calls
+        if calls:
+            self._ends_with_call = calls[-1].is_end
 
     @property
     def _has_news(self) -> bool:
@@ -159,8 +163,9 @@ class ChatWriter(ChoiceWriter):
 
     @property
     def _finish_reason(self) -> str | None:
+        """A last call that a stop string cut short asks for nothing: its arguments are no JSON."""
         reason = super()._finish_reason
-        return "tool_calls" if reason == FinishReason.STOP and (self._num_calls or self._calls) else reason
+        return "tool_calls" if reason == FinishReason.STOP and self._ends_with_call else reason
 
     def _opening(self) -> list[AnyChoice]:
         return [ChatChunkChoice(index=self._index, delta=ChatDelta(role="assistant", content=""))]

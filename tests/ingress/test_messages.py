@@ -125,6 +125,10 @@ async def test_why_an_answer_ended(front):
     stopped = (await ask(front, stop_sequences=["wör"])).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "wör")
     assert stopped["content"][0]["text"] == "Hello, "
+    front.script.text = TEXT
+    halved = (await ask(front, tools=[WEATHER], stop_sequences=["ern"])).json()
+    assert (halved["stop_reason"], halved["stop_sequence"]) == ("stop_sequence", "ern")
+    assert halved["content"][-1]["input"] == {}
     front.script.ends = False
     full = (await ask(front, max_tokens=100_000)).json()  # clients ask for more than a context holds
     assert full["stop_reason"] == "model_context_window_exceeded"

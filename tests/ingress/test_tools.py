@@ -107,6 +107,17 @@ async def test_a_call_in_tags_that_is_cut_shows_what_there_is_of_it(front, clien
     assert "".join(parts) == '{"city": "' and len(parts) > 5
 
 
+async def test_a_call_that_a_stop_string_cuts_asks_for_nothing(front, client):
+    front.script.text = CALL
+    wishes = {"model": "bytes", "messages": ASK, "tools": [WEATHER], "stop": "Z"}
+
+    whole = (await client.chat.completions.create(**wishes)).choices[0]
+    choices = [chunk.choices[0] async for chunk in await client.chat.completions.create(**wishes, stream=True)]
+
+    assert whole.finish_reason == choices[-1].finish_reason == "stop"
+    assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+
+
 async def test_half_a_surrogate_pair_in_a_call_does_not_lock_its_conversation(front, client):
     """Such a text cannot be tokenized: the call was once sent as generated, and refused when it came back."""
     front.script.text = CALL.replace("Zürich", r"Zürich \ud83d")
