@@ -89,7 +89,7 @@ class Kernels(Protocol):
 
 
 class HostKernels(Kernels, Protocol):
-    """Those of CPUs, which attend over parts of a context, too."""
+    """Those of CPUs, which attend over parts of a context and at any positions, too."""
 
     def partial_attention(
         self,
@@ -98,7 +98,7 @@ class HostKernels(Kernels, Protocol):
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
-        first_positions: torch.Tensor,
+        positions: torch.Tensor,
         scale: float,
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...

@@ -352,13 +352,13 @@ class CpuKernels:
         block_tables: torch.Tensor,
         query_starts: torch.Tensor,
         context_lens: torch.Tensor,
-        first_positions: torch.Tensor,
+        positions: torch.Tensor,
         scale: float,
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         query_stride, *inner = query.stride()
         if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
-            given = (query, cache_layer, block_tables, query_starts, context_lens, first_positions, scale, softcap)
+            given = (query, cache_layer, block_tables, query_starts, context_lens, positions, scale, softcap)
             return reference.partial_attention(*given)
         output, log_sums = query.new_zeros(query.shape), query.new_full(query.shape[:2], float("-inf"))
         pages = pages_of(cache_layer)
@@ -377,7 +377,7 @@ class CpuKernels:
             0,
             softcap,
             None,
-            first_positions.data_ptr(),
+            positions.data_ptr(),
             log_sums.data_ptr(),
             num_threads(),
         )

@@ -21,7 +21,7 @@ SIGNATURES = {
         *(POINTER, LONG, POINTER, POINTER, INT),  # query, query_stride, output, pages, num_heads
         *(POINTER, LONG, POINTER, POINTER, INT),  # block_tables, table_stride, query_starts, context_lens, B
         *(FLOAT, INT, FLOAT, POINTER),  # scale, window, softcap, sinks
-        *(POINTER, POINTER, INT),  # first_positions, log_sums, threads
+        *(POINTER, POINTER, INT),  # positions, log_sums, threads
     ],
     "mc_rope_write_kv": [
         *(POINTER, LONG, POINTER, POINTER, POINTER),  # qkv, qkv_stride, rope, positions, pages

@@ -383,25 +383,24 @@ def partial_attention(
     block_tables: torch.Tensor,
     query_starts: torch.Tensor,
     context_lens: torch.Tensor,
-    first_positions: torch.Tensor,
+    positions: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over part of each sequence's context; ``merge_attention`` combines parts.
+    """Attention over part of each sequence's context, at any ``positions`` of it; ``merge_attention`` combines parts.
 
-    The t-th query of sequence b sees the first ``first_positions[b] + t + 1`` of its ``context_lens[b]`` tokens here,
-    at most all of them; there may be none. Returns the output ``[T, Hq, D]`` and its log-sum-exp ``[T, Hq]``, float32;
-    zeros and -inf for a query that sees nothing.
+    Query t sees the first ``positions[t] + 1`` (int32 [T], rising in each sequence) of its sequence's
+    ``context_lens[b]`` tokens here, at most all of them; there may be none. Returns the output ``[T, Hq, D]`` and its
+    log-sum-exp ``[T, Hq]``, float32; zeros and -inf for a query that sees nothing.
     """
     output, log_sums = torch.zeros_like(query), query.new_full(query.shape[:2], float("-inf"), dtype=torch.float32)
-    starts, contexts, firsts = query_starts.tolist(), context_lens.tolist(), first_positions.tolist()
-    for b, (context, first) in enumerate(zip(contexts, firsts, strict=True)):
+    starts = query_starts.tolist()
+    for b, context in enumerate(context_lens.tolist()):
         rows = slice(starts[b], starts[b + 1])
         if not context or rows.start == rows.stop:
             continue
         scores, value = _scores(query[rows], cache_layer, block_tables[b], context, scale, softcap)
-        seen_to = first + torch.arange(rows.stop - rows.start, device=scores.device).unsqueeze(1)
-        scores.masked_fill_(torch.arange(context, device=scores.device) > seen_to, float("-inf"))
+        scores.masked_fill_(torch.arange(context, device=scores.device) > positions[rows, None], float("-inf"))
         sums = scores.logsumexp(-1)  # [Hkv, G, t]
         mixed = torch.einsum("kgts,ksd->tkgd", (scores - sums[..., None]).exp(), value)
         output[rows] = mixed.flatten(1, 2).to(query.dtype)

@@ -7,7 +7,7 @@ chunk has many tokens in the batch, a decode step one, a speculative check a few
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -119,6 +119,22 @@ class ForwardBatch:
     @property
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
+
+    def thinned(self, rows: torch.Tensor) -> ForwardBatch:
+        """Only these tokens (int64, rising), at least one of each sequence, whose positions may have gaps then:
+        attention must be told them. Logits can only be wanted of these rows."""
+        places = torch.full_like(self.tokens, -1)
+        places[rows] = torch.arange(len(rows), device=rows.device)
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            positions=self.positions[rows],
+            query_starts=torch.searchsorted(rows, self.query_starts.long()).int(),
+            slots=self.slots[rows],
+            logit_rows=places[self.logit_rows],
+            adapters=None if self.adapters is None else self.adapters[rows],
+            reuse=None if self.reuse is None else self.reuse.of(rows),
+        )
 
     def narrowed(self, rows: torch.Tensor) -> ForwardBatch:
         """Only these tokens (int64, at least one): a run of adjacent ones is a sequence over its owner's blocks.

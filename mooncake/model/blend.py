@@ -5,15 +5,15 @@ before them, and that matters for few tokens. Layer 0 is computed for all tokens
 differ most from the stored ones stay in the batch for the later layers, fewer and fewer of them. A token that has left
 costs one copy per layer, and its query is never computed. Tokens without stored KV stay to the end.
 
-What remains is an ordinary batch: runs of adjacent tokens, each a sequence over the same block table. It knows neither
-requests nor where stored KV comes from.
+What remains is an ordinary batch but for its positions, which have gaps. It knows neither requests nor where stored KV
+comes from.
 """
 
 from __future__ import annotations
 
 import torch
 
-from mooncake.kernels import Kernels
+from mooncake.kernels import HostKernels
 from mooncake.kernels.reference import from_page_rows
 from mooncake.model.batch import ForwardBatch, Reuse
 from mooncake.model.page_rows import page_rows, row_numbers
@@ -35,7 +35,7 @@ def share_at(layer: int, share: float) -> float:
 class Blending:
     """One batch with reused tokens on its way through the layers. ``batch`` is the part still computed."""
 
-    def __init__(self, batch: ForwardBatch, kernels: Kernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    def __init__(self, batch: ForwardBatch, kernels: HostKernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """``kernels`` are the model's, ``cos`` and ``sin`` [P, D / 2] its ``turns``."""
         assert batch.reuse is not None
         self.batch = batch
@@ -65,8 +65,18 @@ class Blending:
         sources, slots, shifts = (torch.cat(pair) for pair in zip(self._left, parts, strict=True))
         self._left = sources, slots, shifts
         self._owners = self._owners[rows]
-        self.batch = self.batch.narrowed(rows)
+        self.batch = self.batch.thinned(rows)
         return rows
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether tokens have left, so that attention is ``attend``."""
+        return len(self._left[0]) > 0
+
+    def attend(self, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor, scale: float) -> torch.Tensor:
+        """``[T, Hq, D]``, of all of a sequence's tokens together. ``batch`` is this one or part of it."""
+        seen = (batch.block_tables, batch.query_starts, batch.context_lens, batch.positions.int())
+        return self._kernels.partial_attention(query, cache_layer, *seen, scale)[0]
 
     @property
     def _reuse(self) -> Reuse:
@@ -106,7 +116,7 @@ def deviations(cache_layer: torch.Tensor, sources: torch.Tensor, slots: torch.Te
 
 
 def copy_turned(
-    kernels: Kernels,
+    kernels: HostKernels,
     cache_layer: torch.Tensor,
     sources: torch.Tensor,
     slots: torch.Tensor,

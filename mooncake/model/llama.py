@@ -7,12 +7,12 @@ knows nothing of requests, scheduling, transfer or files; a hook is told when ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 
 from mooncake.errors import InternalError
-from mooncake.kernels import Kernels, Linear, choose_kernels
+from mooncake.kernels import HostKernels, Kernels, Linear, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
@@ -192,7 +192,7 @@ class LayerByLayer:
         # With ``attention`` other ranks may need this one to take part.
         wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
         rows = rows_by_adapter(batch.adapters)
-        blending = None if batch.reuse is None else Blending(batch, kernels, *self.turns)
+        blending = None if batch.reuse is None else Blending(batch, cast(HostKernels, kernels), *self.turns)
         for index in layers:
             layer = self._layers[index - first]
             self._kept.write(index, residual, cache, batch.slots)
@@ -206,7 +206,9 @@ class LayerByLayer:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 block_tables = batch.block_tables  # blending requires a single group of layers
                 rows = rows_by_adapter(batch.adapters)
-            if attention is None:
+            if blending is not None and blending.has_gaps:
+                mixed = blending.attend(query, batch, cache_layer, self._config.head_dim**-0.5).flatten(1)
+            elif attention is None:
                 mixed = self._attend(index, query, batch, cache_layer, block_tables)
             else:
                 mixed = attention(index, query).flatten(1)

@@ -16,6 +16,7 @@ from mooncake.kernels.cpu_library import check_mirrors
 from mooncake.kernels.cpu_threads import threads_for
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.pages import layer_pages
+from mooncake.model.parallel.context_attention import positions_from
 from mooncake.precision import Coding, cpu_features
 
 PAGES = pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_parts_of_a_context_merge_to_the_whole(
                 part_tables,
                 batch.query_starts,
                 part_lens.int(),
-                (histories - first).clamp(min=0).int(),
+                positions_from((histories - first).clamp(min=0), batch.query_starts).int(),
                 batch.query.shape[2] ** -0.5,
                 softcap,
             )
@@ -328,16 +329,34 @@ def test_parts_of_a_context_merge_to_the_whole(
 
 def test_queries_that_see_nothing_change_nothing(cpu: CpuKernels) -> None:
     batch = ragged([(0, 5), (40, 30)])
-    lens, firsts = torch.tensor([0, 70]).int(), torch.tensor([0, 40]).int()
-    given = (batch.block_tables, batch.query_starts, lens, firsts, 0.125)
+    lens, positions = torch.tensor([0, 70]).int(), torch.tensor([*range(5), *range(40, 70)]).int()
+    given = (batch.block_tables, batch.query_starts, lens, positions, 0.125)
     output, log_sums = cpu.partial_attention(batch.query, batch.cache_layer, *given)
     assert not output[:5].any() and (log_sums[:5] == float("-inf")).all()
     merged, merged_sums = output.clone(), log_sums.clone()
     empty = torch.zeros_like(output), torch.full_like(log_sums, float("-inf"))
     reference.merge_attention(merged, merged_sums, *empty)
     assert torch.equal(merged, output) and torch.equal(merged_sums, log_sums)
-    with pytest.raises(IndexError):
-        cpu.partial_attention(batch.query, batch.cache_layer, *given[:3], firsts - 1, 0.125)
+    for wrong in (positions - 1, positions.flip(0)):
+        with pytest.raises(IndexError):
+            cpu.partial_attention(batch.query, batch.cache_layer, *given[:3], wrong, 0.125)
+
+
+@PAGES
+def test_queries_may_have_any_positions(cpu: CpuKernels, dtype: torch.dtype) -> None:
+    """As some tokens of a text that is otherwise known have them. The others' rows are compared with their own."""
+    batch = ragged([(0, 300), (0, 40), (500, 90)], dtype=dtype)
+    whole = batch.attend(cpu)
+    some = torch.tensor([0, 1, 7, 120, 121, 299, 301, 330, *range(341, 430, 3), 429])
+    starts = torch.searchsorted(some, batch.query_starts.long()).int()
+    positions = positions_from(torch.tensor([0, 0, 500]), batch.query_starts)[some].int()
+    given = (batch.block_tables, starts, batch.context_lens, positions)
+    for kernels in (cpu, reference):
+        output, _ = kernels.partial_attention(
+            batch.query[some], batch.cache_layer, *given, batch.query.shape[2] ** -0.5
+        )
+        tolerance = batch.tolerance(cpu)
+        torch.testing.assert_close(output, whole[some], rtol=tolerance, atol=tolerance)
 
 
 def test_reference_attention_is_sdpa() -> None:

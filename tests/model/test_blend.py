@@ -235,9 +235,16 @@ def test_each_sequence_of_a_batch_keeps_its_own_share() -> None:
         blending.narrow(layer, cache_layer)
     kept = [0, *range(4, 10), *range(10, 15), *range(30, 44)]
     assert blending.batch.tokens.tolist() == kept
-    assert blending.batch.query_starts.tolist() == [0, 1, 7, 12, 22, 26]
-    assert blending.batch.context_lens.tolist() == [101, 110, 105, 130, 104]
-    assert blending.batch.block_tables[:, 0].tolist() == [0, 0, 10, 10, 20]
+    assert blending.batch.query_starts.tolist() == [0, 7, 22, 26]
+    assert blending.batch.positions.tolist() == [
+        100,
+        *range(104, 110),
+        *range(100, 105),
+        *range(120, 130),
+        *range(100, 104),
+    ]
+    assert blending.batch.context_lens.tolist() == [110, 130, 104]
+    assert blending.batch.block_tables[:, 0].tolist() == [0, 10, 20]
     assert [kept[row] for row in blending.batch.logit_rows.tolist()] == [9, 39, 43]
 
 

@@ -3,8 +3,9 @@
 Prompts are windows of the Python language reference that CPython ships (``pydoc_data.topics``), cut into consecutive
 chunks, so each chunk depends on those before it. The first chunk is a prefix, the others are reused, and a tail is
 computed. Quality is the KL divergence (nats) between the next-token distributions in the tail and those of a full
-prefill, and how often the most likely token is the same. Time is that of one forward pass over a whole prompt, with all
-chunks but the first and the last in the cache, compared with a full prefill by the usual fused pass.
+prefill, and how often the most likely token is the same. Time is that of one forward pass over a whole prompt to its
+last token's logits, with all chunks but the first and the last in the cache, compared with a full prefill by the usual
+fused pass.
 """
 
 from __future__ import annotations
@@ -139,15 +140,20 @@ def load(checkpoint: Checkpoint, options: Options, *, can_blend: bool) -> Causal
 
 class Prompt:
     """One prompt in the first blocks of a cache. The blocks after them hold its chunks except the first, each computed
-    separately."""
+    separately. The last ``tail`` tokens are in none; the logits of the last ``logits`` tokens are computed."""
 
     def __init__(
-        self, checkpoint: Checkpoint, model: CausalLM, tokens: npt.NDArray[np.int64], chunk_tokens: int, tail: int
+        self,
+        checkpoint: Checkpoint,
+        model: CausalLM,
+        tokens: npt.NDArray[np.int64],
+        chunk_tokens: int,
+        tail: int,
+        logits: int,
     ) -> None:
         self._model = model
-        self._chunk = chunk_tokens
         self._tokens = torch.from_numpy(tokens)
-        self._tail = tail
+        self._logits = logits
         length, reused = len(tokens), len(tokens) - tail
         store = -(-length // BLOCK_TOKENS)
         self._cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), store + reused // BLOCK_TOKENS)
@@ -160,8 +166,8 @@ class Prompt:
             self._shifts[here] = start
 
     def full(self, model: CausalLM | None = None) -> torch.Tensor:
-        """Log-probabilities ``[tail, V]`` of the tail's next tokens, with everything computed."""
-        return self._compute(model or self._model, self._tokens, 0, 0, self._tail, None)
+        """Log-probabilities ``[logits, V]`` of the last next tokens, with everything computed."""
+        return self._compute(model or self._model, self._tokens, 0, 0, self._logits, None)
 
     def blended(self, share: float, first: int, step_tokens: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
         """The same from blended chunks, in steps of ``step_tokens`` (0: one step). The KV of tokens before ``first`` is
@@ -171,7 +177,7 @@ class Prompt:
             end = min(start + (step_tokens or length), length)
             here = slice(start, end)
             reuse = Reuse(self._sources[here], self._shifts[here], share, None if ranks is None else ranks[here])
-            last = max(end - max(start, length - self._tail), 0)
+            last = max(end - max(start, length - self._logits), 0)
             parts.append(self._compute(self._model, self._tokens[:end], start, 0, last, reuse))
         return torch.cat(parts)
 
@@ -203,7 +209,7 @@ def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, r
     for count, window in enumerate(windows):
         for start in range(0, length - options.tail + 1, options.chunk_tokens):
             window[start : start + len(separator)] = separator
-        prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.tail)
+        prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.tail, options.tail)
         wanted = prompt.full()  # also fills the cache with the prefix
         for name, (share, is_random) in variants.items():
             ranks = torch.rand(length, generator=random) if is_random else None
@@ -227,7 +233,7 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
         return
     window = text_windows(checkpoint, options.time_tokens, options.time_tokens)[0]
     usual = load(checkpoint, options, can_blend=False)
-    prompt = Prompt(checkpoint, model, window, options.chunk_tokens, options.chunk_tokens)
+    prompt = Prompt(checkpoint, model, window, options.chunk_tokens, tail=options.chunk_tokens, logits=1)
     ways: dict[str, Callable[[], object]] = {FULL: lambda: prompt.full(usual)}
     for share in options.shares:
         ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0, options.step_tokens)  # type: ignore[misc]

@@ -32,7 +32,7 @@ struct AttentionCall {
     int window;           // as in reference.paged_attention: > 0 slides, < 0 is a chunk of -window tokens, 0 is none
     float scale_log2;     // scale * log2(e)
     float cap_log2 = 0;   // scores are soft-capped to ± this / log2(e); 0: no cap
-    const int32_t* first_positions = nullptr;  // position of each sequence's first query; null: queries end the context
+    const int32_t* positions = nullptr;  // [T], of each sequence's queries in rising order; null: queries end the context
     float* log_sums = nullptr;                 // [T, Hq], log of the sum of a row's weights before division; null: not wanted
     const float* sinks = nullptr;              // [Hq]: scores of extra tokens whose values are zeros; null: none
 
@@ -43,8 +43,8 @@ struct AttentionCall {
 
     // Position in its sequence of a query row's token; past the end, a row sees what the last token sees.
     int position(int seq, int row) const {
-        if (!first_positions) return context_lens[seq] - tokens(seq) + row / group();
-        return std::min(first_positions[seq] + row / group(), context_lens[seq] - 1);
+        if (!positions) return context_lens[seq] - tokens(seq) + row / group();
+        return std::min(positions[query_starts[seq] + row / group()], context_lens[seq] - 1);
     }
 
     // The first token that one at `position` sees with a window; of a vector of positions, each one's. May be negative.

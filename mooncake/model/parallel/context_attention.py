@@ -65,13 +65,14 @@ class _Look:
 
     tables: torch.Tensor
     lengths: torch.Tensor
-    firsts: torch.Tensor
+    positions: torch.Tensor
     is_blind: bool
 
     @classmethod
-    def of(cls, sight: Sight) -> _Look:
+    def of(cls, sight: Sight, query_starts: torch.Tensor) -> _Look:
         reach = torch.arange(int(sight.lengths.max(initial=0)), dtype=torch.int32)
-        return cls(_int32(sight.starts)[:, None] + reach, _int32(sight.lengths), _int32(sight.firsts), sight.is_blind)
+        positions = positions_from(_int32(sight.firsts), query_starts)
+        return cls(_int32(sight.starts)[:, None] + reach, _int32(sight.lengths), positions, sight.is_blind)
 
 
 class ContextAttention:
@@ -289,7 +290,8 @@ class ContextAttention:
         assert self._home is not None
         sequences = [run.sequence for run in self._plan.runs(origin)]
         seen = torch.tensor([lengths[sequence] for sequence in sequences], dtype=torch.int32)
-        look = _Look(self._home.batch.block_tables[sequences].contiguous(), seen, seen, not seen.any())
+        tables, positions = self._home.batch.block_tables[sequences], positions_from(seen, self._starts[origin])
+        look = _Look(tables.contiguous(), seen, positions, not seen.any())
         return self._over(query, origin, self._home.layers[layer], look)
 
     def _attend(self, query: torch.Tensor, origin: int, rows: Rows, look: _Look) -> Partial | None:
@@ -299,7 +301,8 @@ class ContextAttention:
         if look.is_blind:
             return None
         starts, scale, cap = self._starts[origin], self._config.softmax_scale, self._config.score_cap
-        return self._kernels.partial_attention(query, pages, look.tables, starts, look.lengths, look.firsts, scale, cap)
+        seen = (look.tables, starts, look.lengths, look.positions)
+        return self._kernels.partial_attention(query, pages, *seen, scale, cap)
 
     def _look(self, what: str, rank: int, origin: int) -> _Look:
         """Cached: the same for every layer."""
@@ -307,7 +310,7 @@ class ContextAttention:
         if key not in self._looks:
             plan = self._plan
             sight = plan.sight_of_new(rank, origin) if what == "new" else plan.sight_of_part(origin)
-            self._looks[key] = _Look.of(sight)
+            self._looks[key] = _Look.of(sight, self._starts[rank])
         return self._looks[key]
 
     def _send_rows(self, rows: Rows, to: int, kind: Kind) -> None:
@@ -387,6 +390,12 @@ def _pages(rows: Rows) -> torch.Tensor:
     num_kinds, num_heads, count, width = rows.shape
     kind, head, token, _ = rows.stride()
     return rows.as_strided((count, num_kinds, num_heads, 1, width), (token, kind, head, width, 1))
+
+
+def positions_from(firsts: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+    """Int32 [T]: those of runs that begin at ``firsts`` [B]."""
+    counts = query_starts.diff()
+    return torch.repeat_interleave(firsts - query_starts[:-1], counts) + torch.arange(int(query_starts[-1])).int()
 
 
 def _query_starts(runs: Sequence[Run]) -> torch.Tensor:
