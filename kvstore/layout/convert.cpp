@@ -6,10 +6,15 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 namespace {
 
 enum Type : int64_t { kFloat32, kBFloat16, kInt8, kTypes };
 
+constexpr int64_t kLine = 64, kAhead = 4096;
 constexpr int64_t kNumberBytes[] = {4, 2, 1}, kScaleBytes[] = {0, 0, 4};
 
 uint32_t bits_of(float value) {
@@ -53,7 +58,7 @@ float least_scale(const uint8_t *row, int64_t dim, float scale) {
 }
 
 template <Type from, Type to>
-void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t dim, int64_t rows) {
+void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t dim, int64_t rows, const uint8_t *) {
     const int64_t in_bytes = kNumberBytes[from] * dim + kScaleBytes[from];
     const int64_t out_bytes = kNumberBytes[to] * dim + kScaleBytes[to];
     for (; rows > 0; --rows, in += in_bytes, out += out_bytes) {
@@ -74,12 +79,29 @@ void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t
     }
 }
 
-template <Type type>
-void copy_rows(const uint8_t *in, uint8_t *out, int64_t dim, int64_t rows) {
-    memcpy(out, in, (kNumberBytes[type] * dim + kScaleBytes[type]) * rows);
+// As memcpy, but without reading what it overwrites, as blocks are larger than caches. Meanwhile fetches what is kAhead
+// bytes further on; behind the end that is what comes `next`, which is anywhere.
+void copy(uint8_t *out, const uint8_t *in, int64_t nbytes, const uint8_t *next) {
+#if defined(__SSE2__)
+    const uint8_t *end = in + nbytes;
+    const int64_t before = std::min<int64_t>(nbytes, -reinterpret_cast<uintptr_t>(out) % kLine);
+    memcpy(out, in, before);
+    for (out += before, in += before; end - in >= kLine; in += kLine, out += kLine) {
+        __builtin_prefetch(end - in > kAhead ? in + kAhead : next + (kAhead - (end - in)));
+        for (int part = 0; part < kLine; part += 16)
+            _mm_stream_si128((__m128i *)(out + part), _mm_loadu_si128((const __m128i *)(in + part)));
+    }
+    nbytes = end - in;
+#endif
+    memcpy(out, in, nbytes);
 }
 
-using Rows = void (*)(const uint8_t *, uint8_t *, int64_t, int64_t);
+template <Type type>
+void copy_rows(const uint8_t *in, uint8_t *out, int64_t dim, int64_t rows, const uint8_t *next) {
+    copy(out, in, (kNumberBytes[type] * dim + kScaleBytes[type]) * rows, next);
+}
+
+using Rows = void (*)(const uint8_t *, uint8_t *, int64_t, int64_t, const uint8_t *);
 constexpr Rows kRows[kTypes][kTypes] = {
     {copy_rows<kFloat32>, convert_rows<kFloat32, kBFloat16>, convert_rows<kFloat32, kInt8>},
     {convert_rows<kBFloat16, kFloat32>, copy_rows<kBFloat16>, convert_rows<kBFloat16, kInt8>},
@@ -90,9 +112,12 @@ constexpr Rows kRows[kTypes][kTypes] = {
 // Shape: layers, 2, heads, tokens; strides in bytes of its first three axes. Tokens lie behind one another.
 extern "C" void convert(const uint8_t *source, uint8_t *target, int64_t from, int64_t to, int64_t dim, const int64_t *shape,
                         const int64_t *in, const int64_t *out) {
-    for (int64_t layer = 0; layer < shape[0]; ++layer)
-        for (int64_t kind = 0; kind < shape[1]; ++kind)
-            for (int64_t head = 0; head < shape[2]; ++head)
-                kRows[from][to](source + layer * in[0] + kind * in[1] + head * in[2],
-                                target + layer * out[0] + kind * out[1] + head * out[2], dim, shape[3]);
+    const int64_t heads = shape[0] * shape[1] * shape[2];
+    const auto offset = [&](int64_t i, const int64_t *strides) {
+        return i / shape[2] / shape[1] * strides[0] + i / shape[2] % shape[1] * strides[1] + i % shape[2] * strides[2];
+    };
+    for (int64_t i = 0; i < heads; ++i)
+        kRows[from][to](source + offset(i, in), target + offset(i, out), dim, shape[3],
+                        source + offset(std::min(i + 1, heads - 1), in));
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);  // streamed stores are not ordered with what is published after them
 }
