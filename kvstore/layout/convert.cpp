@@ -6,15 +6,12 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
+#include "../copy.h"
 
 namespace {
 
 enum Type : int64_t { kFloat32, kBFloat16, kInt8, kTypes };
 
-constexpr int64_t kLine = 64, kAhead = 4096;
 constexpr int64_t kNumberBytes[] = {4, 2, 1}, kScaleBytes[] = {0, 0, 4};
 
 uint32_t bits_of(float value) {
@@ -79,26 +76,9 @@ void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t
     }
 }
 
-// As memcpy, but without reading what it overwrites, as blocks are larger than caches. Meanwhile fetches what is kAhead
-// bytes further on; behind the end that is what comes `next`, which is anywhere.
-void copy(uint8_t *out, const uint8_t *in, int64_t nbytes, const uint8_t *next) {
-#if defined(__SSE2__)
-    const uint8_t *end = in + nbytes;
-    const int64_t before = std::min<int64_t>(nbytes, -reinterpret_cast<uintptr_t>(out) % kLine);
-    memcpy(out, in, before);
-    for (out += before, in += before; end - in >= kLine; in += kLine, out += kLine) {
-        __builtin_prefetch(end - in > kAhead ? in + kAhead : next + (kAhead - (end - in)));
-        for (int part = 0; part < kLine; part += 16)
-            _mm_stream_si128((__m128i *)(out + part), _mm_loadu_si128((const __m128i *)(in + part)));
-    }
-    nbytes = end - in;
-#endif
-    memcpy(out, in, nbytes);
-}
-
 template <Type type>
 void copy_rows(const uint8_t *in, uint8_t *out, int64_t dim, int64_t rows, const uint8_t *next) {
-    copy(out, in, (kNumberBytes[type] * dim + kScaleBytes[type]) * rows, next);
+    copying::past_caches(out, in, (kNumberBytes[type] * dim + kScaleBytes[type]) * rows, next);
 }
 
 using Rows = void (*)(const uint8_t *, uint8_t *, int64_t, int64_t, const uint8_t *);

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 Place = tuple[int, int, int]  # layer, head, token
 Bytes = npt.NDArray[np.uint8]
 
+SOURCE = Path(__file__).with_name("convert.cpp")
+HEADERS = [SOURCE.parent.with_name("copy.h")]
 _INT8_MAX = 127.0
 _NATIVE_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
@@ -79,7 +81,7 @@ def _part(first: Place, count: Place) -> tuple[slice, slice, slice, slice]:
 def _load() -> ctypes.CDLL | None:
     """The library, or None if it cannot be built."""
     try:
-        library = load_native("layout_convert", Path(__file__).with_name("convert.cpp"))
+        library = load_native("layout_convert", SOURCE, HEADERS)
     except BuildFailed as error:
         log.warning("converting KV in Python, at several times the cost: %s", error)
         return None

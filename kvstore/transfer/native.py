@@ -16,6 +16,9 @@ from array import array
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.pointers import address_of
 from kvstore.transfer import protocol
 from kvstore.transfer.piece_table import PieceTable
@@ -30,9 +33,10 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("wire.cpp")
 HEADERS = [
     *(SOURCE.with_name(name) for name in ("flow.h", "frames.h")),
-    *(SOURCE.parent.with_name(name) for name in ("board.h", "xxh3.h")),
+    *(SOURCE.parent.with_name(name) for name in ("board.h", "copy.h", "xxh3.h")),
 ]
 WORTH_BYTES = 16 << 10  # smaller pieces are sent sooner from Python
+MANY_BYTES = 64 << 10  # copies from here on go past the caches: nothing is read to be overwritten
 MIN_SUM_BYTES = 241  # xxh3 treats shorter input differently, which our C++ does not implement
 MAX_SUMS = 94  # per block fetched or put: what a board lists
 _CLOSED, _VIOLATION, _OTHER = -1, -2, -4
@@ -52,12 +56,23 @@ def load() -> ctypes.CDLL | None:
         move.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_double)
     size, time_s, memory = ctypes.c_uint64, ctypes.c_double, ctypes.c_void_p
     library.exchange.argtypes = (memory,)
+    library.copy.argtypes = (memory, memory, size)
+    library.copy.restype = None
     library.keyed_ask.argtypes = (memory, ctypes.c_char_p, size, size, time_s)
     library.keyed_get.argtypes = (memory, ctypes.c_char_p, size, memory, size, memory, time_s)
     library.keyed_receive.argtypes = (memory, memory, size, size, time_s)
     library.keyed_put.argtypes = (memory, ctypes.c_char_p, size, memory, size, size, time_s)
     check_sizes(library, _Sliced, _Keyed)
     return library
+
+
+def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
+    """All of ``source`` into as many contiguous bytes. Releases the GIL, which assigning to a memoryview does not."""
+    library = load() if source.nbytes >= MANY_BYTES else None
+    if library is None:
+        np.copyto(target, source)
+    else:
+        library.copy(target.ctypes.data, source.ctypes.data, source.nbytes)
 
 
 def check_sizes(library: ctypes.CDLL, *described: type[ctypes.Structure]) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvstore.segment import host_id, is_sealed_size, map_shared
 from kvstore.transfer import protocol
 from kvstore.transfer.greeting import check_welcome
+from kvstore.transfer.native import copy
 from kvstore.transfer.protocol import Operation, ProtocolViolation
 from kvstore.transfer.sockets import has_ended, time_left
 from kvstore.transfer.tcp import stale_epoch
@@ -181,8 +182,7 @@ class ShmPath:
             if epoch < 1 or grants[block] != epoch:
                 return stale_epoch(self.mapping.address.node_id, block, epoch)
             start = block * size + offset
-            # numpy releases the GIL while it copies; assigning to a memoryview does not.
-            np.copyto(target[start : start + length], np.frombuffer(local, np.uint8))
+            copy(target[start : start + length], np.frombuffer(local, np.uint8))
             if grants[block] != epoch:
                 return stale_epoch(self.mapping.address.node_id, block, epoch)
         return None
@@ -191,7 +191,7 @@ class ShmPath:
         source, size = self.mapping.bytes, self.mapping.address.block_bytes
         for (block, offset, length, _), local in part.pieces:
             start = block * size + offset
-            np.copyto(np.frombuffer(local, np.uint8), source[start : start + length])
+            copy(np.frombuffer(local, np.uint8), source[start : start + length])
 
 
 class SegmentView:

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "../board.h"
+#include "../copy.h"
 #include "flow.h"
 #include "frames.h"
 
@@ -468,6 +469,11 @@ uint64_t sliced_size() { return sizeof(Sliced); }
 uint64_t keyed_size() { return sizeof(Keyed); }
 uint64_t owner_size() { return sizeof(Owner); }
 uint64_t connection_size() { return sizeof(Connection); }
+
+void copy(uint8_t *out, const uint8_t *in, uint64_t nbytes) {
+    copying::past_caches(out, in, static_cast<int64_t>(nbytes), in);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+}
 
 void fence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 }

@@ -1,4 +1,4 @@
-"""Python and C++ agree on the layout of shared memory, or the library is not loaded."""
+"""Python and C++ agree on the layout of shared memory, or the library is not loaded; and its copies are copies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from kvstore.transfer import native
 
 ROOT = Path(__file__).parents[2]
 LOAD_BOTH = (
@@ -38,3 +41,13 @@ def test_memory_that_the_two_see_differently_is_never_used(
         [sys.executable, "-c", LOAD_BOTH], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert loading.returncode == 1 and "AssertionError" in loading.stderr and " than " in loading.stderr
+
+
+@pytest.mark.parametrize("nbytes", [100, native.MANY_BYTES - 1, native.MANY_BYTES, native.MANY_BYTES + 12_345])
+@pytest.mark.parametrize("first", [0, 1, 63])
+def test_a_copy_is_of_these_bytes_and_of_no_others(first: int, nbytes: int) -> None:
+    source = np.random.default_rng(nbytes).integers(0, 256, nbytes + 64, dtype=np.uint8)[7 : 7 + nbytes]
+    around = np.full(nbytes + 256, 0xA5, np.uint8)
+    native.copy(around[first : first + nbytes], source)
+    assert np.array_equal(around[first : first + nbytes], source)
+    assert (np.delete(around, np.s_[first : first + nbytes]) == 0xA5).all()
