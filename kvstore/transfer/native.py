@@ -67,8 +67,9 @@ def load() -> ctypes.CDLL | None:
 
 
 def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    """All of ``source`` into as many contiguous bytes. Releases the GIL, which assigning to a memoryview does not."""
-    library = load() if source.nbytes >= MANY_BYTES else None
+    """All of ``source`` into as many contiguous bytes. Releases the GIL, which assigning to a memoryview does not.
+    Raises ValueError for another number of bytes, and for memory that is not to be written."""
+    library = load() if MANY_BYTES <= source.nbytes == target.nbytes and target.flags.writeable else None
     if library is None:
         np.copyto(target, source)
     else:

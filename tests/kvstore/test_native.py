@@ -51,3 +51,10 @@ def test_a_copy_is_of_these_bytes_and_of_no_others(first: int, nbytes: int) -> N
     native.copy(around[first : first + nbytes], source)
     assert np.array_equal(around[first : first + nbytes], source)
     assert (np.delete(around, np.s_[first : first + nbytes]) == 0xA5).all()
+
+
+def test_a_copy_into_fewer_bytes_or_into_what_is_only_read_is_refused() -> None:
+    source = np.zeros(native.MANY_BYTES, np.uint8)
+    for target in (np.zeros(source.nbytes - 1, np.uint8), np.frombuffer(bytes(source.nbytes), np.uint8)):
+        with pytest.raises(ValueError):
+            native.copy(target, source)
