@@ -52,11 +52,12 @@ struct Lanes {
 
     template <Store store>
     void stripe(const uint8_t* in, const uint8_t* secret, uint8_t* out) {
-        const __m512i data = _mm512_loadu_si512(in);
+        __m512i data = _mm512_loadu_si512(in);
+        asm("" : "+v"(data));  // or it is loaded once for each use
         if constexpr (store == Store::Cached) _mm512_storeu_si512(out, data);
         const __m512i keyed = _mm512_xor_si512(data, _mm512_loadu_si512(secret));
         const __m512i product = _mm512_mul_epu32(keyed, _mm512_srli_epi64(keyed, 32));
-        acc = _mm512_add_epi64(_mm512_add_epi64(acc, _mm512_shuffle_epi32(data, _MM_PERM_BADC)), product);
+        acc = _mm512_add_epi64(acc, _mm512_add_epi64(_mm512_shuffle_epi32(data, _MM_PERM_BADC), product));
     }
 
     void scramble(const uint8_t* secret) {
@@ -84,13 +85,14 @@ struct Lanes {
     template <Store store>
     void stripe(const uint8_t* in, const uint8_t* secret, uint8_t* out) {
         for (int half = 0; half < 2; half++) {
-            const __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in) + half);
+            __m256i data = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in) + half);
+            asm("" : "+x"(data));  // as above
             if constexpr (store == Store::Cached) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out) + half, data);
             const __m256i keyed =
                 _mm256_xor_si256(data, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(secret) + half));
             const __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
             const __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
-            acc[half] = _mm256_add_epi64(_mm256_add_epi64(acc[half], swapped), product);
+            acc[half] = _mm256_add_epi64(acc[half], _mm256_add_epi64(swapped, product));
         }
     }
 
@@ -159,6 +161,7 @@ void absorb(Lanes& given, uint8_t* out, const uint8_t* in, size_t bytes) {
     const size_t ahead = store == Store::Streamed ? -reinterpret_cast<uintptr_t>(out) % kStripe : 0;
     if constexpr (store == Store::Streamed) memcpy(out, in, ahead);
     for (size_t block = 0; block < bytes; block += kBlock) {
+#pragma GCC unroll 4  // not the whole block, whose loads would all come first
         for (size_t s = 0; s < kStripesPerBlock; s++) {
             const size_t at = block + s * kStripe;
             __builtin_prefetch(in + at + kPage);
