@@ -144,7 +144,9 @@ inline void code_row_in_groups(const PackedLinear& layer, const float* row, int 
             store(codes + k, __builtin_convertvector(whole, vi));
         }
         const float sum_of_codes = sum(total);  // exact: whole numbers below 2^24
-        const GroupHead head{scale, scale * sum_of_codes, -layer.middle * int32_t(sum_of_codes)};
+        // Of a group that is not finite the scale is NaN, and so is all that is multiplied with it.
+        const int32_t middles = scale == scale ? -layer.middle * int32_t(sum_of_codes) : 0;
+        const GroupHead head{scale, scale * sum_of_codes, middles};
         std::memcpy(out + at * sizeof head, &head, sizeof head);
         out += rows * sizeof head;
         for (int64_t k = 0; k < layer.group; k += 4, out += rows * 4) std::memcpy(out + at * 4, codes + k, 4);
