@@ -27,7 +27,7 @@ _MISSING = {
     "diffllama": "differences of two attentions",
     "doge": "a mask of attention that depends on values",
     "blt": "bytes in patches of changing length",
-    **dict.fromkeys(("bloom", "mpt"), _LINEAR_POSITIONS),
+    "mpt": _LINEAR_POSITIONS,
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"), "rotations of each layer's own, and sinks beside Granite's factors"
     ),

@@ -167,13 +167,14 @@ class GptNeoX(_Gpt):
     """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only part of each head rotates."""
 
     _names = "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
+    _attention: ClassVar[str] = "attention"
 
     def _take(self, prefix: str) -> _Layer:
-        qkv = prefix + "attention.query_key_value"
+        qkv = f"{prefix}{self._attention}.query_key_value"
         return _Layer(
             self.layer_norm(prefix + "input_layernorm"),
             self.product(self._by_kind(self.weight(qkv + ".weight")), bias=self._by_kind(self.weight(qkv + ".bias"))),
-            self.linear(prefix + "attention.dense", biased=True),
+            self.linear(f"{prefix}{self._attention}.dense", biased=True),
             self.layer_norm(prefix + "post_attention_layernorm"),
             self.linear(prefix + "mlp.dense_h_to_4h", biased=True),
             self.linear(prefix + "mlp.dense_4h_to_h", biased=True),
@@ -186,6 +187,20 @@ class GptNeoX(_Gpt):
         rows = stored.view(config.num_heads, 3, config.head_dim, *stored.shape[1:]).transpose(0, 1)
         order = rotary_order(config.head_dim, config.rotary_dim)
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
+
+
+class Bloom(GptNeoX):
+    """BLOOM (BigScience 2022): layers as GPT-NeoX's, a norm of embeddings, and ALiBi."""
+
+    _names = "transformer.word_embeddings", "transformer.ln_f", "lm_head"
+    _attention = "self_attention"
+
+    def _build(self) -> None:
+        super()._build()
+        self._embedding_norm = self.layer_norm("transformer.word_embeddings_layernorm")
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding_norm(super()._embed(batch))
 
 
 class Falcon(_Gpt):

@@ -26,6 +26,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
+from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
@@ -85,6 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"layer_windows": (24, 0), "local_rope_theta": 10_000.0},
     "gpt_neox": LLAMA
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
+    "bloom": LLAMA
+    | {"tie_embeddings": True, "qkv_bias": True, "num_kv_heads": 6, "rotary_dim": 0, "activation": "gelu_tanh"}
+    | {"hidden_size": 96, "alibi_slopes": alibi_slopes(6)},
     "starcoder2": LLAMA | {"qkv_bias": True, "activation": "gelu_tanh", "sliding_window": 24},
     "granite": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
     "olmo2": LLAMA | {"qk_norm": True},
