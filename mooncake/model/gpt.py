@@ -1,5 +1,5 @@
-"""The GPT line over a paged cache: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM, Jais 2
-and Nemotron.
+"""The GPT line over a paged cache: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, BLOOM, MPT, Falcon, StarCoder2, Phi,
+StableLM, Jais 2 and Nemotron.
 
 Layer norms, often biases, an MLP mostly without a gate.
 """
@@ -67,11 +67,15 @@ class _Gpt(Decoder):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = layer.output(step.attend(index, layer.qkv(layer.attention_norm(hidden))))
+        attended = layer.output(step.attend(index, self._projected(layer, hidden)))
         if self.config.parallel_residual:
             return hidden + attended + self._mlp(layer, hidden)
         hidden = hidden + attended
         return hidden + self._mlp(layer, hidden)
+
+    def _projected(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values."""
+        return layer.qkv(layer.attention_norm(hidden))
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))
@@ -201,6 +205,33 @@ class Bloom(GptNeoX):
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._embedding_norm(super()._embed(batch))
+
+
+class Mpt(_Gpt):
+    """MPT (MosaicML 2023): ALiBi; mostly no biases, also of norms; queries, keys and values may be clamped."""
+
+    _names = "transformer.wte", "transformer.norm_f", "lm_head"
+
+    def layer_norm(self, name: str) -> Norm:
+        if self.config.qkv_bias:
+            return super().layer_norm(name)
+        scale, eps = self.vector(f"{name}.weight"), self.config.rms_eps
+        return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, eps=eps)
+
+    def _take(self, prefix: str) -> _Layer:
+        biased = self.config.qkv_bias
+        return _Layer(
+            self.layer_norm(prefix + "norm_1"),
+            self.linear(prefix + "attn.Wqkv", biased=biased),
+            self.linear(prefix + "attn.out_proj", biased=biased),
+            self.layer_norm(prefix + "norm_2"),
+            self.linear(prefix + "ffn.up_proj", biased=biased),
+            self.linear(prefix + "ffn.down_proj", biased=biased),
+        )
+
+    def _projected(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        qkv, limit = super()._projected(layer, hidden), self.config.qkv_limit
+        return qkv.clamp(-limit, limit) if limit else qkv
 
 
 class Falcon(_Gpt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tiny_families import NEW_TOKENS, VOCAB, Published
 from tiny_mixtures import answers
 from tiny_model import write_tokenizer
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from mooncake import LLM, BeamSearchParams, SamplingParams
 from mooncake.checkpoint import open_checkpoint
@@ -85,9 +87,48 @@ def test_over_context_parallel_ranks_heads_are_parted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12, 32, 71, 112])
 def test_slopes_are_those_of_the_paper(num_heads: int) -> None:
-    """What transformers adds to the second key."""
+    """What transformers adds to the second key of two."""
     theirs = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), theirs)
+    theirs = -build_mpt_alibi_tensor(num_heads, 2, alibi_bias_max=16)[:, 0, 0]
+    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads, 16.0)), theirs)
+
+
+def test_mpt_says_how_steep_its_slopes_are(tmp_path: Path) -> None:
+    """Which transformers builds for any number, but does not read from the configuration."""
+    published = Published("mpt", tmp_path, ALIBI)
+    build = published.theirs.transformer.build_mpt_alibi_tensor
+    published.theirs.transformer.build_mpt_alibi_tensor = partial(build, alibi_bias_max=16)
+    published.rewrite(attn_config={"alibi_bias_max": 16})
+    checkpoint = published.checkpoint
+    found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    assert found == published.greedy_all(PROMPTS, found)
+
+
+def test_mpts_heads_may_share_keys_and_its_layers_have_biases(tmp_path: Path) -> None:
+    """Which transformers' MPT does not know: its heads have copies of the same keys and values."""
+    published, file = Published("mpt", tmp_path, ALIBI), tmp_path / "model.safetensors"
+    stored = load_file(file)
+    with torch.no_grad():
+        for name, module in published.theirs.transformer.named_modules():
+            if not name.endswith(("norm_1", "norm_2", "norm_f", "proj", "Wqkv")):
+                continue
+            module.bias = torch.nn.Parameter(torch.randn(module.weight.shape[0]) * 0.3)
+            for kind, values in (("weight", module.weight), ("bias", module.bias)):
+                if name.endswith("Wqkv"):
+                    shared = values[96:].view(2, 2, 3, 16, -1)[:, :, :1]  # of two heads, each with a group of three
+                    values[96:] = shared.expand(-1, -1, 3, -1, -1).reshape(values[96:].shape)
+                    values = torch.cat([values[:96], shared.reshape(64, *values.shape[1:])])
+                stored[f"transformer.{name}.{kind}"] = values.clone()
+    save_file(stored, file)
+    attention = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
+    published.rewrite(no_bias=False, attn_config=attention)
+    checkpoint = published.checkpoint
+    found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    assert checkpoint.config.num_kv_heads == 2 and found == published.greedy_all(PROMPTS, found)
+    published.rewrite(attn_config=attention | {"attn_type": "multiquery_attention"})
+    with pytest.raises(ModelError, match=r"attn\.Wqkv\.\w+ has the shape"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_bloom_is_the_same_in_the_keys_and_names_of_its_publisher(tmp_path: Path) -> None:
@@ -107,6 +148,18 @@ def test_bloom_is_the_same_in_the_keys_and_names_of_its_publisher(tmp_path: Path
     [
         ("bloom", {"apply_residual_connection_post_layernorm": True}, "adds to what norms give"),
         ("bloom", {"n_head": 10**9}, "no slopes of ALiBi for 1000000000 heads"),
+        ("mpt", {"attn_config": {"qk_ln": True}}, "asks for qk_ln"),
+        ("mpt", {"attn_config": {"alibi": False}}, "learned positions in place of ALiBi"),
+        ("mpt", {"attn_config": {"rope": True}}, "asks for rope"),
+        ("mpt", {"attn_config": {"attn_type": "none"}}, "asks for the attn_type 'none'"),
+        ("mpt", {"attn_config": {"attn_type": "grouped_query_attention"}}, "attn_config lacks kv_n_heads"),
+        ("mpt", {"attn_config": {"clip_qkv": -1}}, "clip_qkv must be a positive number or null"),
+        ("mpt", {"attn_config": {"alibi_bias_max": 0}}, "no slopes of ALiBi for 6 heads and a largest bias of 0"),
+        ("mpt", {"attn_config": {"sliding_window_size": 20}}, "asks for a sliding_window_size"),
+        ("mpt", {"logit_scale": "inv_sqrt_d_model"}, "asks for a logit_scale"),
+        ("mpt", {"norm_type": "rmsnorm"}, "asks for the norm_type 'rmsnorm'"),
+        ("mpt", {"ffn_config": {"ffn_type": "mptglu"}}, "asks for MLPs other than MPT's"),
+        ("mpt", {"no_bias": False}, "lacks the weight transformer.norm_f.bias"),
         ("bloom", {"n_head": 0}, "no slopes of ALiBi for 0 heads"),
     ],
 )
