@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import Family, Shapes, as_biased, head_shapes, linear_shapes, norm_shapes
 from mooncake.model_config import ModelConfig, Settings
 
 MAX_HEADS = 1 << 12
@@ -138,20 +138,15 @@ def _mpt_layer(config: ModelConfig) -> Shapes:
         **linear_shapes("ffn.up_proj", inner, hidden),
         **linear_shapes("ffn.down_proj", hidden, inner),
     }
-    return _as_biased(shapes, config)
+    return as_biased(shapes, config)
 
 
 def _mpt_top(config: ModelConfig) -> Shapes:
     return {
         "transformer.wte.weight": (config.vocab_size, config.hidden_size),
-        **_as_biased(norm_shapes("transformer.norm_f", config.hidden_size), config),
+        **as_biased(norm_shapes("transformer.norm_f", config.hidden_size), config),
         **head_shapes("lm_head", config),
     }
-
-
-def _as_biased(shapes: Shapes, config: ModelConfig) -> Shapes:
-    """Without biases, if the model has none."""
-    return {name: shape for name, shape in shapes.items() if config.qkv_bias or not name.endswith(".bias")}
 
 
 ALIBI_FAMILIES: dict[str, Family] = {

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from mooncake.families.gpt import OPT_POSITION_OFFSET
+from mooncake.families.gpt import OPT_POSITION_OFFSET, falcon_norms
 from mooncake.families.registry import OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
@@ -235,28 +235,32 @@ class Mpt(_Gpt):
 
 
 class Falcon(_Gpt):
-    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few."""
+    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few. Not so
+    Falcon-RW, which is built like BLOOM."""
 
     _names = "transformer.word_embeddings", "transformer.ln_f", "lm_head"
 
     def _take(self, prefix: str) -> _Layer:
-        attention, has_two = prefix + "self_attention.", self.config.mlp_has_norm
-        norm = self.layer_norm(prefix + ("ln_attn" if has_two else "input_layernorm"))
+        qkv, biased = prefix + "self_attention.query_key_value", self.config.qkv_bias
+        norms = [self.layer_norm(prefix + name) for name in falcon_norms(self.config)]
         return _Layer(
-            norm,
-            self.product(self._by_kind(self.weight(attention + "query_key_value.weight"))),
-            self.linear(attention + "dense"),
-            self.layer_norm(prefix + "ln_mlp") if has_two else norm,
-            self.linear(prefix + "mlp.dense_h_to_4h"),
-            self.linear(prefix + "mlp.dense_4h_to_h"),
+            norms[0],
+            self.product(
+                self._by_kind(self.weight(qkv + ".weight")),
+                bias=self._by_kind(self.weight(qkv + ".bias")) if biased else None,
+            ),
+            self.linear(prefix + "self_attention.dense", biased=biased),
+            norms[-1],
+            self.linear(prefix + "mlp.dense_h_to_4h", biased=biased),
+            self.linear(prefix + "mlp.dense_4h_to_h", biased=biased),
         )
 
     def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
         """Reorders rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
         config = self.config
         group = config.num_heads // config.num_kv_heads
-        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
-        return torch.cat([part.reshape(-1, config.hidden_size) for part in torch.split(rows, [group, 1, 1], dim=1)])
+        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, *stored.shape[1:])
+        return torch.cat([part.flatten(0, 2) for part in torch.split(rows, [group, 1, 1], dim=1)])
 
 
 class StarCoder2(_Gpt):

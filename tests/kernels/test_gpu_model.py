@@ -92,6 +92,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpt": LLAMA
     | {"tie_embeddings": True, "rotary_dim": 0, "activation": "gelu", "hidden_size": 96}
     | {"qkv_limit": 2.0, "alibi_slopes": alibi_slopes(6)},
+    "falcon": LLAMA
+    | {"qkv_bias": True, "num_kv_heads": 6, "hidden_size": 96, "rotary_dim": 0}
+    | {"activation": "gelu", "alibi_slopes": alibi_slopes(6)},
     "starcoder2": LLAMA | {"qkv_bias": True, "activation": "gelu_tanh", "sliding_window": 24},
     "granite": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
     "olmo2": LLAMA | {"qk_norm": True},
