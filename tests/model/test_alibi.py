@@ -99,8 +99,10 @@ def test_mpt_says_how_steep_its_slopes_are(tmp_path: Path) -> None:
     published = Published("mpt", tmp_path, ALIBI)
     build = published.theirs.transformer.build_mpt_alibi_tensor
     published.theirs.transformer.build_mpt_alibi_tensor = partial(build, alibi_bias_max=16)
+    before = published.checkpoint.digest
     published.rewrite(attn_config={"alibi_bias_max": 16})
     checkpoint = published.checkpoint
+    assert checkpoint.digest != before, "blocks of one are not those of the other"
     found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
     assert found == published.greedy_all(PROMPTS, found)
 
