@@ -99,7 +99,7 @@ class Checkpoint(ABC):
         """
         config = self.config
         own = (config.layer_heads, config.gemma) if config.gemma else config.recurrence or ""
-        digest = hashlib.sha256(f"{config!r}{own}{config.mamba or ''}".encode())
+        digest = hashlib.sha256(f"{config!r}{own}{config.mamba or ''}{config.alibi_slopes or ''}".encode())
         for piece in self._identity():
             digest.update(piece)
         return digest.hexdigest()

@@ -14,7 +14,6 @@ Shapes = dict[str, tuple[int, ...]]
 _RECURRENT = "layers with a recurrent state in place of KV"
 _INDEXED = "an indexer that chooses which tokens attention sees"
 _CONVOLVED = "short convolutions, whose state is beside KV"
-_LINEAR_POSITIONS = "scores that fall with the distance of tokens (ALiBi)"
 _MISSING = {
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text"), _INDEXED),
     **dict.fromkeys(("mistral_large4", "mistral_large4_text", "minimax_m3_vl", "minimax_m3_vl_text"), _INDEXED),
@@ -27,7 +26,6 @@ _MISSING = {
     "diffllama": "differences of two attentions",
     "doge": "a mask of attention that depends on values",
     "blt": "bytes in patches of changing length",
-    **dict.fromkeys(("bloom", "mpt"), _LINEAR_POSITIONS),
     **dict.fromkeys(
         ("granite_swa", "granitemoe_swa"), "rotations of each layer's own, and sinks beside Granite's factors"
     ),
@@ -101,6 +99,11 @@ def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:
 
 def norm_shapes(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def as_biased(shapes: Shapes, config: ModelConfig) -> Shapes:
+    """Without biases, if the model has none."""
+    return {name: shape for name, shape in shapes.items() if config.qkv_bias or not name.endswith(".bias")}
 
 
 def head_shapes(name: str, config: ModelConfig) -> Shapes:

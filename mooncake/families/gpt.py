@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.alibi import alibi_slopes
+from mooncake.families.family import Family, Shapes, activation, as_biased, head_shapes, linear_shapes, norm_shapes
 from mooncake.families.rope_settings import read_rope
 from mooncake.model_config import ModelConfig, Settings
 
@@ -239,44 +240,53 @@ def _starcoder2_top(config: ModelConfig) -> Shapes:
 
 def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     is_new = settings.flag("new_decoder_architecture", False)  # 40B, 180B and 2-11B
-    if settings.flag("alibi", False) or settings.flag("bias", False):
-        raise ModelError(f"{settings.source} asks for alibi or biases (as Falcon-RW does), which is not supported")
-    if not settings.flag("parallel_attn", True) or not (is_new or settings.flag("multi_query", True)):
-        raise ModelError(f"{settings.source} is of an older form of Falcon, which is not supported")
+    is_parallel, has_alibi = settings.flag("parallel_attn", True), settings.flag("alibi", False)
+    if is_new and not is_parallel:
+        raise ModelError(f"{settings.source} has no parallel_attn in the new architecture, which is not supported")
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    head_dim, owners = hidden // max(1, heads), 1 if settings.flag("multi_query", True) else heads
     settings = Settings({"max_position_embeddings": 2048, **settings.tree}, settings.source)
-    rope = read_rope(settings, hidden // max(1, heads))
+    rope = read_rope(settings, head_dim)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
         "hidden_size": hidden,
         "intermediate_size": settings.integer("ffn_hidden_size", 4 * hidden),
         "num_heads": heads,
-        "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else 1,
-        "head_dim": hidden // max(1, heads),
+        "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else owners,
+        "head_dim": head_dim,
         "vocab_size": settings.integer("vocab_size"),
         "max_model_len": rope.max_model_len,
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": activation(settings, "activation", "gelu"),
-        "parallel_residual": True,
-        "mlp_has_norm": is_new and settings.integer("num_ln_in_parallel_attn", 2) == 2,
+        "qkv_bias": settings.flag("bias", False),
+        "parallel_residual": is_parallel,
+        "mlp_has_norm": not is_parallel or (is_new and settings.integer("num_ln_in_parallel_attn", 2) == 2),
+        # Scores are scaled after they lose with distance, for which transformers alone rounds slopes to bfloat16.
+        "alibi_slopes": tuple(slope * head_dim**-0.5 for slope in alibi_slopes(heads)) if has_alibi else (),
+        "rotary_dim": 0 if has_alibi else -1,
     }
 
 
 def _falcon_layer(config: ModelConfig) -> Shapes:
     hidden, inner = config.hidden_size, config.intermediate_size
-    norms = ("ln_attn", "ln_mlp") if config.mlp_has_norm else ("input_layernorm",)
-    return {
-        **{key: shape for name in norms for key, shape in norm_shapes(name, hidden).items()},
-        "self_attention.query_key_value.weight": (
-            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
-            hidden,
-        ),
-        "self_attention.dense.weight": (hidden, hidden),
-        "mlp.dense_h_to_4h.weight": (inner, hidden),
-        "mlp.dense_4h_to_h.weight": (hidden, inner),
+    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    products = {
+        **linear_shapes("self_attention.query_key_value", qkv, hidden),
+        **linear_shapes("self_attention.dense", hidden, hidden),
+        **linear_shapes("mlp.dense_h_to_4h", inner, hidden),
+        **linear_shapes("mlp.dense_4h_to_h", hidden, inner),
     }
+    norms = [norm_shapes(name, hidden) for name in falcon_norms(config)]
+    return as_biased(products, config) | {key: shape for norm in norms for key, shape in norm.items()}
+
+
+def falcon_norms(config: ModelConfig) -> tuple[str, ...]:
+    """The names of a layer's norms: of attention, and the MLP's own."""
+    if not config.parallel_residual:
+        return "input_layernorm", "post_attention_layernorm"
+    return ("ln_attn", "ln_mlp") if config.mlp_has_norm else ("input_layernorm",)
 
 
 def _falcon_top(config: ModelConfig) -> Shapes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mooncake.families.alibi import ALIBI_FAMILIES
 from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.falcon_h1 import FALCON_H1_FAMILIES
@@ -31,6 +32,7 @@ from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
 OTHER_FAMILIES: dict[str, Family] = {
     **GPT_FAMILIES,
+    **ALIBI_FAMILIES,
     **LAYER_NORM_FAMILIES,
     **GATED_FAMILIES,
     **DENSE_MEMBERS,

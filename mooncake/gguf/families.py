@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mooncake.errors import ModelError
+from mooncake.families.alibi import alibi_slopes
 from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.gemma4 import gemma4
@@ -294,6 +295,33 @@ def _gpt2(meta: Metadata) -> Fields:
     }
 
 
+def _bloom(meta: Metadata) -> Fields:
+    return {
+        **decoder_fields(meta, LAYER_EPS, rotates=False),
+        "architecture": "bloom",
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "rotary_dim": 0,
+        "alibi_slopes": alibi_slopes(meta.integer("attention.head_count")),
+    }
+
+
+def _mpt(meta: Metadata) -> Fields:
+    limit = meta.number("attention.clamp_kqv", 0.0)
+    if not 0 <= limit < 1e6:
+        raise meta.wrong("attention.clamp_kqv", f"must be positive or 0, got {limit}")
+    heads, most = meta.integer("attention.head_count"), meta.number("attention.max_alibi_bias", 0.0)
+    return {
+        **decoder_fields(meta, LAYER_EPS, rotates=False),
+        "architecture": "mpt",
+        "activation": "gelu",
+        "qkv_bias": meta.has_tensor("blk.0.attn_qkv.bias"),
+        "qkv_limit": limit,
+        "rotary_dim": 0,
+        "alibi_slopes": alibi_slopes(heads, most),
+    }
+
+
 READERS: dict[str, Callable[[Metadata], Fields]] = {
     "llama": _llama,
     "mistral": _llama,
@@ -340,6 +368,8 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "nemotron": _nemotron,
     "gptneox": _gpt_neox,
     "gpt2": _gpt2,
+    "bloom": _bloom,
+    "mpt": _mpt,
     "lfm2": lfm2,
     "lfm2moe": lfm2,
     "qwen3next": qwen_next,

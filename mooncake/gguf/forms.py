@@ -37,7 +37,7 @@ Form = Literal[
 "in groups"   a norm's weight, as one row for each group of what it normalises (Mamba-2)
 "by kinds"    two tensors have all queries, then all keys, then all values; and all gates; of the weight, each key head
               has its own of all four (Qwen3-Next)
-"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX)
+"ungrouped"   all queries, then all keys, then all values, and not by groups of heads (Falcon, GPT-NeoX, BLOOM)
 "rows"        the weight is some rows of a tensor (queries, keys and values as one, in files of older converters)
 "absorbed"    the weight has, in each head, the rows of one tensor [heads, inputs, outputs] above those of another
               [heads, outputs, inputs] (latent attention's keys and values)

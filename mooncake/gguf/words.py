@@ -39,6 +39,7 @@ _PATTERNS: dict[str, str] = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez", "kormo"), _QWEN2_WORDS),
     **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2", "kanana2"), _GPT4O_WORDS),
     **dict.fromkeys(TEKKEN, _TEKKEN_WORDS),
+    "bloom": r" ?[^(\s|.,!?…。，、।۔،)]+",
     "qwen35": _QWEN35_WORDS,
     "seed-coder": _SEED_WORDS,
     **dict.fromkeys(KIMI, KIMI_WORDS),

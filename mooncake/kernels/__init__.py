@@ -85,6 +85,7 @@ class Kernels(Protocol):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
 
 

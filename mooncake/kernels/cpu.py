@@ -295,8 +295,10 @@ class CpuKernels:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap, sinks)
+        rest = (scale, window, softcap, sinks, alibi_slopes)
+        given = (query, cache_layer, block_tables, query_starts, context_lens, *rest)
         return self.ready_attention(*given)()
 
     def ready_attention(
@@ -310,13 +312,16 @@ class CpuKernels:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> Callable[[], torch.Tensor]:
         """``paged_attention`` except for the call of the library, which may be made any number of times while the
         tensors live."""
         query_stride, *inner = query.stride()
-        are_wide = sinks is None or (sinks.dtype is torch.float32 and sinks.is_contiguous())
+        of_heads = [numbers for numbers in (sinks, alibi_slopes) if numbers is not None]
+        are_wide = all(numbers.dtype is torch.float32 and numbers.is_contiguous() for numbers in of_heads)
         if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1] and are_wide):
-            given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap, sinks)
+            rest = (scale, window, softcap, sinks, alibi_slopes)
+            given = (query, cache_layer, block_tables, query_starts, context_lens, *rest)
             return lambda: reference.paged_attention(*given)
         output, attend, pages = query.new_empty(query.shape), self._paged_attention, pages_of(cache_layer)
         arguments = (
@@ -334,6 +339,7 @@ class CpuKernels:
             window,
             softcap,
             None if sinks is None else sinks.data_ptr(),
+            None if alibi_slopes is None else alibi_slopes.data_ptr(),
             None,
             None,
             num_threads(),
@@ -376,6 +382,7 @@ class CpuKernels:
             scale,
             0,
             softcap,
+            None,
             None,
             positions.data_ptr(),
             log_sums.data_ptr(),

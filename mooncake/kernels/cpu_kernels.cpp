@@ -31,10 +31,10 @@ int mc_size_of(const char* name) {
 int mc_paged_attention(const float* query, int64_t query_stride, float* output, const CacheLayer* cache, int num_heads,
                        const int32_t* block_tables, int64_t table_stride, const int32_t* query_starts,
                        const int32_t* context_lens, int num_sequences, float scale, int window, float cap,
-                       const float* sinks, const int32_t* positions, float* log_sums, int threads) {
+                       const float* sinks, const float* alibi_slopes, const int32_t* positions, float* log_sums, int threads) {
     const AttentionCall call{query, query_stride, output, block_tables, query_starts, context_lens, table_stride, num_sequences,
                              num_heads, cache->num_kv_heads, cache->head_dim, window, scale * 1.44269504f, cap * 1.44269504f,
-                             positions, log_sums, sinks};
+                             positions, log_sums, sinks, alibi_slopes};
     if (int status = check_tables(call, *cache)) return status;
     static thread_local AttentionPlan plan;
     Planner(call, cache->block_tokens, plan).run();

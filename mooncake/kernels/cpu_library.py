@@ -20,7 +20,7 @@ SIGNATURES = {
     "mc_paged_attention": [
         *(POINTER, LONG, POINTER, POINTER, INT),  # query, query_stride, output, pages, num_heads
         *(POINTER, LONG, POINTER, POINTER, INT),  # block_tables, table_stride, query_starts, context_lens, B
-        *(FLOAT, INT, FLOAT, POINTER),  # scale, window, softcap, sinks
+        *(FLOAT, INT, FLOAT, POINTER, POINTER),  # scale, window, softcap, sinks, alibi_slopes
         *(POINTER, POINTER, INT),  # positions, log_sums, threads
     ],
     "mc_rope_write_kv": [

@@ -293,10 +293,12 @@ class GpuKernels:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``reference.paged_attention``. Without a ``plan`` it makes one, and waits for the lengths."""
+        """As ``reference.paged_attention``. Without a ``plan`` it makes one, and waits for the lengths. With
+        ``alibi_slopes``, float32, a plan has no pass over what is shared."""
         if cache_layer.dtype is torch.int8 and scales is None:
             cache_layer, scales = codes_and_scales(cache_layer)
         if not len(query):
@@ -304,9 +306,11 @@ class GpuKernels:
         if plan is None:
             plan = self.plan_call(query, cache_layer, query_starts, context_lens, window, scaled=scales is not None)
         if cache_layer.shape[1] == 1:
-            assert not window and not softcap and sinks is None, "no model has these over latent rows"
+            assert not window and not softcap and sinks is None and alibi_slopes is None, (
+                "no model has these over latent rows"
+            )
             return run_latent_plan(plan, self.num_processors, query, cache_layer, scales, block_tables, scale)
-        rest = (block_tables, scale, window, softcap, sinks, self.choose_launch)
+        rest = (block_tables, scale, window, softcap, sinks, alibi_slopes, self.choose_launch)
         return run_plan(plan, self.num_processors, query, cache_layer, scales, *rest)
 
     # Layers that keep states, as in ``recurrent``

@@ -193,16 +193,21 @@ def run_plan(
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
+    alibi_slopes: torch.Tensor | None,
     choose: Callable[[int, int, int, bool, bool], Launch],
 ) -> torch.Tensor:
     """Attend as ``plan`` says: ``[T, Hq, D]``; the other arguments as in ``GpuKernels.paged_attention``."""
+    assert alibi_slopes is None or len(plan.passes) == 1, (
+        "tiles of a shared prefix do not know their queries' positions"
+    )
     tokens, num_heads, head_dim = query.shape
     num_kv_heads, block_tokens = cache_layer.shape[2:4]
     packing = pack_heads(num_heads, num_kv_heads)
     wide = INTERPRETED or query.dtype is torch.float32
     heads = {"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim)}
     output = torch.empty((tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
-    results = (output, plan.partial, plan.partial_lse, plan.partial_lse if sinks is None else sinks)
+    of_heads = [plan.partial_lse if numbers is None else numbers for numbers in (sinks, alibi_slopes)]
+    results = (output, plan.partial, plan.partial_lse, *of_heads)
     for one in plan.passes:
         launch = choose(one.tile_tokens * packing.group_pad, head_dim, block_tokens, wide, scales is not None)
         grid = (num_processors * launch.per_processor,)
@@ -214,6 +219,7 @@ def run_plan(
             **{
                 "WINDOWED": (window > 0) - (window < 0),
                 "CAPPED": softcap > 0,
+                "SLOPED": alibi_slopes is not None,
                 "SINKS": sinks is not None,
                 "WIDE": wide,
             },

@@ -352,6 +352,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ``query`` ``[T, Hq, D]`` over each sequence's own context; returns ``[T, Hq, D]``.
 
@@ -360,7 +361,8 @@ def paged_attention(
     are not read, whatever its table contains there. With ``softcap``
     c > 0 a score s becomes ``c * tanh(s / c)`` (Gemma 2). With ``sinks`` ``[Hq]`` each query has one more score, its
     head's, for a value of zeros: it takes a share of the attention and adds nothing (gpt-oss, after StreamingLLM, Xiao
-    et al. 2023).
+    et al. 2023). With ``alibi_slopes`` ``[Hq]`` a score falls by its head's slope for each token between key and query
+    (ALiBi, Press et al. 2021).
     """
     output, block_tokens = torch.empty_like(query), cache_layer.shape[3]
     starts, contexts = query_starts.tolist(), context_lens.tolist()
@@ -368,9 +370,15 @@ def paged_attention(
         rows = slice(starts[b], starts[b + 1])
         first_query = context - (rows.stop - rows.start)
         hidden = max(first_seen(first_query, window), 0) // block_tokens if window else 0  # blocks
-        keys = range(hidden * block_tokens, context)
-        scores, value = _scores(query[rows], cache_layer, block_tables[b, hidden:], len(keys), scale, softcap)
-        seen = _visible(range(first_query, context), keys, window, scores.device)
+        first_key = hidden * block_tokens
+        scores, value = _scores(query[rows], cache_layer, block_tables[b, hidden:], context - first_key, scale, softcap)
+        query_at = torch.arange(first_query, context, device=scores.device)[:, None]
+        key_at = torch.arange(first_key, context, device=scores.device)
+        if alibi_slopes is not None:
+            scores += alibi_slopes.float().view(*scores.shape[:2], 1, 1) * (key_at - query_at)
+        seen = key_at <= query_at
+        if window:
+            seen &= key_at >= first_seen(query_at, window)
         scores.masked_fill_(~seen, float("-inf"))
         mixed = torch.einsum("kgts,ksd->tkgd", _shares(scores, sinks), value)
         output[rows] = mixed.flatten(1, 2).to(query.dtype)
@@ -440,11 +448,3 @@ def _shares(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         return scores.softmax(-1)
     beside = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
     return torch.cat([scores, beside], -1).softmax(-1)[..., :-1]
-
-
-def _visible(queries: range, keys: range, window: int, device: torch.device) -> torch.Tensor:
-    """Bool [queries, keys]: which of these tokens each of the querying ones sees."""
-    query_at, key_at = (torch.arange(tokens.start, tokens.stop, device=device) for tokens in (queries, keys))
-    query_at = query_at.unsqueeze(1)
-    seen = key_at <= query_at
-    return seen & (key_at >= first_seen(query_at, window)) if window else seen

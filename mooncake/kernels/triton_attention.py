@@ -62,6 +62,13 @@ def capped(scores, softcap):
 
 
 @triton.jit
+def sloped(scores, slopes, keys, row_positions):
+    """ALiBi: less the distance between key and query, times the row's slope. Float32 is exact up to 2^24 tokens."""
+    distances = keys.to(tl.float32)[None, :] - row_positions.to(tl.float32)[:, None]
+    return scores + slopes[:, None] * distances
+
+
+@triton.jit
 def divisor(peak, total, row, sinks, heads, row_ok, SINKS: tl.constexpr):
     """The sum of weights of each row of a piece. A sink counts once: in the merge, if a tile has several pieces."""
     result = tl.where(total == 0.0, 1.0, total)
@@ -121,6 +128,7 @@ def _visit(
     softmax_scale,
     window,
     softcap,
+    slopes,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -128,6 +136,7 @@ def _visit(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     SCALED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
@@ -154,19 +163,22 @@ def _visit(
         key_scale = tl.load(scales + scale_at, mask=keys < end, other=0.0)
         value_scale = tl.load(scales + scale_at + scale_kv_stride, mask=keys < end, other=0.0)
         scores = scores * (key_scale * softmax_scale)[None, :]
+    if (CAPPED or SLOPED) and not SCALED:
+        scores = scores * softmax_scale
     if CAPPED:
-        if not SCALED:
-            scores = scores * softmax_scale
         scores = capped(scores, softcap)
+    if SLOPED:
+        scores = sloped(scores, slopes, keys, row_positions)
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
             visible = visible & in_window(keys, row_positions, chunk_begin, window, WINDOWED)
         scores = tl.where(visible, scores, float("-inf"))
-    # Without a cap, scores are scaled when the peak is subtracted, in one instruction; the scale is positive.
-    new_peak = tl.maximum(peak, tl.max(scores, 1) if SCALED or CAPPED else tl.max(scores, 1) * softmax_scale)
+    # Scores that nothing else changes are scaled as the peak is subtracted, in one instruction; the scale is positive.
+    is_scaled: tl.constexpr = SCALED or CAPPED or SLOPED
+    new_peak = tl.maximum(peak, tl.max(scores, 1) if is_scaled else tl.max(scores, 1) * softmax_scale)
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
-    weights = tl.exp2((scores if SCALED or CAPPED else scores * softmax_scale) - base[:, None])
+    weights = tl.exp2((scores if is_scaled else scores * softmax_scale) - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, 1)
     if SCALED:
@@ -187,6 +199,7 @@ def attend(
     partial,  # float32 [rows, Hq, D]
     partial_lse,  # float32 [rows, Hq], base 2
     sinks,  # [Hq], if SINKS
+    alibi_slopes,  # float32 [Hq], if SLOPED
     query_stride,
     block_stride,
     kv_stride,
@@ -210,6 +223,7 @@ def attend(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     SCALED: tl.constexpr,
     SINKS: tl.constexpr,
     WIDE: tl.constexpr,
@@ -237,6 +251,7 @@ def attend(
         at = (first + row_token).to(tl.int64)[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
         rows_query = tl.load(query + at, mask=row_mask, other=0.0)
         row_positions = position + row_token
+        slopes = tl.load(alibi_slopes + heads, mask=row_ok, other=0.0) * _LOG2_E if SLOPED else 0.0
         chunk_begin = position // -window * -window if WINDOWED < 0 else 0
 
         accumulated = tl.zeros([TILE_TOKENS * GROUP_PAD, HEAD_PAD], dtype=tl.float32)
@@ -253,16 +268,16 @@ def attend(
                 rows_query, row_positions, chunk_begin, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window, softcap,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SCALED, WIDE,
+                softmax_scale, window, softcap, slopes,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SLOPED, SCALED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             accumulated, peak, total = _visit(
                 rows_query, row_positions, chunk_begin, accumulated, peak, total, cache, scales, table, start, end,
                 block_stride, kv_stride, kv_head * head_stride, row_stride,
                 scale_block_stride, scale_kv_stride, kv_head * scale_head_stride, scale_row_stride,
-                softmax_scale, window, softcap,
-                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SCALED, WIDE,
+                softmax_scale, window, softcap, slopes,
+                HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SLOPED, SCALED, WIDE,
             )  # fmt: skip
 
         put(

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from mooncake.kernels.attention_plan import PIECE_FIELDS
-from mooncake.kernels.triton_attention import capped, divisor, in_window, pages_of, product, put
+from mooncake.kernels.triton_attention import capped, divisor, in_window, pages_of, product, put, sloped
 from mooncake.kernels.triton_launch import kernel
 
 _PIECE_FIELDS = tl.constexpr(PIECE_FIELDS)
@@ -77,6 +77,7 @@ def _visit_codes(
     scale_head_offset,
     window,
     softcap,
+    slopes,
     KV_STRIDE: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     SCALE_KV_STRIDE: tl.constexpr,
@@ -88,6 +89,7 @@ def _visit_codes(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """As ``triton_attention._visit``, for queries already scaled."""
@@ -126,6 +128,8 @@ def _visit_codes(
     scores = product(query_odd, tl.trans(key_odd), scores, WIDE) * key_scale[None, :]
     if CAPPED:
         scores = capped(scores, softcap)
+    if SLOPED:
+        scores = sloped(scores, slopes, keys, row_positions)
     if MASKED:
         visible = (keys[None, :] <= row_positions[:, None]) & (keys < end)[None, :]
         if WINDOWED:
@@ -155,6 +159,7 @@ def attend_codes(
     partial,  # float32 [rows, Hq, D]
     partial_lse,  # float32 [rows, Hq], base 2
     sinks,  # [Hq], if SINKS
+    alibi_slopes,  # float32 [Hq], if SLOPED
     query_stride,
     block_stride,
     head_stride,
@@ -174,6 +179,7 @@ def attend_codes(
     KEYS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SLOPED: tl.constexpr,
     SINKS: tl.constexpr,
     WIDE: tl.constexpr,
     KV_STRIDE: tl.constexpr,  # the same in all pages, so that a thread's loads differ by a constant
@@ -205,6 +211,7 @@ def attend_codes(
         query_even = (tl.load(query + at, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         query_odd = (tl.load(query + at + 1, mask=given, other=0.0).to(tl.float32) * (softmax_scale * _LOG2_E)).to(kind)
         row_positions = position + row_token
+        slopes = tl.load(alibi_slopes + heads, mask=row_ok, other=0.0) * _LOG2_E if SLOPED else 0.0
         chunk_begin = position // -window * -window if WINDOWED < 0 else 0
 
         even = tl.zeros([TILE_TOKENS * GROUP_PAD, half_pad], dtype=tl.float32)
@@ -220,15 +227,15 @@ def attend_codes(
             even, odd, peak, weights = _visit_codes(
                 query_even, query_odd, row_positions, chunk_begin, even, odd, peak, weights, cache, scales, table,
                 start, end, block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
-                window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
-                half, half_pad, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, WIDE,
+                window, softcap, slopes, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
+                half, half_pad, BLOCK_TOKENS, KEYS, False, WINDOWED, CAPPED, SLOPED, WIDE,
             )  # fmt: skip
         for start in range(begin + whole, end, KEYS):
             even, odd, peak, weights = _visit_codes(
                 query_even, query_odd, row_positions, chunk_begin, even, odd, peak, weights, cache, scales, table,
                 start, end, block_stride, kv_head * head_stride, scale_block_stride, kv_head * scale_head_stride,
-                window, softcap, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
-                half, half_pad, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, WIDE,
+                window, softcap, slopes, KV_STRIDE, ROW_STRIDE, SCALE_KV_STRIDE, SCALE_ROW_STRIDE,
+                half, half_pad, BLOCK_TOKENS, KEYS, True, WINDOWED, CAPPED, SLOPED, WIDE,
             )  # fmt: skip
 
         total = tl.sum(weights, 1)

@@ -59,6 +59,7 @@ class Step:
     attention: Attention | None = None
     query_scales: torch.Tensor | None = None  # as ``rope.query_scales``
     layer_inputs: torch.Tensor | None = None  # as ``Decoder._layer_inputs``
+    alibi_slopes: torch.Tensor | None = None  # as ``reference.paged_attention``
 
     def attend(
         self,
@@ -108,6 +109,7 @@ class Step:
             self.config.window_of(layer),
             self.config.score_cap,
             sinks,
+            self.alibi_slopes,
         )
         return mixed.flatten(1)
 
@@ -150,6 +152,7 @@ class Decoder(ABC):
         device = getattr(self.kernels, "device", None)
         self._tables = tables_by_layer(config, self.max_model_len, device)
         self._query_scales = query_scales(config, self.max_model_len, device)
+        self._alibi_slopes = torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None
         self._cache_layers = CacheLayers(config)
         self._kv_layers = [config.kv_layer_of(layer) for layer in range(config.num_layers)]
         self._first_without_kv = config.kv_owners[-1] + 1  # all of those from here on
@@ -202,6 +205,7 @@ class Decoder(ABC):
             attention,
             self._query_scales,
             self._layer_inputs(batch, hidden),
+            self._alibi_slopes,
         )
         for index in self.places:
             if index == self._first_without_kv and attention is None and leaving is None:

@@ -1,5 +1,5 @@
-"""The GPT line over a paged cache: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, Falcon, StarCoder2, Phi, StableLM, Jais 2
-and Nemotron.
+"""The GPT line over a paged cache: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, BLOOM, MPT, Falcon, StarCoder2, Phi,
+StableLM, Jais 2 and Nemotron.
 
 Layer norms, often biases, an MLP mostly without a gate.
 """
@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import torch
 
-from mooncake.families.gpt import OPT_POSITION_OFFSET
+from mooncake.families.gpt import OPT_POSITION_OFFSET, falcon_norms
 from mooncake.families.registry import OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
@@ -67,11 +67,15 @@ class _Gpt(Decoder):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = layer.output(step.attend(index, layer.qkv(layer.attention_norm(hidden))))
+        attended = layer.output(step.attend(index, self._projected(layer, hidden)))
         if self.config.parallel_residual:
             return hidden + attended + self._mlp(layer, hidden)
         hidden = hidden + attended
         return hidden + self._mlp(layer, hidden)
+
+    def _projected(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values."""
+        return layer.qkv(layer.attention_norm(hidden))
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))
@@ -167,13 +171,14 @@ class GptNeoX(_Gpt):
     """GPT-NeoX and Pythia (Black et al. 2022): parallel residual, and only part of each head rotates."""
 
     _names = "gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"
+    _attention: ClassVar[str] = "attention"
 
     def _take(self, prefix: str) -> _Layer:
-        qkv = prefix + "attention.query_key_value"
+        qkv = f"{prefix}{self._attention}.query_key_value"
         return _Layer(
             self.layer_norm(prefix + "input_layernorm"),
             self.product(self._by_kind(self.weight(qkv + ".weight")), bias=self._by_kind(self.weight(qkv + ".bias"))),
-            self.linear(prefix + "attention.dense", biased=True),
+            self.linear(f"{prefix}{self._attention}.dense", biased=True),
             self.layer_norm(prefix + "post_attention_layernorm"),
             self.linear(prefix + "mlp.dense_h_to_4h", biased=True),
             self.linear(prefix + "mlp.dense_4h_to_h", biased=True),
@@ -188,29 +193,74 @@ class GptNeoX(_Gpt):
         return torch.cat([rows[:2][:, :, order], rows[2:]]).flatten(0, 2).contiguous()
 
 
+class Bloom(GptNeoX):
+    """BLOOM (BigScience 2022): layers as GPT-NeoX's, a norm of embeddings, and ALiBi."""
+
+    _names = "transformer.word_embeddings", "transformer.ln_f", "lm_head"
+    _attention = "self_attention"
+
+    def _build(self) -> None:
+        super()._build()
+        self._embedding_norm = self.layer_norm("transformer.word_embeddings_layernorm")
+
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._embedding_norm(super()._embed(batch))
+
+
+class Mpt(_Gpt):
+    """MPT (MosaicML 2023): ALiBi; mostly no biases, also of norms; queries, keys and values may be clamped."""
+
+    _names = "transformer.wte", "transformer.norm_f", "lm_head"
+
+    def layer_norm(self, name: str) -> Norm:
+        if self.config.qkv_bias:
+            return super().layer_norm(name)
+        scale, eps = self.vector(f"{name}.weight"), self.config.rms_eps
+        return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, eps=eps)
+
+    def _take(self, prefix: str) -> _Layer:
+        biased = self.config.qkv_bias
+        return _Layer(
+            self.layer_norm(prefix + "norm_1"),
+            self.linear(prefix + "attn.Wqkv", biased=biased),
+            self.linear(prefix + "attn.out_proj", biased=biased),
+            self.layer_norm(prefix + "norm_2"),
+            self.linear(prefix + "ffn.up_proj", biased=biased),
+            self.linear(prefix + "ffn.down_proj", biased=biased),
+        )
+
+    def _projected(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        qkv, limit = super()._projected(layer, hidden), self.config.qkv_limit
+        return qkv.clamp(-limit, limit) if limit else qkv
+
+
 class Falcon(_Gpt):
-    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few."""
+    """Falcon (Almazrouei et al. 2023): parallel residual, no biases; keys and values of one head, or of a few. Not so
+    Falcon-RW, which is built like BLOOM."""
 
     _names = "transformer.word_embeddings", "transformer.ln_f", "lm_head"
 
     def _take(self, prefix: str) -> _Layer:
-        attention, has_two = prefix + "self_attention.", self.config.mlp_has_norm
-        norm = self.layer_norm(prefix + ("ln_attn" if has_two else "input_layernorm"))
+        qkv, biased = prefix + "self_attention.query_key_value", self.config.qkv_bias
+        norms = [self.layer_norm(prefix + name) for name in falcon_norms(self.config)]
         return _Layer(
-            norm,
-            self.product(self._by_kind(self.weight(attention + "query_key_value.weight"))),
-            self.linear(attention + "dense"),
-            self.layer_norm(prefix + "ln_mlp") if has_two else norm,
-            self.linear(prefix + "mlp.dense_h_to_4h"),
-            self.linear(prefix + "mlp.dense_4h_to_h"),
+            norms[0],
+            self.product(
+                self._by_kind(self.weight(qkv + ".weight")),
+                bias=self._by_kind(self.weight(qkv + ".bias")) if biased else None,
+            ),
+            self.linear(prefix + "self_attention.dense", biased=biased),
+            norms[-1],
+            self.linear(prefix + "mlp.dense_h_to_4h", biased=biased),
+            self.linear(prefix + "mlp.dense_4h_to_h", biased=biased),
         )
 
     def _by_kind(self, stored: torch.Tensor) -> torch.Tensor:
         """Reorders rows from ``[KV head][G queries, key, value][D]`` to all queries, all keys, all values."""
         config = self.config
         group = config.num_heads // config.num_kv_heads
-        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, config.hidden_size)
-        return torch.cat([part.reshape(-1, config.hidden_size) for part in torch.split(rows, [group, 1, 1], dim=1)])
+        rows = stored.view(config.num_kv_heads, group + 2, config.head_dim, *stored.shape[1:])
+        return torch.cat([part.flatten(0, 2) for part in torch.split(rows, [group, 1, 1], dim=1)])
 
 
 class StarCoder2(_Gpt):

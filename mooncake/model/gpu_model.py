@@ -254,8 +254,9 @@ class GpuModel:
 
     def _shared_bytes(self, batch: ForwardBatch, cache: torch.Tensor) -> float:
         """Bytes saved by reading each shared block once, in layers without a window. Latent rows are already shared by
-        all heads: a tile has few more queries than one token's, so a graph is worth more."""
-        if self.config.latent is not None:
+        all heads: a tile has few more queries than one token's, so a graph is worth more. With ALiBi a tile has to know
+        where each of its queries is, and one of several sequences does not."""
+        if self.config.latent is not None or self.config.alibi_slopes:
             return 0.0
         tables = batch.block_tables.numpy()
         full_blocks = (batch.context_lens.numpy() - 1) // cache.shape[4]
@@ -305,7 +306,7 @@ class GpuModel:
                 block_tokens=cache.shape[4],
                 window=kind.window,
                 # A captured plan is one pass, and a cascade has another one.
-                block_tables=None if buffers is not None else batch.block_tables.numpy(),
+                block_tables=None if buffers is not None or config.alibi_slopes else batch.block_tables.numpy(),
                 wide=self._dtype is torch.float32,
                 scaled=cache.dtype is torch.int8,
                 latent=config.latent is not None,

@@ -20,7 +20,21 @@ from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
 from mooncake.model.gemma import Gemma
 from mooncake.model.gemma3n import Gemma3n
 from mooncake.model.gemma4 import Gemma4
-from mooncake.model.gpt import Falcon, Gpt2, GptBigCode, GptJ, GptNeoX, Jais2, Nemotron, Opt, Phi, StableLm, StarCoder2
+from mooncake.model.gpt import (
+    Bloom,
+    Falcon,
+    Gpt2,
+    GptBigCode,
+    GptJ,
+    GptNeoX,
+    Jais2,
+    Mpt,
+    Nemotron,
+    Opt,
+    Phi,
+    StableLm,
+    StarCoder2,
+)
 from mooncake.model.gpt_oss import GptOss
 from mooncake.model.hybrid import Qwen3Next
 from mooncake.model.interleaved import Cohere, Glm
@@ -45,6 +59,8 @@ OTHER_FAMILIES: dict[str, type[Decoder]] = {
     "gpt_bigcode": GptBigCode,
     "opt": Opt,
     "gpt_neox": GptNeoX,
+    "bloom": Bloom,
+    "mpt": Mpt,
     "starcoder2": StarCoder2,
     "gemma2": Gemma,
     "gemma3_text": Gemma,

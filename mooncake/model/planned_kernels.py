@@ -47,6 +47,7 @@ class PlannedKernels(GpuKernels):
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         plan: DevicePlan | None = None,
         scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -68,6 +69,7 @@ class PlannedKernels(GpuKernels):
             window,
             softcap,
             sinks,
+            alibi_slopes,
             plan or self.step_plans.get(kind),
             scales,
         )

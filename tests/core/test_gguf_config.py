@@ -59,6 +59,8 @@ METADATA: dict[str, dict[str, Any]] = {
     "starcoder2": {LAYER: 1e-5},
     "falcon": {LAYER: 1e-5},
     "gpt2": {LAYER: 1e-5},
+    "bloom": {LAYER: 1e-5},
+    "mpt": {LAYER: 1e-5, "attention.max_alibi_bias": 16.0, "attention.clamp_kqv": 6.0},
 }
 
 
@@ -86,6 +88,7 @@ FAMILIES = {
     "gemma4": "gemma4_text",
     **{"qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "granite": "granite", "olmo2": "olmo2", "glm4": "glm4"},
     **{"command-r": "cohere", "cohere2": "cohere2", "starcoder2": "starcoder2", "falcon": "falcon", "gpt2": "gpt2"},
+    **{"bloom": "bloom", "mpt": "mpt"},
 }
 
 
@@ -259,6 +262,12 @@ def test_experts_of_older_files_are_as_wide_as_the_others_together(tmp_path: Pat
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "key missing": ("gemma2", {"block_count": None}, "lacks the metadata gemma2.block_count"),
+    "no slopes": (
+        "mpt",
+        {"attention.max_alibi_bias": None},
+        "no slopes of ALiBi for 6 heads and a largest bias of 0.0",
+    ),
+    "clamped to nothing": ("mpt", {"attention.clamp_kqv": -1.0}, "mpt.attention.clamp_kqv must be positive or 0"),
     "no epsilon": ("falcon", {LAYER: None}, f"lacks the metadata falcon.{LAYER}"),
     "another epsilon": ("cohere2", {LAYER: None, RMS: 1e-5}, f"lacks the metadata cohere2.{LAYER}"),
     "no window": ("gemma3", {"attention.sliding_window": None}, "lacks the metadata gemma3.attention.sliding_window"),

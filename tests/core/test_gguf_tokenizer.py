@@ -314,6 +314,7 @@ def published_words(pre: str) -> Backend:
         ),
         ("deepseek-coder", "ab 12中文 éա, ა=$ \n", ["ab", " ", "1", "2", "中文", " éա", ",", " ", "ა", "=$ ", "\n"]),
         ("kimi-k2", "fooBar's 1234中文abc", ["foo", "Bar's", " ", "123", "4", "中文", "abc"]),
+        ("bloom", "Hello, a(b|c) x..  y", ["Hello", ",", " a", "(", "b", "|", "c", ")", " x", ".. ", " y"]),
         ("seed-coder", "abc 12!!\n", ["abc", " ", "1", "2", "!!", "\n"]),
     ],
 )

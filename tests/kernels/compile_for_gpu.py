@@ -110,6 +110,7 @@ def attention_cases() -> Iterator[Case]:
         yield _attention("llama8b-rows", 4, 128, 64, rows, "bfloat16", "int8", windowed=False, row_unit=4)
         for windowed in (False, True):
             yield _attention("gpt-oss", 8, 64, 64, rows, "bfloat16", "bfloat16", windowed, sinks=True)
+        yield _attention("mpt-7b", 1, 128, 64, rows, "bfloat16", "bfloat16", windowed=False, sloped=True)
     for kind, launches in OTHERS.items():
         for launch in launches:
             usual = _attention(
@@ -155,6 +156,7 @@ def _attention(
     windowed: int,  # 1 slides, -1 is a chunk
     capped: bool = False,
     sinks: bool = False,
+    sloped: bool = False,
     row_unit: int = 16,  # 4: each row carries its scale
 ) -> Case:
     if pages == "int8" and reads_pairs(rows, head_dim, torch.int8):
@@ -164,12 +166,12 @@ def _attention(
     launch = attention_launch(rows, head_dim, block_tokens, wide, pages in SCALED)
     return Case(
         f"attend-{shape}-{rows}-{query}-{pages}{'-window' if windowed else ''}"
-        f"{'-cap' if capped else ''}{'-sinks' if sinks else ''}",
+        f"{'-cap' if capped else ''}{'-sinks' if sinks else ''}{'-slopes' if sloped else ''}",
         triton_attention.attend,
         {
             "query": POINTERS[query],
             "cache": POINTERS[pages],
-            **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("scales", "partial", "partial_lse", "alibi_slopes"), "*fp32"),
             **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
             **dict.fromkeys(("sinks", "output"), POINTERS[query]),
             **dict.fromkeys(
@@ -200,6 +202,7 @@ def _attention(
             "KEYS": launch.keys,
             "WINDOWED": windowed,
             "CAPPED": capped,
+            "SLOPED": sloped,
             "SCALED": pages in SCALED,
             "SINKS": sinks,
             "WIDE": wide,
@@ -226,7 +229,7 @@ def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, r
         triton_coded_attention.attend_codes,
         {
             **{"query": "*bf16", "cache": "*i16", "sinks": "*bf16", "output": "*bf16"},
-            **dict.fromkeys(("scales", "partial", "partial_lse"), "*fp32"),
+            **dict.fromkeys(("scales", "partial", "partial_lse", "alibi_slopes"), "*fp32"),
             **dict.fromkeys(("block_tables", "pieces", "num_pieces"), "*i32"),
             **dict.fromkeys(("query_stride", "block_stride", "head_stride", "table_stride", "window"), "i32"),
             **dict.fromkeys(("scale_block_stride", "scale_head_stride"), "i32"),
@@ -240,7 +243,7 @@ def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, r
                 "TILE_TOKENS": max(DECODE_ROWS // group_pad, 1),
             },
             **{"HEAD_DIM": head_dim, "HEAD_PAD": triton.next_power_of_2(head_dim), "BLOCK_TOKENS": block_tokens},
-            **{"KEYS": launch.keys, "WINDOWED": False, "CAPPED": False, "SINKS": False, "WIDE": False},
+            **{"KEYS": launch.keys, "WINDOWED": False, "CAPPED": False, "SLOPED": False, "SINKS": False, "WIDE": False},
             **{"ROW_STRIDE": row, "KV_STRIDE": 8 * block_tokens * row},
             **{"SCALE_ROW_STRIDE": scale_row, "SCALE_KV_STRIDE": 8 * block_tokens * scale_row},
         },

@@ -77,6 +77,7 @@ class Ragged:
     context_lens: torch.Tensor
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
 
     def tolerance(self, cpu: CpuKernels) -> float:
         dtype = self.cache_layer.dtype
@@ -105,6 +106,7 @@ class Ragged:
             window,
             self.softcap,
             self.sinks,
+            self.alibi_slopes,
         )
 
 
@@ -292,6 +294,32 @@ def test_a_sink_takes_its_part_of_each_heads_attention(
 
 
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (64, 1.5)])
+@PAGES
+def test_scores_fall_with_the_distance_of_tokens(
+    cpu: CpuKernels, lengths: list[tuple[int, int]], window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    plain = replace(ragged(lengths, dtype=dtype), softcap=softcap)
+    batch = replace(plain, alibi_slopes=torch.tensor([0.0, 2**-8, 0.03, 0.1, 0.7, 40.0]))
+    tolerance = batch.tolerance(cpu)
+    actual, without = batch.attend(cpu, window), plain.attend(cpu, window)
+    torch.testing.assert_close(actual, batch.attend(reference, window), rtol=tolerance, atol=tolerance)
+    assert torch.equal(actual[:, 0], without[:, 0])
+    assert not torch.allclose(actual[:, 4], without[:, 4], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("new", [1, 40], ids=["few rows", "many"])
+@PAGES
+def test_far_into_a_context_distances_are_as_exact(cpu: CpuKernels, new: int, dtype: torch.dtype) -> None:
+    """A steep head sees its neighbours alone, whatever is before them."""
+    batch = replace(ragged([(9000, new)], dtype=dtype), alibi_slopes=torch.full((6,), 0.9))
+    tables, lengths = batch.block_tables[:, 550:].contiguous(), batch.context_lens - 550 * 16
+    alone, tolerance = replace(batch, block_tables=tables, context_lens=lengths), batch.tolerance(cpu)
+    for kernels in (cpu, reference):
+        torch.testing.assert_close(batch.attend(kernels), alone.attend(reference), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @PAGES
 def test_parts_of_a_context_merge_to_the_whole(
@@ -423,17 +451,21 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
 
 @PAGES
 @pytest.mark.parametrize(
-    ("group", "softcap", "has_sinks"),
-    [(1, 0.0, False), (3, 0.0, False), (7, 0.0, False), (3, 1.5, False), (3, 0.0, True)],
+    ("group", "softcap", "has_sinks", "has_slopes"),
+    [
+        *((1, 0.0, False, False), (3, 0.0, False, False), (7, 0.0, False, False)),
+        *((3, 1.5, False, False), (3, 0.0, True, False), (1, 0.0, False, True), (3, 1.5, True, True)),
+    ],
 )
 def test_many_neighbours_with_the_same_first_blocks_change_no_bit(
-    cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float, has_sinks: bool
+    cpu: CpuKernels, dtype: torch.dtype, group: int, softcap: float, has_sinks: bool, has_slopes: bool
 ) -> None:
     """So many rows that vector lanes run over them: full, partly full, and the remaining few."""
     batch = ragged([(520 + 9 * b, 1) for b in range(37)], block_tokens=64, group=group, dtype=dtype)
     batch.block_tables[1:, :8] = batch.block_tables[0, :8]
     sinks = torch.linspace(-2, 6, 2 * group) if has_sinks else None
-    assert_alone_is_the_same(replace(batch, softcap=softcap, sinks=sinks), cpu)
+    slopes = torch.linspace(0.002, 0.3, 2 * group) if has_slopes else None
+    assert_alone_is_the_same(replace(batch, softcap=softcap, sinks=sinks, alibi_slopes=slopes), cpu)
 
 
 def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
@@ -443,7 +475,8 @@ def assert_alone_is_the_same(batch: Ragged, cpu: CpuKernels) -> None:
         first, last = batch.query_starts[b : b + 2].tolist()
         starts = torch.tensor([0, last - first], dtype=torch.int32)
         query, context = batch.query[first:last], batch.context_lens[b : b + 1]
-        alone = Ragged(query, batch.cache_layer, table[None], starts, context, batch.softcap, batch.sinks)
+        beside = (batch.softcap, batch.sinks, batch.alibi_slopes)
+        alone = Ragged(query, batch.cache_layer, table[None], starts, context, *beside)
         assert torch.equal(alone.attend(cpu), together[first:last])
 
 

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SINKS = torch.tensor([-3.0, 0.0, 1.0, 2.5, 6.0, 60.0], device=DEVICE)  # of the six heads; the last sees little else
+SLOPES = torch.tensor([0.0, 2**-8, 0.03, 0.1, 0.7, 4.0], device=DEVICE)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,19 @@ def test_a_sink_takes_its_part_of_each_heads_attention(kernels: GpuKernels, wind
     assert not torch.allclose(kernels.paged_attention(*batch.arguments, window), expected, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (10, 1.5)])
+def test_scores_fall_with_the_distance_of_tokens(
+    kernels: GpuKernels, window: int, softcap: float, dtype: torch.dtype
+) -> None:
+    batch = Batch([1, 20], [150, 47], dtype)
+    arguments = (*batch.arguments, window, softcap)
+    expected = reference.paged_attention(*arguments, alibi_slopes=SLOPES)
+    actual = kernels.paged_attention(*arguments, alibi_slopes=SLOPES)
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    assert not torch.allclose(kernels.paged_attention(*arguments), expected, atol=1e-2)
+
+
 def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
     batch = Batch([1, 1, 6], [400, 33, 260])
     plan = kernels.plan(
@@ -90,9 +104,9 @@ def test_split_contexts_merge_to_the_same(kernels: GpuKernels) -> None:
         block_tokens=16,
         piece_tokens=48,
     )
-    for sinks in (None, SINKS):  # which counts once, however many pieces there are
-        expected = reference.paged_attention(*batch.arguments, sinks=sinks)
-        actual = kernels.paged_attention(*batch.arguments, sinks=sinks, plan=plan)
+    for of_heads in ({}, {"sinks": SINKS}, {"alibi_slopes": SLOPES}):  # a sink counts once in all pieces
+        expected = reference.paged_attention(*batch.arguments, **of_heads)
+        actual = kernels.paged_attention(*batch.arguments, **of_heads, plan=plan)
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=2e-5)
 
 
@@ -221,11 +235,14 @@ def test_an_int8_cache_may_carry_its_scales_in_its_rows(kernels: GpuKernels) -> 
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block_tokens", "window", "softcap"),
-    [(32, 16, 0, 0.0), (48, 8, 0, 0.0), (64, 64, 20, 0.0), (64, 64, -80, 0.0), (32, 64, 0, 1.5), (32, 32, 10, 0.5)],
+    ("head_dim", "block_tokens", "window", "softcap", "has_slopes"),
+    [
+        *((32, 16, 0, 0.0, False), (48, 8, 0, 0.0, False), (64, 64, 20, 0.0, False), (64, 64, -80, 0.0, False)),
+        *((32, 64, 0, 1.5, False), (32, 32, 10, 0.5, False), (32, 16, 0, 0.0, True), (32, 32, 10, 0.5, True)),
+    ],
 )
 def test_codes_are_read_in_pairs_whatever_their_scales_are(
-    kernels: GpuKernels, head_dim: int, block_tokens: int, window: int, softcap: float
+    kernels: GpuKernels, head_dim: int, block_tokens: int, window: int, softcap: float, has_slopes: bool
 ) -> None:
     """Rows of zeros, or a million times as large as others, in pieces that are merged."""
     generator = torch.Generator().manual_seed(5)
@@ -242,7 +259,8 @@ def test_codes_are_read_in_pairs_whatever_their_scales_are(
     starts, lengths = (torch.tensor(given, dtype=torch.int32, device=DEVICE) for given in (range(4), contexts))
     written = (codes * scales[..., None]).to(DEVICE)
     arguments = (tables, starts, lengths, head_dim**-0.5, window, softcap)
-    expected = reference.paged_attention(query, written, *arguments)
+    slopes = {"alibi_slopes": SLOPES if has_slopes else None}
+    expected = reference.paged_attention(query, written, *arguments, **slopes)
     assert not expected[0].any() and expected[1:].abs().amax(-1).min() > 1e-3
     host = (starts.cpu().numpy(), lengths.cpu().numpy())
     split = kernels.plan(
@@ -250,7 +268,7 @@ def test_codes_are_read_in_pairs_whatever_their_scales_are(
         window=window, piece_tokens=64, wide=True, scaled=True,
     )  # fmt: skip
     for plan in (None, split):
-        actual = kernels.paged_attention(query, rows, *arguments, plan=plan)
+        actual = kernels.paged_attention(query, rows, *arguments, **slopes, plan=plan)
         torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-4)
 
 

@@ -26,11 +26,13 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
+from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
+from mooncake.model.gpt import Mpt
 from mooncake.model.gpu_model import GpuModel
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES, load_model
@@ -85,6 +87,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     | {"layer_windows": (24, 0), "local_rope_theta": 10_000.0},
     "gpt_neox": LLAMA
     | {"num_heads": 4, "num_kv_heads": 4, "rotary_dim": 8, "activation": "gelu", "parallel_residual": True},
+    "bloom": LLAMA
+    | {"tie_embeddings": True, "qkv_bias": True, "num_kv_heads": 6, "rotary_dim": 0, "activation": "gelu_tanh"}
+    | {"hidden_size": 96, "alibi_slopes": alibi_slopes(6)},
+    "mpt": LLAMA
+    | {"tie_embeddings": True, "rotary_dim": 0, "activation": "gelu", "hidden_size": 96}
+    | {"qkv_limit": 2.0, "alibi_slopes": alibi_slopes(6)},
+    "falcon": LLAMA
+    | {"qkv_bias": True, "num_kv_heads": 6, "hidden_size": 96, "rotary_dim": 0}
+    | {"activation": "gelu", "alibi_slopes": alibi_slopes(6)},
     "starcoder2": LLAMA | {"qkv_bias": True, "activation": "gelu_tanh", "sliding_window": 24},
     "granite": LLAMA | {"embedding_factor": 3.0, "residual_factor": 0.4, "logit_divisor": 2.0, "attention_scale": 0.15},
     "olmo2": LLAMA | {"qk_norm": True},
@@ -257,11 +268,43 @@ def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     cache = torch.randn((50, 2, 2, 2, BLOCK_TOKENS, 16), generator=generator)
+    batch = three_that_share_36_blocks()
+    model = Counting(
+        lambda kernels: CausalLM(config, weights, kernels=kernels), max_blocks=64, dtype=torch.float32, buckets=(4,)
+    )
+    expected = CausalLM(config, weights, kernels=reference).forward(batch, cache.clone(), NoHook())
+    saved = 2 * 36 * cache[0].nbytes
+    for least, num_replays in ((saved + 1, 1), (saved, 0)):
+        model.cascade_bytes, model.num_replays = least, 0
+        again = replace(batch, block_tables=batch.block_tables.clone())
+        logits = model.forward(again, cache.to(DEVICE, copy=True), NoHook())
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        assert model.num_replays == num_replays
+        [plan] = model.kernels.step_plans.values()
+        assert plan.keys_read == 580 + 577 + 590 - (0 if num_replays else 2 * 576)
+
+
+def test_with_slopes_every_sequence_reads_what_it_shares() -> None:
+    """Tiles over what is shared do not know where their queries are."""
+    config = ModelConfig(architecture="mpt", **(SHAPE | FAMILIES["mpt"] | {"max_model_len": 1024}))
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
+    cache = torch.randn((50, 2, 2, 2, BLOCK_TOKENS, 16), generator=generator)
+    batch = three_that_share_36_blocks()
+    model = GpuModel(lambda kernels: Mpt(config, weights, kernels=kernels), 64, torch.float32, buckets=())
+    expected = Mpt(config, weights, kernels=reference).forward(batch, cache.clone(), NoHook())
+    logits = model.forward(batch, cache.to(DEVICE, copy=True), NoHook())
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    [plan] = model.kernels.step_plans.values()
+    assert plan.keys_read == 580 + 577 + 590
+
+
+def three_that_share_36_blocks() -> ForwardBatch:
     tables = torch.zeros((3, 40), dtype=torch.int32)
     tables[:, :36] = torch.arange(36)
     tables[:, 36] = torch.tensor([40, 41, 42])
     contexts = torch.tensor([580, 577, 590], dtype=torch.int32)
-    batch = ForwardBatch(
+    return ForwardBatch(
         tokens=torch.tensor([5, 6, 7]),
         positions=contexts.long() - 1,
         query_starts=torch.arange(4, dtype=torch.int32),
@@ -270,19 +313,6 @@ def test_what_neighbours_share_is_read_once_where_that_saves_enough() -> None:
         slots=tables[:, 36].long() * BLOCK_TOKENS + (contexts.long() - 1) % BLOCK_TOKENS,
         logit_rows=torch.arange(3),
     )
-    model = Counting(
-        lambda kernels: CausalLM(config, weights, kernels=kernels), max_blocks=64, dtype=torch.float32, buckets=(4,)
-    )
-    expected = CausalLM(config, weights, kernels=reference).forward(batch, cache.clone(), NoHook())
-    saved = 2 * 36 * cache[0].nbytes
-    for least, num_replays in ((saved + 1, 1), (saved, 0)):
-        model.cascade_bytes, model.num_replays = least, 0
-        again = replace(batch, block_tables=tables.clone())
-        logits = model.forward(again, cache.to(DEVICE, copy=True), NoHook())
-        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
-        assert model.num_replays == num_replays
-        [plan] = model.kernels.step_plans.values()
-        assert plan.keys_read == 580 + 577 + 590 - (0 if num_replays else 2 * 576)
 
 
 class Counting(GpuModel):

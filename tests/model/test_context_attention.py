@@ -6,7 +6,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -121,7 +121,8 @@ class Step:
     def whole(self, layer: int) -> torch.Tensor:
         batch, config = self.batch, self.config
         given = (self.query, self.cache[:, layer], batch.block_tables, batch.query_starts, batch.context_lens)
-        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, self.sinks)
+        slopes = torch.tensor(config.alibi_slopes) if config.alibi_slopes else None
+        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, self.sinks, slopes)
         return choose_kernels().paged_attention(*given, *rest)
 
     def new_rows(self, layer: int, rows: torch.Tensor) -> torch.Tensor:
@@ -205,8 +206,14 @@ def test_rows_travel_as_the_cache_holds_them(method: Method, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("method", [None, Method.PASS_KV])
-def test_layers_with_a_window_go_by_heads(method: Method | None) -> None:
-    step = Step(RAGGED, (6, 2), torch.float32, 24, 0.0)
+@pytest.mark.parametrize(("window", "slopes"), [(24, ()), (0, (0.5, 0.25, 0.1, 0.05, 0.02, 0.01))])
+def test_layers_with_a_window_or_slopes_go_by_heads(
+    method: Method | None, window: int, slopes: tuple[float, ...]
+) -> None:
+    step = Step(RAGGED, (6, 2), torch.float32, window, 0.0)
+    without = step.whole(0)
+    step.config = replace(step.config, alibi_slopes=slopes)
+    assert torch.equal(step.whole(0), without) == (not slopes)
     plan = ContextPlan.of(2, step.batch.query_starts.numpy(), step.batch.context_lens.numpy(), 20)
     output, _, sent_bytes = step.over(plan, method, layer=0)
     assert torch.equal(output, step.whole(0)), "the same kernel, with fewer heads"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_alibi import ALIBI
 from tiny_families import FAMILIES, VOCAB, Published
 from tiny_gemma4 import GEMMA3N, GEMMA4
 from tiny_members import MEMBERS
@@ -26,7 +27,7 @@ from mooncake.model.load import load_model
 from mooncake.precision import WeightFormat
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (40, 1, 12)]
-ALL = FAMILIES | MEMBERS | GEMMA4 | GEMMA3N
+ALL = FAMILIES | MEMBERS | ALIBI | GEMMA4 | GEMMA3N
 QUICK = "gpt2", "gpt-neox", "falcon-40b", "mixtral", "gpt-oss", "deepseek-v3", "gemma3", "llama-4", "mixture", "3n"
 STAYS = re.compile(
     r"_norm|router|\bgate\.weight|shared_expert_gate|wpe|embed_positions|kv_b_proj|_coefs|embed_tokens_per_layer"

@@ -167,7 +167,6 @@ def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("mellum-2", {"mlp_layer_types": ["dense", "sparse", "sparse"]}, "only some layers experts"),
         ("mellum-2", {"rope_parameters": None}, "how layers of full_attention rotate"),
         ("cwm", {"rope_parameters": None}, "does not say how positions are scaled"),
-        ("hy3", {"model_type": "bloom"}, r"fall with the distance of tokens \(ALiBi\)"),
         ("hy3", {"model_type": "mistral_large4_text"}, "an indexer that chooses"),
         ("hy3", {"model_type": "laguna"}, "layers with different numbers of heads"),
         ("llama-4", {"attention_bias": True}, "asks for attention_bias"),

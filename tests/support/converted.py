@@ -24,6 +24,7 @@ from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
 from greedy import greedy
 from safetensors.torch import load_file, save_file
+from tiny_alibi import ALIBI
 from tiny_families import FAMILIES, NEW_TOKENS, Published
 from tiny_gemma4 import GEMMA4
 from tiny_gguf import add_metadata, finish
@@ -39,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 
 _VISION = {name: MULTIMODAL[name] for name in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")}
 _GEMMA4 = {f"gemma4-{name}": make for name, make in GEMMA4.items()}
-MODELS = FAMILIES | MEMBERS | _VISION | _GEMMA4 | {"qwen3-vl-moe": QWEN3_VL_MOE}
+MODELS = FAMILIES | MEMBERS | ALIBI | _VISION | _GEMMA4 | {"qwen3-vl-moe": QWEN3_VL_MOE}
 ARCHITECTURES = {
     "gemma": MODEL_ARCH.GEMMA,
     "gemma2": MODEL_ARCH.GEMMA2,
@@ -88,6 +89,8 @@ ARCHITECTURES = {
     "nemotron": MODEL_ARCH.NEMOTRON,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
     "gpt2": MODEL_ARCH.GPT2,
+    "bloom": MODEL_ARCH.BLOOM,
+    "mpt": MODEL_ARCH.MPT,
 }
 
 # Of ``MODELS``, with what a GGUF file cannot say changed in their config.json.
@@ -119,6 +122,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192},
     },
     "gpt2-with-a-head": {"scale_attn_weights": True},
+    "bloom": {},
+    "bloom-of-6-heads": {},
+    "mpt": {},
+    "mpt-clamped": {"attn_config": {"clip_qkv": 1.5}},
 }
 _SMALL = (
     "mlp.gate",
@@ -268,6 +275,7 @@ class Converted:
         stacks: dict[str, dict[int, torch.Tensor]] = {}
         for whole_name, tensor in weights.items():
             name = whole_name.replace("model.language_model.", "model.")
+            name = name.removeprefix("transformer." if self.family == "bloom" else "")
             if ".act_fn." in name or "visual." in name:  # which are metadata, and a file of its own
                 continue
             before, is_expert, behind = name.partition(".experts.")
@@ -344,7 +352,7 @@ class Converted:
             yield name, tensor
 
     def _ungrouped(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Falcon's and GPT-NeoX's queries, then keys, then values."""
+        """Falcon's, GPT-NeoX's and BLOOM's queries, then keys, then values."""
         heads = self.config.num_attention_heads
         kv_heads = falcon_kv_heads(self.config) if self.family == "falcon" else heads
         dim = self.config.hidden_size // heads

@@ -42,6 +42,9 @@ class ConvertedMetadata:
             writer.add_head_count_kv(falcon_kv_heads(config))
             writer.add_layer_norm_eps(config.layer_norm_epsilon)
             return
+        if family in ("bloom", "mpt"):
+            self._write_slopes(writer)
+            return
         writer.add_context_length(config.max_position_embeddings)
         if family.startswith("gemma4"):
             self._write_gemma4(writer)
@@ -81,6 +84,18 @@ class ConvertedMetadata:
         self._write_rope(writer)
         self._write_experts(writer)
         self._write_particulars(writer)
+
+    def _write_slopes(self, writer: gguf.GGUFWriter) -> None:
+        config = self.config
+        writer.add_context_length(2048 if self.family == "bloom" else config.max_seq_len)
+        writer.add_feed_forward_length(4 * config.hidden_size)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        if self.family == "bloom":
+            writer.add_head_count_kv(config.num_attention_heads)
+            return
+        if config.attn_config.clip_qkv is not None:
+            writer.add_clamp_kqv(config.attn_config.clip_qkv)
+        writer.add_max_alibi_bias(config.attn_config.alibi_bias_max)
 
     def _write_gemma4(self, writer: gguf.GGUFWriter) -> None:
         config, num_layers, shared = self.config, self.config.num_hidden_layers, self.config.num_kv_shared_layers

@@ -376,6 +376,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
     "falcon-7b": lambda: FalconForCausalLM(FalconConfig(**EVEN, initializer_range=0.15)),
+    "falcon-in-turn": lambda: FalconForCausalLM(
+        FalconConfig(**EVEN, multi_query=False, parallel_attn=False, bias=True, initializer_range=0.15)
+    ),
     "falcon-40b": lambda: FalconForCausalLM(
         FalconConfig(
             **EVEN,

@@ -309,6 +309,11 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         const int stop = std::min(length, position + 1 - item.begin);
         const int start = call.window ? std::max(0, call.first_seen(position) - item.begin) : 0;
         float* line = scores + row * width;
+        if (call.alibi_slopes) {
+            vi distance;
+            for (int i = 0; i < W; i++) distance[i] = item.begin + i - position;
+            lean(line, width / W, W, splat(call.slope_log2(item.kv_head, places[row].row)), distance, W);
+        }
         for (int t = 0; t < std::min(start, length); t++) line[t] = NEVER;
         for (int64_t t = std::max(stop, 0); t < width; t++) line[t] = NEVER;
         vf top[SCORE_VECS];

@@ -123,6 +123,7 @@ struct RowBlock {
     float *query, *mixed;     // [D][LANES]; as pairs, query is [D / 2][LANES]
     float *most, *sums;       // [LANES]
     int32_t* position;        // [LANES]; padding has the last real row's
+    const float* slopes;      // [LANES], as AttentionCall::slope_log2; null: none
     int first_position, last_position;
 };
 
@@ -161,6 +162,8 @@ void attend_tile(const AttentionCall& call, const RowBlock& rows, const Tile& ti
     const int D = call.head_dim;
     for (int t = 0; t < count; t += 4) tile.score(rows, t, D, scores + t * LANES);
     if (call.cap_log2) bend(scores, count * LANES, call.cap_log2);
+    for (int v = 0; v < LANE_VECS && rows.slopes; v++)
+        lean(scores + v * W, count, LANES, load(rows.slopes + v * W), begin - load_as<vi>(rows.position + v * W), 1);
     const bool future = begin + count - 1 > rows.first_position;
     const bool past = call.window && begin < call.first_seen(rows.last_position);
     vf fade[LANE_VECS];
@@ -205,16 +208,24 @@ inline void begin_rows(const AttentionCall& call, const Item& item, int64_t area
     }
 }
 
+// The slopes of an item's rows, up to `area`, if the call has any.
+inline const float* slopes_of(const AttentionCall& call, const Item& item, int64_t area, float* out) {
+    if (!call.alibi_slopes) return nullptr;
+    for (int row = 0; row < area; row++) out[row] = call.slope_log2(item.kv_head, item.first + row);
+    return out;
+}
+
 template <class T>
 void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
     const int D = call.head_dim, rows = item.count, num_blocks = (rows + LANES - 1) / LANES;
     const int32_t* table = call.table(item.seq);
     const int64_t area = int64_t(num_blocks) * LANES;
-    scratch.start(area * (2 * D + 3) + TILE * (LANES + 2 * D) + 256);
+    scratch.start(area * (2 * D + 4) + TILE * (LANES + 2 * D) + 256);
     float *scores = scratch.take(TILE * LANES), *wide_keys = scratch.take(TILE * D), *wide_values = scratch.take(TILE * D);
     float *queries = scratch.take(area * D), *mixed = scratch.take(area * D);
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = scratch.take<int32_t>(area);
+    const float* slopes = slopes_of(call, item, area, scratch.take(area));
 
     begin_rows(call, item, area, positions, most, sums);
     const bool in_pairs = works_in_pairs<T>(D);
@@ -252,7 +263,7 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
         for (int block = 0; block < num_blocks; block++) {
             const int64_t from = int64_t(block) * LANES;
             RowBlock part{queries + from * D, mixed + from * D, most + from, sums + from, positions + from,
-                          positions[from], positions[from + LANES - 1]};
+                          slopes ? slopes + from : nullptr, positions[from], positions[from + LANES - 1]};
             if (at > part.last_position) continue;
             if (call.window && at + count <= call.first_seen(part.first_position)) continue;
             if (in_pairs)

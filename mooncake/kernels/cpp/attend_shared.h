@@ -189,6 +189,20 @@ private:
     Scratch memory_;
 };
 
+// `lean` for `count` tokens of a part from the one at `at` on, whose scores are [token][lane].
+inline void lean_rows(const AttentionCall& call, const Item& item, const RowPlace* places, int at, int count, int vecs, float* scores) {
+    for (int v = 0; v < vecs; v++) {
+        vf slopes{};
+        vi distance{};
+        for (int i = 0; i < W && v * W + i < item.count; i++) {
+            const RowPlace& place = places[v * W + i];
+            slopes[i] = call.slope_log2(item.kv_head, place.row);
+            distance[i] = item.begin + at - call.position(place.seq, place.row);
+        }
+        lean(scores + v * W, count, vecs * W, slopes, distance, 1);
+    }
+}
+
 // A shared part is DOT_PART tokens long and all its rows see all of it, so nothing is masked, and only rows are padded,
 // to VECS vectors. `next`: as for attend_dots.
 template <class T, int VECS>
@@ -235,15 +249,17 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                 }
     };
     std::fill(most, most + lanes, NEVER);
+    const bool changes_scores = call.cap_log2 || call.alibi_slopes;
     const auto finish_scores = [&](int at, int count) {
         if (call.cap_log2) bend(scores + at * lanes, count * lanes, call.cap_log2);
+        if (call.alibi_slopes) lean_rows(call, item, places, at, count, VECS, scores + at * lanes);
         for (int t = at; t < at + count; t++)
             for (int v = 0; v < lanes; v += W) store(most + v, larger(load(most + v), load(scores + t * lanes + v)));
     };
     if constexpr (std::is_same<T, bf16>::value)
         if (in_pairs) {
             score_part_in_pairs<VECS>((const uint32_t*)query, stream, D, scores, most);
-            if (call.cap_log2) {
+            if (changes_scores) {
                 std::fill(most, most + lanes, NEVER);
                 finish_scores(0, DOT_PART);
             }

@@ -46,6 +46,7 @@ struct TiledRows {
     float* mixed;         // [D][TILE_LANES]
     float *most, *sums;   // [TILE_LANES]
     const int32_t* position;
+    const float* slopes;  // [TILE_LANES], or null
     int first_position, last_position;
 };
 
@@ -65,6 +66,8 @@ inline vf weigh(const AttentionCall& call, const TiledRows& rows, const TiledTok
         for (int t = 0; t < tokens.count; t++)
             store(column + t * TILE_LANES, load(column + t * TILE_LANES) * tokens.key_scales[t]);
     for (int t = 0; t < tokens.count && call.cap_log2; t++) bend(column + t * TILE_LANES, W, call.cap_log2);
+    if (rows.slopes)
+        lean(column, tokens.count, TILE_LANES, load(rows.slopes + v * W), tokens.begin - load_as<vi>(rows.position + v * W), 1);
     const bool future = tokens.begin + tokens.padded - 1 > rows.first_position || tokens.count < tokens.padded;
     if (future || (call.window && tokens.begin < call.first_seen(rows.last_position))) {
         const vi position = load_as<vi>(rows.position + v * W);
@@ -126,7 +129,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     const int D = call.head_dim, rows = item.count, num_blocks = (rows + TILE_LANES - 1) / TILE_LANES;
     const int32_t* table = call.table(item.seq);
     const int64_t area = int64_t(num_blocks) * TILE_LANES;
-    scratch.start(area * (2 * D + D / 2 + 3) + TILE_KEYS * (TILE_LANES + TILE_LANES / 2 + D + 2) + 256);
+    scratch.start(area * (2 * D + D / 2 + 4) + TILE_KEYS * (TILE_LANES + TILE_LANES / 2 + D + 2) + 256);
     float* scores = scratch.take(TILE_KEYS * TILE_LANES);
     uint32_t* weights = scratch.take<uint32_t>(TILE_KEYS / 2 * TILE_LANES);
     bf16 *keys = scratch.take<bf16>(TILE_KEYS * D), *values = scratch.take<bf16>(TILE_KEYS * D);
@@ -135,6 +138,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     float *mixed = scratch.take(area * D), *turned = scratch.take(area * D);
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = scratch.take<int32_t>(area);
+    const float* slopes = slopes_of(call, item, area, scratch.take(area));
 
     begin_rows(call, item, area, positions, most, sums);
     for (int64_t first = 0; first < area; first += TILE_LANES) {
@@ -168,7 +172,7 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
         for (int block = 0; block < num_blocks; block++) {
             const int64_t from = int64_t(block) * TILE_LANES;
             const TiledRows part{(const char*)(queries + from * D / 2), mixed + from * D, most + from, sums + from, positions + from,
-                                 positions[from], positions[from + TILE_LANES - 1]};
+                                 slopes ? slopes + from : nullptr, positions[from], positions[from + TILE_LANES - 1]};
             if (at > part.last_position) continue;
             if (call.window && at + count <= call.first_seen(part.first_position)) continue;
             attend_tokens(call, part, tokens, scores, weights);

@@ -35,6 +35,7 @@ struct AttentionCall {
     const int32_t* positions = nullptr;  // [T], of each sequence's queries in rising order; null: queries end the context
     float* log_sums = nullptr;                 // [T, Hq], log of the sum of a row's weights before division; null: not wanted
     const float* sinks = nullptr;              // [Hq]: scores of extra tokens whose values are zeros; null: none
+    const float* alibi_slopes = nullptr;       // [Hq]: what scores lose per token between key and query; null: nothing
 
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
@@ -61,6 +62,9 @@ struct AttentionCall {
     }
     float* output_row(int seq, int kv_head, int row) const { return output + place(seq, kv_head, row) * head_dim; }
 
+    // In log2, like the scores.
+    float slope_log2(int kv_head, int row) const { return alibi_slopes[kv_head * group() + row % group()] * 1.44269504f; }
+
     // `most` is in log2, like the scores.
     void put_log_sum(int seq, int kv_head, int row, float most, float sum) const {
         if (log_sums) log_sums[place(seq, kv_head, row)] = (most + std::log2(sum)) * 0.693147181f;
@@ -76,6 +80,14 @@ struct AttentionCall {
 // Soft-caps `count` scores, a multiple of W.
 inline void bend(float* scores, int64_t count, float cap_log2) {
     for (float* end = scores + count; scores < end; scores += W) store(scores, cap_log2 * tanhv(load(scores) / cap_log2));
+}
+
+// ALiBi: adds to `count` vectors of scores, `stride` apart, what their keys' distances make of them. Lanes are keys or rows:
+// `distance` is key minus query of each lane of the first vector, and grows by `step` from one to the next. Not inlined, so
+// that every method computes the same bits, and calls without slopes the code that they had.
+[[gnu::noinline]] inline void lean(float* scores, int64_t count, int64_t stride, vf slopes, vi distance, int step) {
+    for (int64_t i = 0; i < count; i++, scores += stride, distance += step)
+        store(scores, load(scores) + slopes * __builtin_convertvector(distance, vf));
 }
 
 // Query rows of one KV head against context tokens begin .. end. Row r of a sequence is query head r % G of the group,

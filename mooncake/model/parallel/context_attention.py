@@ -75,6 +75,11 @@ class _Look:
         return cls(_int32(sight.starts)[:, None] + reach, _int32(sight.lengths), positions, sight.is_blind)
 
 
+def needs_whole_contexts(config: ModelConfig, layer: int) -> bool:
+    """Whether what a key's score is depends on how far away it is: in parts of a context, nobody knows."""
+    return config.window_of(layer) != 0 or len(config.alibi_slopes) > 0
+
+
 class ContextAttention:
     """``batch.Attention`` of one rank for one step. ``own`` is where the pass writes the keys and values of the rank's
     tokens: those of its runs, followed on the first rank by those of residents."""
@@ -90,10 +95,11 @@ class ContextAttention:
         method: Method | None = None,
         home: Home | None = None,
     ) -> None:
-        """``method`` None: the plan chooses; layers with a sliding window always go by heads. ``home``: only on the
+        """``method`` None: the plan chooses; layers that need whole contexts always go by heads. ``home``: only on the
         first rank."""
         self._plan, self._post, self._kernels, self._config = plan, post, kernels, config
         self._own, self._home = own, home
+        self._alibi_slopes = torch.tensor(config.alibi_slopes) if config.alibi_slopes else None
         self._shape = shape
         self._method = method or plan.choose(shape)
         self._num_tokens = [plan.num_tokens(rank) for rank in range(plan.size)]
@@ -103,7 +109,7 @@ class ContextAttention:
         self._others = [other for other in range(plan.size) if other != post.rank]
 
     def method_of(self, layer: int) -> Method:
-        return Method.HEADS if self._config.window_of(layer) else self._method
+        return Method.HEADS if needs_whole_contexts(self._config, layer) else self._method
 
     def __call__(self, layer: int, query: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
         count = self._num_tokens[self._post.rank]
@@ -222,8 +228,8 @@ class ContextAttention:
             pages = self._home.layers[layer][:, :, kv_heads]
             tables = self._home.batch.block_tables[order.sequences].contiguous()
         together = torch.cat([each.wait() for each in queries])[order.by_sequence]
-        mine = None if sinks is None else sinks[heads]
-        mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens, mine)
+        mine = [None if numbers is None else numbers[heads] for numbers in (sinks, self._alibi_slopes)]
+        mixed = self._whole(layer, together, pages, tables, order.query_starts, order.context_lens, *mine)
         by_rank = torch.split(mixed[order.by_rank], self._num_tokens)
         for other in self._others:
             self._post.send(by_rank[other], other, Kind.OUTPUT)
@@ -269,7 +275,9 @@ class ContextAttention:
         batch, runs = self._home.batch, self._plan.residents
         sequences = [run.sequence for run in runs]
         tables, lengths = batch.block_tables[sequences].contiguous(), batch.context_lens[sequences]
-        return self._whole(layer, query, self._home.layers[layer], tables, _query_starts(runs), lengths, sinks)
+        return self._whole(
+            layer, query, self._home.layers[layer], tables, _query_starts(runs), lengths, sinks, self._alibi_slopes
+        )
 
     def _whole(
         self,
@@ -280,9 +288,10 @@ class ContextAttention:
         starts: torch.Tensor,
         lengths: torch.Tensor,
         sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None,
     ) -> torch.Tensor:
         config = self._config
-        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, sinks)
+        rest = (config.softmax_scale, config.window_of(layer), config.score_cap, sinks, alibi_slopes)
         return self._kernels.paged_attention(query, pages, tables, starts, lengths, *rest)
 
     def _in_place(self, layer: int, query: torch.Tensor, origin: int, lengths: Sequence[int]) -> Partial | None:

@@ -25,7 +25,7 @@ from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
-from mooncake.model.parallel.context_attention import ContextAttention
+from mooncake.model.parallel.context_attention import ContextAttention, needs_whole_contexts
 from mooncake.model.parallel.context_home import Home
 from mooncake.model.parallel.context_plan import LEAST_TOKENS, ContextPlan, Ints, Method, Shape
 from mooncake.model.parallel.context_post import Broken, GroupPost, RankReport, StepAbandoned, breaking
@@ -152,17 +152,18 @@ class ContextParallelModel:
 def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
     """Raises ModelError if the model's prompts cannot be split over this many ranks this way."""
     config = checkpoint.config
-    has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
+    by_heads = any(needs_whole_contexts(config, layer) for layer in range(config.num_layers))
     shape = shape_of(checkpoint, setup)
     if config.gemma:
         raise ModelError(f"context parallel ranks are not for Gemma 3n and 4, and so not for {checkpoint.name}")
     if config.kv_sources:
         raise ModelError(f"{checkpoint.name} shares KV between layers, which context parallel ranks do not")
-    if has_windows and setup.method not in (None, Method.HEADS):
-        raise ModelError(f"layers with a sliding window go by heads over context parallel ranks, not by {setup.method}")
-    if (has_windows or setup.method is Method.HEADS) and not shape.can_part_heads(setup.size):
+    if by_heads and setup.method not in (None, Method.HEADS):
+        what = "layers with ALiBi" if config.alibi_slopes else "layers with a sliding window"
+        raise ModelError(f"{what} go by heads over context parallel ranks, not by {setup.method}")
+    if (by_heads or setup.method is Method.HEADS) and not shape.can_part_heads(setup.size):
         what = f"{config.num_heads} heads over {config.num_kv_heads} KV heads cannot be parted among {setup.size} ranks"
-        raise ModelError(what + (", which a sliding window needs" if has_windows else ""))
+        raise ModelError(what + (", which a sliding window or ALiBi needs" if by_heads else ""))
 
 
 def shape_of(checkpoint: Checkpoint, setup: Setup) -> Shape:
