@@ -171,12 +171,12 @@ def _json_grammar(schema: str) -> str:
 
 
 class _Vocabulary:
-    """The attributes by which llguidance reads a tokenizer."""
+    """The attributes by which llguidance reads a tokenizer. Rows of the model without a token have no bytes."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = None
-        self.tokens = [tokenizer.token_bytes(token_id, skip_special=False) for token_id in range(tokenizer.vocab_size)]
+        self.tokens = [tokenizer.token_bytes(token_id, skip_special=False) for token_id in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._tokenizer = tokenizer
         self._num_leading = len(tokenizer.encode(""))  # tokens put before every prompt
@@ -191,5 +191,5 @@ class _Vocabulary:
 def _tokenizer(tokenizer: Tokenizer, vocab_size: int) -> LLTokenizer:
     if not tokenizer.eos_ids:
         raise InvalidRequest("this model has no token that ends an answer, and a guide needs one", "guide")
-    wrapper = TokenizerWrapper(_Vocabulary(tokenizer))
-    return LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))
+    wrapper = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
+    return LLTokenizer(wrapper, eos_token=list(tokenizer.eos_ids))

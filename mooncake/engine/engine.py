@@ -275,6 +275,8 @@ class Engine:
         self._not_announced += plan.admissions
         for sequence, error in plan.failures:
             self._requests.forget(sequence, error)
+        if plan.failures:  # with one beam, the others of its search end
+            plan.entries = [entry for entry in plan.entries if entry.sequence.state is SequenceState.RUNNING]
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         started_s = time.perf_counter()

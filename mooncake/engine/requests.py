@@ -125,7 +125,8 @@ class Requests:
     def forget(self, sequence: Sequence, error: MooncakeError) -> None:
         """The scheduler has given it up, with this error."""
         del self._sequences[sequence.request_id]
-        self.report_failure(sequence, error)
+        if self.is_open(sequence.root_id):  # otherwise its search ended with another beam
+            self.report_failure(sequence, error)
 
     def report_failure(self, sequence: Sequence, error: MooncakeError) -> None:
         """One answer of its request, or its whole beam search, ends with ``error``."""

@@ -19,11 +19,12 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
-from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite
+from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite, OutOfBlocks
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.sampling import BeamSearch, SamplingParams
 from mooncake.types import FinishReason, SampledToken
 from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
+from tests.engine.windowed_model import windowed_engine
 
 WIDTH = 4
 
@@ -181,6 +182,16 @@ def test_a_search_that_is_aborted_or_fails_leaves_nothing(num_steps: int) -> Non
     assert [request_id for request_id, _ in engine.take_ended()] == ["r"]
     engine.block_pool.check()
     assert engine.block_pool.num_in_use == 0 and not engine.has_work and not engine.is_open("r")
+
+
+@pytest.mark.parametrize("engine", [hash_engine(num_blocks=8), windowed_engine(num_pages=30)[0]])
+def test_a_search_that_outgrows_the_whole_cache_fails_once(engine: Engine) -> None:
+    """In the second engine beams are given up in a step that others of the search were to be computed in."""
+    engine.add(hash_sequence("r", random_prompt(9, 0), beams(60, n=3)))
+    assert run_all(engine) == []
+    [(request_id, error)] = engine.take_ended()
+    assert request_id == "r" and isinstance(error, OutOfBlocks)
+    assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")
 
 
 class LoadsOnceAndFails:

@@ -233,6 +233,18 @@ def test_a_model_whose_answers_have_no_end_token_cannot_be_guided() -> None:
         guides.compile(Guide(GuideKind.JSON_OBJECT))
 
 
+@pytest.mark.parametrize("num_more", [100, -100])
+def test_a_model_may_have_more_rows_than_there_are_tokens_or_fewer(llm: LLM, num_more: int) -> None:
+    num_rows = llm.tokenizer.vocab_size + num_more
+    guides = Guides(lambda: llm.tokenizer, num_rows)
+    choice, anything = (
+        guides.state(Guide(GuideKind.CHOICE, '["ab"]')).allowed(),
+        guides.state(Guide(GuideKind.REGEX, "(?s:.)*")).allowed(),
+    )
+    assert choice[llm.tokenizer.encode("ab")[0]] and len(anything) == num_rows
+    assert not anything[llm.tokenizer.vocab_size :].any()
+
+
 def test_a_state_can_go_back(llm: LLM) -> None:
     guides = Guides(lambda: llm.tokenizer, llm.tokenizer.vocab_size)
     state = guides.state(Guide(GuideKind.REGEX, "ab*c"))
