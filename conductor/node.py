@@ -100,6 +100,8 @@ class ConductorNode:
         """Fail health checks, let requests in progress finish for up to ``DRAIN_S``, then close."""
         if self._server is not None:
             await self._server.set_serving(False)
+        if self._core is not None:
+            self._core.adapter_loader.close()
         if self._ingress is not None:
             await self._ingress.drain(DRAIN_S)
             await self._ingress.stop()

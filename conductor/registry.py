@@ -211,9 +211,9 @@ class Registry:
     def set_adapters(self, node_id: str, incarnation: int, loads: Iterable[AdapterLoad]) -> None:
         """What the node says of its adapters."""
         node, adapters = self._nodes.get(node_id), tuple(loads)
-        if node is not None and node.info.incarnation == incarnation and node.adapters != adapters:
+        if node is not None and node.info.incarnation == incarnation:
+            self.version += node.adapters != adapters
             node.adapters = adapters
-            self.version += 1
 
     def lacking(self, adapter: str) -> frozenset[int]:
         """Incarnations of the nodes that have not loaded the adapter of this digest."""

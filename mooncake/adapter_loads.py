@@ -18,6 +18,7 @@ class AdapterLoad:
     number: int
     error: str = ""  # why a node does not have it
     is_served: bool = field(default=False, compare=False)  # as last heard: requests may name it
+    is_ended: bool = field(default=False, compare=False)  # likewise: they no longer may
 
 
 def load_to_wire(load: AdapterLoad) -> pb.Adapter:
@@ -32,6 +33,7 @@ def load_to_wire(load: AdapterLoad) -> pb.Adapter:
         number=load.number,
         error=load.error,
         served=load.is_served,
+        ended=load.is_ended,
     )
 
 
@@ -44,4 +46,4 @@ def load_from_wire(message: pb.Adapter) -> AdapterLoad:
         is_rank_stabilised=message.rank_stabilised,
         invocation=tuple(message.invocation),
     )
-    return AdapterLoad(adapter, message.number, message.error, message.served)
+    return AdapterLoad(adapter, message.number, message.error, message.served, message.ended)

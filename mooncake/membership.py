@@ -157,12 +157,15 @@ class Membership:
     async def _run(self) -> None:
         backoff_s, said = 0.1, ""
         while True:
+            incarnation = self._info.incarnation
             try:
                 if self.is_registered:
                     await self._heartbeat()
                 else:
                     await self._try_register()
             except (StaleEpoch, NodeIdTaken) as error:
+                if incarnation != self._info.incarnation:
+                    continue  # it is this node that has replaced it, by ``change``
                 log.error("%s leaves the cluster: %s", self._info.node_id, error)
                 self._registered.clear()
                 self._replaced.set_result(error)

@@ -42,6 +42,8 @@ class AdapterLoader:
         self._nodes_change = nodes_change
         self._timeout_s = timeout_s
         self._clock = clock
+        self._is_closing = False
+        self._waits: set[asyncio.Timeout] = set()
 
     @property
     def served(self) -> Mapping[str, Adapter]:
@@ -59,13 +61,32 @@ class AdapterLoader:
         load = self._catalogue.begin(adapter, in_place, time.time_ns())
         try:
             while missing := (*self._waiting_for(), *without(load, self._registry.nodes())):
-                if not await self._nodes_change(until):
+                if not await self._change(until):
                     what = f"the adapter {shown(name)} was not loaded within {self._timeout_s:g} s"
                     raise DeadlineExceeded(f"{what}: it is missing on {', '.join(missing)}")
             self._catalogue.serve(load)
         finally:
             self._catalogue.give_up(load)
         log.info("the adapter %s is served, from %s", name, adapter.path)
+
+    def close(self) -> None:
+        """End the loads that wait for nodes with NodeUnavailable."""
+        self._is_closing = True
+        now = asyncio.get_running_loop().time()
+        for wait in self._waits:
+            wait.reschedule(now)
+
+    async def _change(self, until: float) -> bool:
+        """``nodes_change``, until ``close``."""
+        wait = asyncio.timeout(0.0 if self._is_closing else None)
+        try:
+            async with wait:
+                self._waits.add(wait)
+                return await self._nodes_change(until)
+        except TimeoutError:
+            raise NodeUnavailable("the server is shutting down") from None
+        finally:
+            self._waits.discard(wait)
 
     def finish(self) -> None:
         """Serve what an earlier conductor began to load and every node has by now. What a node cannot load is given

@@ -1,8 +1,8 @@
 """Which adapters nodes should have beside the configured ones, and which of them requests may name.
 
 Pure. A load begins, is served once every node has it, and ends when it is unloaded or replaced: then no new request can
-name it, and nodes keep it until the last one that uses it has ended. Nodes are told which loads are served, so that the
-next conductor knows what they mean. ``adapter_loader`` acts on it.
+name it, and nodes keep it until the last one that uses it has ended. Nodes are told which loads are served and which
+end, so that the next conductor knows what they mean. ``adapter_loader`` acts on it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ class AdapterCatalogue:
 
     def wanted(self) -> list[AdapterLoad]:
         """What every node that computes should have."""
-        return [replace(each.load, is_served=each.state is LoadState.SERVED) for each in self._wanted.values()]
+        served, ended = LoadState.SERVED, LoadState.ENDING
+        return [
+            replace(each.load, is_served=each.state is served, is_ended=each.state is ended)
+            for each in self._wanted.values()
+        ]
 
     def loaded(self) -> list[AdapterLoad]:
         """Those of them that requests may name."""
@@ -133,10 +137,14 @@ class AdapterCatalogue:
 
     def adopt(self, loads: Iterable[AdapterLoad]) -> None:
         """A node that registers has these from an earlier conductor, which may have been this one: the latest of each
-        name, without those that have ended here. Those that were served are served; the others are ``unfinished``."""
+        name, without those that have ended here or there. Those that were served are served; the others are
+        ``unfinished``."""
         for load in loads:
             name, known = load.adapter.name, self._wanted.get(load.number)
             is_over = load.number in self._ended or (known is not None and known.state is not LoadState.UNFINISHED)
+            if load.is_ended:
+                self._adopt_end(load)
+                continue
             if load.error or is_over or not self._most or name in self._taken:
                 continue
             others = [each for each in self._wanted.values() if each.load.adapter.name == name and each is not known]
@@ -146,11 +154,19 @@ class AdapterCatalogue:
             elif all(each.load.number < load.number for each in others):
                 self._wanted[load.number] = _Wanted(load, LoadState.UNFINISHED)
 
+    def _adopt_end(self, load: AdapterLoad) -> None:
+        """Another node may not have heard of it, and have told that it is served."""
+        known = self._wanted.get(load.number)
+        if known is None or known.state is LoadState.UNFINISHED:
+            self._end(load.number)
+        elif known.state is LoadState.SERVED:
+            self.unload(load.adapter.name)
+
     def _in(self, *states: LoadState) -> list[_Wanted]:
         return [wanted for wanted in self._wanted.values() if wanted.state in states]
 
     def _end(self, number: int) -> None:
-        del self._wanted[number]
+        self._wanted.pop(number, None)
         self._ended[number] = None
         while len(self._ended) > ENDED_KEPT:
             del self._ended[next(iter(self._ended))]

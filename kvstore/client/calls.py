@@ -106,7 +106,7 @@ class StoreCalls:
         """Send something that the store would find out by itself in time, without anyone waiting for it."""
 
         async def run() -> None:
-            with contextlib.suppress(MooncakeError):
+            with contextlib.suppress(MooncakeError, grpc.aio.UsageError):  # the latter once our channels are closed
                 await work
 
         task = asyncio.get_running_loop().create_task(run())

@@ -116,6 +116,7 @@ class Adapter(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """the folder, on every node"""
@@ -128,6 +129,8 @@ class Adapter(_message.Message):
     """from a node: why it does not have it"""
     served: _builtins.bool
     """requests may name it; a node repeats what it was told"""
+    ended: _builtins.bool
+    """requests may no longer name it, and the last ones that do are finished; likewise"""
     @_builtins.property
     def invocation(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of an activated one"""
@@ -144,10 +147,11 @@ class Adapter(_message.Message):
         number: _builtins.int = ...,
         error: _builtins.str = ...,
         served: _builtins.bool = ...,
+        ended: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "digest", b"digest", "error", b"error", "invocation", b"invocation", "name", b"name", "number", b"number", "path", b"path", "rank_stabilised", b"rank_stabilised", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "digest", b"digest", "ended", b"ended", "error", b"error", "invocation", b"invocation", "name", b"name", "number", b"number", "path", b"path", "rank_stabilised", b"rank_stabilised", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

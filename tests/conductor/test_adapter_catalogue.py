@@ -142,6 +142,20 @@ def test_a_later_conductor_adopts_the_latest_of_each_name_and_nothing_that_it_en
     assert not forbidding.wanted()
 
 
+@pytest.mark.parametrize("the_end_is_told_first", [True, False])
+def test_what_an_earlier_conductor_unloaded_is_not_served_again(the_end_is_told_first: bool) -> None:
+    earlier, catalogue = AdapterCatalogue([], 2), AdapterCatalogue([], 2)
+    loaded(earlier, adapter("a"))
+    before = earlier.wanted()
+    earlier.unload("a")
+    after = earlier.wanted()  # a request still uses it
+    for told in (after, before) if the_end_is_told_first else (before, after):
+        catalogue.adopt([load_from_wire(load_to_wire(load)) for load in told])
+    assert not catalogue.served and not catalogue.unfinished()
+    catalogue.drop_unused(lambda digest: False)
+    assert not catalogue.wanted()
+
+
 def test_nodes_are_told_which_loads_are_served() -> None:
     catalogue = AdapterCatalogue([], 1)
     loaded(catalogue, adapter("a", "old"))
@@ -210,9 +224,9 @@ def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
 
 def test_loads_travel_whole() -> None:
     for is_served in (True, False):
-        load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why", is_served)
+        load = AdapterLoad(Adapter("a", Path("/a b"), "d", 8.5, True, (3, 4)), 1 << 62, "why", is_served, not is_served)
         again = load_from_wire(load_to_wire(load))
-        assert again == load and again.is_served == is_served
+        assert again == load and (again.is_served, again.is_ended) == (is_served, not is_served)
 
 
 async def test_a_load_ends_in_time_and_changes_nothing_then(tmp_path: Path) -> None:

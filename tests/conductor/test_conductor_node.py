@@ -1,16 +1,21 @@
 """The conductor as it is started: one process, real ports, the demo model's tokenizer, and no torch."""
 
+import asyncio
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 from certificates import make_certificate
+from tiny_lora import write_adapter
+from tiny_model import write_tiny_model
 
-from conductor.node import ConductorNode
+from conductor.node import ConductorNode, model_facts
 from mooncake.app.directory import open_directory
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.membership import Membership
@@ -68,6 +73,47 @@ async def test_nodes_join_over_tls_whatever_the_certificate_s_name(
             await member(*behind).start()
     finally:
         await node.stop()
+
+
+async def test_a_load_of_an_adapter_that_it_does_not_live_to_finish_is_refused(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "model/sql", write_tiny_model(tmp_path / "model"))
+    overrides = [f"model.path={tmp_path / 'model'}", "conductor.max_loaded_adapters=1"]
+    config = load_config(overrides=[*overrides, "conductor.grpc_port=0", "conductor.http_port=0"])
+    node = ConductorNode(config, open_directory)
+    await node.start()
+    facts = model_facts(config, open_checkpoint(config.model.path))
+    async with (
+        grpc.aio.insecure_channel(node.control_address) as channel,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.http_port}", trust_env=False) as http,
+    ):
+        try:
+            for role in ("prefill", "decode"):  # which never say that they have it
+                info = cluster_pb2.NodeInfo(
+                    node_id=role,
+                    role=role,
+                    incarnation=1,
+                    control_address="127.0.0.1:9",
+                    kv_fingerprint=facts.kv_fingerprint,
+                    block_tokens=config.block.tokens,
+                    max_model_len=facts.max_model_len,
+                    settings=facts.settings,
+                )
+                await ClusterStub(channel).Register(cluster_pb2.RegisterRequest(node=info), timeout=5)
+            fields = {"lora_name": "mine", "lora_path": str(tmp_path / "model/sql")}
+            loading = asyncio.create_task(http.post("/v1/load_lora_adapter", json=fields, timeout=30))
+            async with asyncio.timeout(10):
+                while not await wanted(channel):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            await node.stop()
+        answer = await loading
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "the server is shutting down")
+
+
+async def wanted(channel: grpc.aio.Channel) -> int:
+    """How many adapters the conductor has its nodes load."""
+    beat = cluster_pb2.HeartbeatRequest(node_id="prefill", incarnation=1)
+    return len((await ClusterStub(channel).Heartbeat(beat, timeout=5)).adapters)
 
 
 async def test_a_taken_port_is_one_sentence() -> None:

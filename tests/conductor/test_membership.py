@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from conductor.service import ClusterServicer
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.membership import Membership
@@ -106,6 +107,38 @@ async def test_a_replaced_process_leaves_and_stays_away(start_cluster: Any) -> N
     await old.stop()
     assert cluster.core.registry.get("p9").state == "live", "its good-bye says nothing of its successor"
     await new.stop()
+
+
+async def test_a_heartbeat_that_arrives_after_its_sender_has_changed_its_role_does_not_end_the_node(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hear = ClusterServicer.Heartbeat
+    is_registered, is_on_its_way, has_changed, is_heard = (asyncio.Event() for _ in range(4))
+
+    async def hear_late(self: ClusterServicer, request: cluster_pb2.HeartbeatRequest, context: Any) -> Any:
+        if not is_registered.is_set() or request.incarnation != 1:
+            return await hear(self, request, context)
+        is_on_its_way.set()
+        await has_changed.wait()
+        try:
+            return await hear(self, request, context)
+        finally:
+            is_heard.set()
+
+    monkeypatch.setattr(ClusterServicer, "Heartbeat", hear_late)
+    cluster = await start_cluster(0, 0)
+    node = member(cluster.address, info(incarnation=1))
+    await node.start()
+    is_registered.set()
+    async with asyncio.timeout(20):
+        await is_on_its_way.wait()
+        await node.change(info(incarnation=2))
+        has_changed.set()
+        await is_heard.wait()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(node.wait_replaced(), 0.3)
+    assert node.is_registered and cluster.core.registry.get("p9").info.incarnation == 2
+    await node.stop()
 
 
 ACTOR = """

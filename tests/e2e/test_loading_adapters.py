@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
-from drive import status
+from drive import status, wait_running
 from greedy import greedy
 from live import running_cluster, small_config
 from tiny_lora import write_adapter
@@ -175,6 +175,28 @@ async def test_a_conductor_that_dies_while_it_replaces_one_leaves_it_or_its_succ
     await front.until_loads({"prefill-0": 1, "decode-0": 1})
     expected = greedy(merged["poems" if can_be_finished else "sql"], PROMPT, NEW)
     assert (await front.ask("mine"))[0] == expected
+
+
+async def test_a_conductor_that_dies_while_it_unloads_one_does_not_bring_it_back(
+    front: Front, models: tuple[Path, dict[str, Any]]
+) -> None:
+    assert (await front.load("mine", models[0] / "sql")).status_code == 200
+    decode = front.cluster.pids["decode-0"]
+    os.kill(decode, signal.SIGSTOP)  # it will not hear of the end
+    try:
+        asking = asyncio.create_task(front.ask("mine"))
+        async with grpc.aio.insecure_channel(front.cluster.grpc_address) as channel, asyncio.timeout(60):
+            await wait_running(channel, 1)
+            assert (await front.unload("mine")).status_code == 200
+            while not any(load.ended for node in (await status(channel)).nodes for load in node.adapters):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await front.kill("conductor")
+    finally:
+        os.kill(decode, signal.SIGCONT)
+    with pytest.raises(httpx.TransportError):
+        await asking
+    await front.until_loads({"prefill-0": 0, "decode-0": 0})
+    assert await front.names() == ["tiny"]
 
 
 async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(front: Front, models: tuple[Path, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import math
 import random
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from kvstore.client.calls import LOOK_AGAIN_S, StoreCalls
 from kvstore.client.store_client import StoreClient
+from kvstore.client.types import Reservation
 from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
 from mooncake.app.role_main import run_async
@@ -24,6 +26,7 @@ from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, Nod
 from mooncake.rpc import store_pb2, store_pb2_grpc
 from mooncake.rpc.errors import error_from_parts, parts_of_error
 from mooncake.rpc.server import Channels, RpcServer
+from mooncake.types import SegmentAddress
 
 BLOCK = 4096
 
@@ -361,3 +364,17 @@ async def test_who_asks_without_end_and_reads_nothing_waits_and_is_answered_when
         shelf.door.set()
         await count_answers(sock, sent // len(frame))
     await server.stop()
+
+
+async def test_what_is_to_be_told_once_the_channels_are_closed_is_dropped_in_silence(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    channels = Channels()
+    calls = StoreCalls("127.0.0.1:9", channels)
+    await calls.close()
+    await channels.close()
+    calls.later(calls.abort([Reservation(SegmentAddress("store", 1, "host", "", "", 1, 1), 0, 1)]))
+    while calls._background:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not caplog.records, "the end of its connections tells the store"
