@@ -181,6 +181,7 @@ async def test_a_conductor_that_dies_while_it_unloads_one_does_not_bring_it_back
     front: Front, models: tuple[Path, dict[str, Any]]
 ) -> None:
     assert (await front.load("mine", models[0] / "sql")).status_code == 200
+    await front.until_loads({"prefill-0": 1, "decode-0": 1})  # those of other tests have gone
     decode = front.cluster.pids["decode-0"]
     os.kill(decode, signal.SIGSTOP)  # it will not hear of the end
     try:
