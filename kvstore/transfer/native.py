@@ -1,6 +1,6 @@
 """The caller's side of the data plane in C++ (wire.cpp): sends and receives without the GIL, computing checksums while
-the bytes are in cache. Built at first use; without a compiler sockets.py does the same in Python. The owner's side is
-in ``native_owner``."""
+the bytes are in cache, and copies what is larger than caches. Built at first use; without a compiler sockets.py and
+numpy do the same. The owner's side is in ``native_owner``."""
 
 from __future__ import annotations
 
