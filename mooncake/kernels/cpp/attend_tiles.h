@@ -109,14 +109,15 @@ inline void attend_tokens(const AttentionCall& call, const TiledRows& rows, Tile
     tokens.padded = std::min(tokens.padded, seen);
     tokens.count = std::min(tokens.count, seen);
     const int64_t token_bytes = tokens.padded * int64_t(sizeof(bf16));
+    const auto nothing_else = [](int64_t) {};
     for (int t = 0; t < tokens.padded; t += TILE_STRIP)
-        multiply_tiles<BF16S>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
-                              (char*)(scores + t * TILE_LANES), nullptr, 0);
+        multiply_tiles<BF16S, Strip::KEPT>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
+                                           (char*)(scores + t * TILE_LANES), nullptr, 0, nothing_else);
     vf fade[PANEL_VECS];
     for (int v = 0; v < PANEL_VECS; v++) fade[v] = weigh(call, rows, tokens, v, scores, weights);
     for (int d = 0; d < D; d += TILE_STRIP) {
-        multiply_tiles<BF16S>((const char*)(tokens.values + d * strip_values), TILE_STRIP, (const char*)weights,
-                              token_bytes, (char*)scores, nullptr, 0);
+        multiply_tiles<BF16S, Strip::KEPT>((const char*)(tokens.values + d * strip_values), TILE_STRIP, (const char*)weights,
+                                           token_bytes, (char*)scores, nullptr, 0, nothing_else);
         float* mixed = rows.mixed + d * TILE_LANES;
         for (int i = 0; i < TILE_STRIP; i++, mixed += TILE_LANES)
             for (int v = 0; v < PANEL_VECS; v++)

@@ -10,6 +10,7 @@ namespace {
 constexpr int DEEP = 192;                     // inputs at a time, so that this part of a panel stays in L1 for all strips
 constexpr int AHEAD = 6144;                   // bytes to prefetch ahead: the hardware prefetcher stops at every 4 KiB
 constexpr int AHEAD_IN_TILES = 3072;          // likewise
+constexpr int64_t NEAR_PANEL = 40 << 10;      // bytes of a panel that the L1 cache keeps beside what passes through it
 
 // ---- the inner loops ------------------------------------------------------------------------------------------------
 
@@ -147,60 +148,94 @@ inline void hold([[maybe_unused]] vf value) {
 #endif
 }
 
-// Stores the sums [rows][PANEL] of a panel; `first` is the first of these rows. If they go to tiles, all rows are in
-// one strip.
-template <WeightKind KIND, Then THEN>
-void deliver(const PackedLinear& layer, const float* row_scales, const Target& target, int64_t index, const float* sums,
-             int64_t first, int64_t rows) {
-    const int64_t column = index * PANEL;
-    vf bias[PANEL_VECS]{}, scales[PANEL_VECS]{};
-    for (int v = 0; v < PANEL_VECS; v++) {
-        if (layer.bias) bias[v] = load(layer.bias + column + v * W);
-        if (layer.scales) scales[v] = load(layer.scales + column + v * W);
+// Where a panel's sums go. What is the same for all rows stays in registers.
+template <WeightKind KIND, Then THEN> class Delivery {
+public:
+    Delivery(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index)
+        : target_(target), row_scales_(x.row_scales), column_(index * PANEL), left_(layer.outputs - column_) {
+        for (int v = 0; v < PANEL_VECS; v++) {
+            bias_[v] = layer.bias ? load(layer.bias + column_ + v * W) : vf{};
+            scales_[v] = layer.scales ? load(layer.scales + column_ + v * W) : vf{};
+            if (KIND == BOTH_CODES) middles_[v] = load_as<vi>(layer.sums + column_ + v * W) * 128;
+        }
     }
-    float* to = target.to + first * target.stride + (THEN == Then::GATE ? column / 2 : column);
-    char* tile = target.next ? target.next->tile_row(first, column / 2 * int64_t(sizeof(bf16))) : nullptr;
-    for (int64_t r = 0; r < rows; r++, sums += PANEL, to += target.stride, tile += ROW_UNIT) {
-        vf results[PANEL_VECS];
-        for (int v = 0; v < PANEL_VECS; v++) {
-            if (KIND == BOTH_CODES) {
-                const vi exact = load_as<vi>((const int32_t*)sums + v * W) - load_as<vi>(layer.sums + column + v * W) * 128;
-                results[v] = __builtin_convertvector(exact, vf) * (scales[v] * row_scales[first + r]);
-            } else if (KIND == WIDE_CODES) {
-                results[v] = load(sums + v * W) * (scales[v] * row_scales[first + r]);
-            } else {
-                results[v] = KIND == CODES ? load(sums + v * W) * scales[v] : load(sums + v * W);
-            }
-            results[v] = results[v] + bias[v];
-        }
-        if constexpr (THEN == Then::GATE) {
-            const vf gated = silu(results[0]) * results[1];
-            if (target.next)
-                store((bf16*)tile, gated);
-            else
-                store(to, gated);
-            continue;
-        }
-        for (int v = 0; v < PANEL_VECS; v++) {
-            const int64_t left = layer.outputs - column - v * W;
-            float* at = to + v * W;
-            if (left >= W) {
-                const vf before = load(at);
+
+    // Stores the sums [rows][PANEL] of rows `first` and following. If they go to tiles, all are in one strip.
+    void put(const float* sums, int64_t first, int64_t rows) const {
+        if constexpr (THEN == Then::GATE)
+            return put_gated(sums, first, rows);
+        float* to = address(first);
+        if (left_ < PANEL) return put_part(sums, first, rows);
+        for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) {
+                const vf before = load(to + v * W), now = result(sums, r, v);
                 hold(before);
-                store(at, THEN == Then::ADD ? before + results[v] : results[v]);
-            } else
-                for (int i = 0; i < left; i++) at[i] = THEN == Then::ADD ? at[i] + results[v][i] : results[v][i];
+                store(to + v * W, THEN == Then::ADD ? before + now : now);
+            }
+    }
+
+    // Prefetches where `rows` rows will be written. A function that only prefetches has no effect that GCC knows of, so
+    // unless it is inlined early its calls are dropped.
+    __attribute__((always_inline)) void bring(int64_t first, int64_t rows) const {
+        if (THEN == Then::GATE) return;
+        const float* to = address(first);
+        for (; rows > 0; rows--, to += target_.stride)
+            for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(to + v * W, 0, SECOND_CACHE);
+    }
+
+private:
+    float* address(int64_t row) const { return target_.to + row * target_.stride + column_; }
+
+    vf result(const float* sums, int64_t row, int v) const {
+        const float* at = sums + v * W;
+        if (KIND == BOTH_CODES)
+            return __builtin_convertvector(load_as<vi>(at) - middles_[v], vf) * (scales_[v] * row_scales_[row]) + bias_[v];
+        if (KIND == WIDE_CODES) return load(at) * (scales_[v] * row_scales_[row]) + bias_[v];
+        return (KIND == CODES ? load(at) * scales_[v] : load(at)) + bias_[v];
+    }
+
+    void put_gated(const float* sums, int64_t first, int64_t rows) const {
+        const auto gated = [&](int64_t r) { return silu(result(sums, r, 0)) * result(sums, r, 1); };
+        if (target_.next) {
+            char* tile = target_.next->tile_row(first, column_ / 2 * int64_t(sizeof(bf16)));
+            for (int64_t r = first; r < first + rows; r++, sums += PANEL, tile += ROW_UNIT) store((bf16*)tile, gated(r));
+        } else {
+            float* to = target_.to + first * target_.stride + column_ / 2;
+            for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride) store(to, gated(r));
         }
+    }
+
+    void put_part(const float* sums, int64_t first, int64_t rows) const {  // the last panel of some outputs
+        float* to = address(first);
+        for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride)
+            for (int v = 0; v * W < left_; v++) {
+                const vf now = result(sums, r, v);
+                for (int64_t i = v * W; i < std::min<int64_t>(left_, (v + 1) * W); i++)
+                    to[i] = THEN == Then::ADD ? to[i] + now[i % W] : now[i % W];
+            }
+    }
+
+    const Target& target_;
+    const float* row_scales_;
+    int64_t column_, left_;
+    vf bias_[PANEL_VECS], scales_[PANEL_VECS];
+    vi middles_[PANEL_VECS];
+};
+
+// Calls body(then) with `then` as a constant.
+template <class Body> void with_then(Then then, const Body& body) {
+    switch (then) {
+        case Then::GATE: return body(std::integral_constant<Then, Then::GATE>{});
+        case Then::ADD: return body(std::integral_constant<Then, Then::ADD>{});
+        default: return body(std::integral_constant<Then, Then::STORE>{});
     }
 }
 
 template <WeightKind KIND>
 void deliver(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, const float* sums, int64_t first,
              int64_t rows) {
-    const auto then = target.then == Then::GATE  ? deliver<KIND, Then::GATE>
-                      : target.then == Then::ADD ? deliver<KIND, Then::ADD>
-                                                 : deliver<KIND, Then::STORE>;
-    then(layer, x.row_scales, target, index, sums, first, rows);
+    with_then(target.then, [&](auto then) { Delivery<KIND, then>(layer, x, target, index).put(sums, first, rows); });
 }
 
 // sums[row][PANEL] for the rows of some strips, in vectors; for each plane of a strip.
@@ -259,24 +294,50 @@ inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, in
     return panels;
 }
 
-// With one strip, it waits for its weights; with several, each prefetches part of the next panel.
-template <WeightKind KIND>
-void product_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
-                      int64_t to_strip) {
+// With one strip, it waits for its weights; with several, each prefetches part of the next panel. Meanwhile the results
+// of the strip before are delivered, a few rows at a time: the tiles' unit and the vectors' work side by side.
+template <WeightKind KIND, Then THEN, Strip HOW>
+void strips_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                     int64_t to_strip) {
     constexpr int PANEL_LINES = TILE_ROWS * PANEL * 4 / 64;  // per panel, for every 64 bytes of a row
-    alignas(64) float sums[TILE_STRIP * PANEL];
-    Tiles tiles(x.strips.height(from_strip) * x.planes);
+    alignas(64) float both[2][TILE_STRIP * PANEL];
+    const Delivery<KIND, THEN> delivery(layer, x, target, index);
     const char* panel = panels_for_tiles(layer, index, 1);
     const int64_t count = to_strip - from_strip;
     const int lines = int((PANEL_LINES + count - 1) / count);
     const char* ahead = panel + (count == 1 ? AHEAD_IN_TILES : x.row_bytes * PANEL);
+    const int64_t steps = x.row_bytes / 64, rows_at_once = (TILE_STRIP + steps - 1) / steps;
+    const float* before = nullptr;  // what is left of the strip before
+    int64_t row = 0, rows_left = 0;
+    Tiles tiles(x.strips.height(from_strip) * x.planes);
     for (int64_t strip = from_strip; strip < to_strip; strip++, ahead += lines * x.row_bytes) {
         const int height = x.strips.height(strip), rows = height * x.planes;
+        const int64_t first = x.strips.first(strip);
+        float* sums = both[strip % 2];
         tiles.shape(rows);
-        multiply_tiles<KIND>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines);
+        int64_t brought = 0;
+        multiply_tiles<KIND, HOW>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines, [&](int64_t) {
+            delivery.bring(first + brought, std::min<int64_t>(rows_at_once, height - brought));
+            brought = std::min<int64_t>(brought + rows_at_once, height);
+            if (!rows_left) return;
+            const int64_t some = std::min(rows_at_once, rows_left);
+            delivery.put(before, row, some);
+            before += some * PANEL, row += some, rows_left -= some;
+        });
         if (KIND == WIDE_CODES) join_planes(sums, height);
-        deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
+        before = sums, row = first, rows_left = height;
     }
+    delivery.put(before, row, rows_left);
+}
+
+template <WeightKind KIND>
+void product_in_tiles(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t from_strip,
+                      int64_t to_strip) {
+    const bool is_near = x.row_bytes * PANEL <= NEAR_PANEL && to_strip - from_strip > 1;
+    with_then(target.then, [&](auto then) {
+        (is_near ? strips_in_tiles<KIND, then, Strip::STREAMED> : strips_in_tiles<KIND, then, Strip::KEPT>)(
+            layer, x, target, index, from_strip, to_strip);
+    });
 }
 
 template <WeightKind KIND>

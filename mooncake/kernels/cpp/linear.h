@@ -11,7 +11,8 @@ namespace mooncake {
 
 constexpr int START = 3072;                   // bytes to prefetch before a product begins, per thread
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
-constexpr int NEAR_STRIPS = 8;                // strips of tiles that use a panel together
+constexpr int64_t NEAR_STRIPS = 8;            // strips of tiles that use a panel together; if they are short,
+constexpr int64_t NEAR_BYTES = 800 << 10;     // as many as this, which the L2 cache keeps
 constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay off
 
 // What is done with the results.
@@ -48,7 +49,8 @@ struct Cuts {
         cuts = std::min(strips, std::max<int64_t>(1, (4 * team + panels - 1) / panels));
         // tiles finish a panel so fast that rows must be in cache, too: each part of them goes through all panels in
         // turn
-        if (is_tiled) cuts = std::max(cuts, (strips + NEAR_STRIPS - 1) / NEAR_STRIPS);
+        const int64_t near = std::max(NEAR_STRIPS, NEAR_BYTES / (TILE_STRIP * x.row_bytes));
+        if (is_tiled) cuts = std::max(cuts, (strips + near - 1) / near);
         run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1;
         runs = (panels + run - 1) / run;
     }

@@ -91,10 +91,28 @@ template <WeightKind KIND> inline void multiply_lower() {
     }
 }
 
+// Whether tiles of activations leave the L1 cache as they came: then it keeps a panel that fits for all strips.
+enum class Strip { KEPT, STREAMED };
+
+template <Strip HOW> inline void load_upper(const char* strip) {
+    if constexpr (HOW == Strip::STREAMED)
+        _tile_stream_loadd(4, strip, 64);
+    else
+        _tile_loadd(4, strip, 64);
+}
+
+template <Strip HOW> inline void load_lower(const char* strip) {
+    if constexpr (HOW == Strip::STREAMED)
+        _tile_stream_loadd(5, strip, 64);
+    else
+        _tile_loadd(5, strip, 64);
+}
+
 // sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile prefetches
-// `lines` cache lines, from `ahead` on, for every 64 bytes of a row.
-template <WeightKind KIND>
-void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines) {
+// `lines` cache lines, from `ahead` on, for every 64 bytes of a row, and calls between(at) with the bytes multiplied.
+template <WeightKind KIND, Strip HOW, class Between>
+inline void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines,
+                           const Between& between) {
     constexpr int ROW = PANEL * 4;  // bytes per row of a panel, and of sums
     const bool is_tall = rows > TILE_ROWS;
     settle_memory();
@@ -114,14 +132,15 @@ void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_
         bring(PACE);
         _tile_loadd(7, panel + 64, ROW);
         bring(PACE);
-        _tile_loadd(4, strip, 64);
+        load_upper<HOW>(strip);
         bring(PACE);
         multiply_upper<KIND>();
         if (is_tall) {
-            _tile_loadd(5, strip + 64 * TILE_ROWS, 64);
+            load_lower<HOW>(strip + 64 * TILE_ROWS);
             multiply_lower<KIND>();
         }
         bring(lines);
+        between(at);
     }
     _tile_stored(0, sums, ROW);
     _tile_stored(1, sums + 64, ROW);
@@ -181,7 +200,10 @@ struct Tiles {
     void shape(int) {}
 };
 
-template <WeightKind KIND> void multiply_tiles(const char*, int, const char*, int64_t, char*, const char*, int) {}
+enum class Strip { KEPT, STREAMED };
+
+template <WeightKind KIND, Strip HOW, class Between>
+void multiply_tiles(const char*, int, const char*, int64_t, char*, const char*, int, const Between&) {}
 template <WeightKind KIND> void multiply_two(const char*, int, const char*, int64_t, int64_t, char*, int64_t) {}
 
 #endif
