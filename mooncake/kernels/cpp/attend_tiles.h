@@ -17,11 +17,6 @@ constexpr int TILE_LANES = PANEL;  // query rows in one row block
 // W values as bfloat16 bits, each in its own lane.
 inline vu narrow_bits(const bf16* from) { return (vu)load(from) >> 16; }
 inline vu narrow_bits(const int8_t* from) { return (vu)load(from) >> 16; }
-inline vu narrow_bits(vf v) {
-    bf16 narrow[W];
-    store(narrow, v);
-    return __builtin_convertvector(load_as<vh>(narrow), vu);
-}
 
 // Columns of V as strips: [D / 32][tokens / 32][32][32].
 template <class T> inline void strips_of_values(const T* const* values, int tokens, int D, bf16* out) {
@@ -86,14 +81,14 @@ inline vf weigh(const AttentionCall& call, const TiledRows& rows, const TiledTok
     const vf most = larger(top[0], top[1]), fade = exp2v(before - most);
     vf total[2]{};
     for (int t = 0; t < tokens.padded; t += 2) {
-        vu bits[2];
+        vf p[2];
+#pragma GCC unroll 2
         for (int i = 0; i < 2; i++) {
-            vf p = exp2_roughly(load(column + (t + i) * TILE_LANES) - most);
-            total[i] += p;
-            if (tokens.value_scales) p = p * tokens.value_scales[t + i];
-            bits[i] = narrow_bits(p);
+            p[i] = exp2_roughly(load(column + (t + i) * TILE_LANES) - most);
+            total[i] += p[i];
+            if (tokens.value_scales) p[i] = p[i] * tokens.value_scales[t + i];
         }
-        store((int32_t*)weights + t / 2 * TILE_LANES + v * W, (vi)(bits[0] | bits[1] << 16));
+        store((int32_t*)weights + t / 2 * TILE_LANES + v * W, pairs_of(p[0], p[1]));
     }
     store(rows.most + v * W, most);
     store(rows.sums + v * W, load(rows.sums + v * W) * fade + (total[0] + total[1]));
