@@ -62,6 +62,8 @@ from mooncake.types import TokenIds
 
 log = logging.getLogger(__name__)
 
+CHUNK_TOKENS = 1024  # four times a node's: nobody waits for tokens between the steps, and weights are read less often
+
 
 class LLM:
     """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or a number
@@ -74,7 +76,7 @@ class LLM:
         *,
         kv_gb: float = 1.0,
         block_tokens: int = 64,
-        chunk_tokens: int = 256,
+        chunk_tokens: int = CHUNK_TOKENS,
         max_sequences: int = 64,
         max_model_len: int = 0,
         threads: int = 0,

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from mooncake.app.flags import Flags, names, numbers
-from mooncake.config import EngineSection
 from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
+from mooncake.llm import CHUNK_TOKENS
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
 PEERS = ("transformers", "vllm", "llama.cpp")
@@ -130,7 +130,7 @@ def _flags(about: str | None) -> Flags:
     add(
         "--chunk-tokens",
         type=int,
-        default=EngineSection().chunk_tokens,
+        default=CHUNK_TOKENS,
         help="our engine's prompt tokens per step; 0: whole prompts",
     )
     add("--also", default="", help=f"our engine again with other weights, comma-separated: {', '.join(ALSO)}")
