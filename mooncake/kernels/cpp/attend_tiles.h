@@ -104,7 +104,7 @@ inline void attend_tokens(const AttentionCall& call, const TiledRows& rows, Tile
     tokens.padded = std::min(tokens.padded, seen);
     tokens.count = std::min(tokens.count, seen);
     const int64_t token_bytes = tokens.padded * int64_t(sizeof(bf16));
-    const auto nothing_else = [](int64_t) {};
+    const auto nothing_else = [] {};
     for (int t = 0; t < tokens.padded; t += TILE_STRIP)
         multiply_tiles<BF16S, Strip::KEPT>((const char*)(tokens.keys + int64_t(t) * D), TILE_STRIP, rows.queries, key_bytes,
                                            (char*)(scores + t * TILE_LANES), nullptr, 0, nothing_else);

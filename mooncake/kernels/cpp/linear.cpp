@@ -163,16 +163,11 @@ public:
     // Stores the sums [rows][PANEL] of rows `first` and following. If they go to tiles, all are in one strip.
     void put(const float* sums, int64_t first, int64_t rows) const {
         if constexpr (THEN == Then::GATE)
-            return put_gated(sums, first, rows);
-        float* to = address(first);
-        if (left_ < PANEL) return put_part(sums, first, rows);
-        for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride)
-#pragma GCC unroll 2
-            for (int v = 0; v < PANEL_VECS; v++) {
-                const vf before = load(to + v * W), now = result(sums, r, v);
-                hold(before);
-                store(to + v * W, THEN == Then::ADD ? before + now : now);
-            }
+            put_gated(sums, first, rows);
+        else if (left_ < PANEL)
+            put_part(sums, first, rows);
+        else
+            put_whole(sums, first, rows);
     }
 
     // Prefetches where `rows` rows will be written. A function that only prefetches has no effect that GCC knows of, so
@@ -193,6 +188,17 @@ private:
             return __builtin_convertvector(load_as<vi>(at) - middles_[v], vf) * (scales_[v] * row_scales_[row]) + bias_[v];
         if (KIND == WIDE_CODES) return load(at) * (scales_[v] * row_scales_[row]) + bias_[v];
         return (KIND == CODES ? load(at) * scales_[v] : load(at)) + bias_[v];
+    }
+
+    void put_whole(const float* sums, int64_t first, int64_t rows) const {
+        float* to = address(first);
+        for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride)
+#pragma GCC unroll 2
+            for (int v = 0; v < PANEL_VECS; v++) {
+                const vf before = load(to + v * W), now = result(sums, r, v);
+                hold(before);
+                store(to + v * W, THEN == Then::ADD ? before + now : now);
+            }
     }
 
     void put_gated(const float* sums, int64_t first, int64_t rows) const {
@@ -316,7 +322,7 @@ void strips_in_tiles(const PackedLinear& layer, const Activations& x, const Targ
         float* sums = both[strip % 2];
         tiles.shape(rows);
         int64_t brought = 0;
-        multiply_tiles<KIND, HOW>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines, [&](int64_t) {
+        multiply_tiles<KIND, HOW>(x.strip(strip), rows, panel, x.row_bytes, (char*)sums, ahead, lines, [&] {
             delivery.bring(first + brought, std::min<int64_t>(rows_at_once, height - brought));
             brought = std::min<int64_t>(brought + rows_at_once, height);
             if (!rows_left) return;

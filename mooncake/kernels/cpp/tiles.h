@@ -19,6 +19,9 @@ constexpr int TILE_ROWS = 16;
 constexpr int PACE = 8;  // cache lines to prefetch at a time: of many at once a core drops most
 constexpr int TILE_STRIP = 2 * TILE_ROWS;  // rows multiplied at once: 4 tiles of sums, 2 of activations, 2 of weights
 
+// Whether tiles of activations stay in the L1 cache, or pass it by: then it keeps a panel that fits, for all strips.
+enum class Strip { KEPT, STREAMED };
+
 #if defined(MOONCAKE_TILES)
 
 static_assert(PANEL == 2 * TILE_ROWS);
@@ -91,9 +94,6 @@ template <WeightKind KIND> inline void multiply_lower() {
     }
 }
 
-// Whether tiles of activations leave the L1 cache as they came: then it keeps a panel that fits for all strips.
-enum class Strip { KEPT, STREAMED };
-
 template <Strip HOW> inline void load_upper(const char* strip) {
     if constexpr (HOW == Strip::STREAMED)
         _tile_stream_loadd(4, strip, 64);
@@ -109,7 +109,7 @@ template <Strip HOW> inline void load_lower(const char* strip) {
 }
 
 // sums[row][PANEL] = a strip of up to TILE_STRIP rows times a panel, over `row_bytes` of each row. Meanwhile prefetches
-// `lines` cache lines, from `ahead` on, for every 64 bytes of a row, and calls between(at) with the bytes multiplied.
+// `lines` cache lines, from `ahead` on, for every 64 bytes of a row, and calls between().
 template <WeightKind KIND, Strip HOW, class Between>
 inline void multiply_tiles(const char* strip, int rows, const char* panel, int64_t row_bytes, char* sums, const char* ahead, int lines,
                            const Between& between) {
@@ -140,7 +140,7 @@ inline void multiply_tiles(const char* strip, int rows, const char* panel, int64
             multiply_lower<KIND>();
         }
         bring(lines);
-        between(at);
+        between();
     }
     _tile_stored(0, sums, ROW);
     _tile_stored(1, sums + 64, ROW);
@@ -199,8 +199,6 @@ struct Tiles {
     explicit Tiles(int) {}
     void shape(int) {}
 };
-
-enum class Strip { KEPT, STREAMED };
 
 template <WeightKind KIND, Strip HOW, class Between>
 void multiply_tiles(const char*, int, const char*, int64_t, char*, const char*, int, const Between&) {}
