@@ -96,7 +96,8 @@ def test_a_real_model_whose_codes_meet_codes_is_nearly_as_good_and_the_same_in_e
 
     def logits(model: CausalLM, length: int) -> torch.Tensor:
         batch = ForwardBatch.of_prompt(tokens[:length], 16, torch.arange(length))
-        return model.forward(batch, KVCache(checkpoint.kv_layout(16, dtype), 4).tensor, NoHook())
+        # float32: over bfloat16 a matrix unit attends to chunks, and rounds otherwise than vectors do for a few tokens
+        return model.forward(batch, KVCache(checkpoint.kv_layout(16, "float32"), 4).tensor, NoHook())
 
     exact = load_model(checkpoint, WeightFormat(dtype), 64)
     coded = load_model(checkpoint, WeightFormat(dtype, keeps_groups="a8"), 64)
