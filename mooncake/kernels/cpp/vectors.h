@@ -143,7 +143,7 @@ inline vi add_unsigned_products(vi sum, uint32_t codes, vi weights) {
     const __m256i odd_weights = _mm256_srli_epi16((__m256i)weights, 8);
     return sum + (vi)_mm256_madd_epi16(even, even_weights) + (vi)_mm256_madd_epi16(odd, odd_weights);
 #else
-    for (int g = 0; g < 4; g++) sum += (vi)((vu)weights >> (8 * g) & 255) * (int32_t(codes) << (24 - 8 * g) >> 24);
+    for (int g = 0; g < 4; g++) sum += (vi)((vu)weights >> (8 * g) & 255) * int8_t(codes >> (8 * g));
     return sum;
 #endif
 }
