@@ -815,6 +815,18 @@ def test_a_token_alone_and_in_any_batch_has_the_same_bits(
         assert torch.equal(layer(hidden[first:last]), together[first:last])
 
 
+@WEIGHTS
+def test_a_token_among_more_rows_than_caches_keep_has_the_same_bits(
+    cpu: CpuKernels, dtype: torch.dtype, coding: Coding
+) -> None:
+    torch.manual_seed(0)
+    layer = cpu.panel_linear(torch.randn(96, 576).to(dtype), None, coding)
+    hidden = torch.randn(909, 576)
+    together = layer(hidden)
+    for first, last in ((0, 33), (440, 470), (700, 760), (908, 909)):
+        assert torch.equal(layer(hidden[first:last]), together[first:last])
+
+
 @pytest.mark.parametrize(("num_tokens", "width"), [(1, 576), (100, 576), (5, 77)])
 def test_norms_and_silu_are_the_reference(cpu: CpuKernels, num_tokens: int, width: int) -> None:
     torch.manual_seed(0)
