@@ -12,7 +12,8 @@ constexpr int LANE_VECS = 4;  // vectors of query rows that one pass holds
 constexpr int LANE_VECS = 2;
 #endif
 constexpr int LANES = W * LANE_VECS;  // query rows in one row block
-constexpr int TILE = 32;              // tokens of K and V that stay in L1 between uses
+constexpr int LANE_KEYS = 4;          // keys, or elements of V, in one pass
+constexpr int LANE_TILE = 64;         // tokens between updates of the largest scores
 
 // Rows as float32, as attend_lanes needs them. float32 pages are used in place; others are widened into `wide`.
 template <class T> inline void float_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
@@ -27,12 +28,15 @@ template <class T> inline void float_rows(const T* const* rows, int count, int D
     }
 }
 
+// These inner loops are functions of their own because GCC spills what they hold where more is alive.
+
 // scores[t][lane] = sum over d of keys[t][d] * query[d][lane], for KEYS keys and VECS * W lanes.
-template <int KEYS, int VECS> inline void score_keys(const float* query, const float* const* keys, int D, float* scores) {
+template <int KEYS, int VECS>
+[[gnu::noinline]] void score_keys(const float* query, const float* const* keys, int D, float* scores) {
     vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d++) {
         vf q[VECS];
-        for (int v = 0; v < VECS; v++) q[v] = load(query + (d * VECS + v) * W);
+        for (int v = 0; v < VECS; v++) q[v] = in_register(load(query + (d * VECS + v) * W));
         for (int t = 0; t < KEYS; t++)
             for (int v = 0; v < VECS; v++) acc[t][v] += q[v] * keys[t][d];
     }
@@ -43,14 +47,14 @@ template <int KEYS, int VECS> inline void score_keys(const float* query, const f
 // mixed[d][lane] = faded(mixed[d][lane], the lane's vector) + sum over t of values[t][d] * scores[t][lane], for DIMS
 // values of d.
 template <int DIMS, int VECS, class Fade>
-inline void mix_dims(const float* scores, const float* const* values, int count, int d, const Fade& faded, float* mixed) {
+[[gnu::noinline]] void mix_dims(const float* scores, const float* const* values, int count, int d, const Fade& faded, float* mixed) {
     vf acc[DIMS][VECS];
     for (int i = 0; i < DIMS; i++)
         for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
     for (int t = 0; t < count; t++) {
         const float* value = values[t] + d;
         vf p[VECS];
-        for (int v = 0; v < VECS; v++) p[v] = load(scores + (t * VECS + v) * W);
+        for (int v = 0; v < VECS; v++) p[v] = in_register(load(scores + (t * VECS + v) * W));
         for (int i = 0; i < DIMS; i++)
             for (int v = 0; v < VECS; v++) acc[i][v] += p[v] * value[i];
     }
@@ -61,13 +65,13 @@ inline void mix_dims(const float* scores, const float* const* values, int count,
 // scores[t][lane] for KEYS keys and VECS * W lanes, over pairs of bfloat16: queries are [D / 2][lane], keys are read in
 // place. Raises `most`, the largest score of each lane, if it is not null: in memory, as no register is to spare.
 template <int KEYS, int VECS>
-inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, float* most = nullptr) {
+[[gnu::noinline]] void score_pairs(const uint32_t* query, const bf16* const* keys, int D, float* scores, float* most = nullptr) {
     vf acc[KEYS][VECS] = {};
     const bf16* key[KEYS];
     std::copy(keys, keys + KEYS, key);
     for (int64_t d = 0; d < D; d += 2, query += VECS * W) {
         vi q[VECS];
-        for (int v = 0; v < VECS; v++) q[v] = load_as<vi>(query + v * W);
+        for (int v = 0; v < VECS; v++) q[v] = in_register(load_as<vi>(query + v * W));
         for (int t = 0; t < KEYS; t++)
             for (int v = 0; v < VECS; v++) acc[t][v] = add_products(acc[t][v], load_as<uint32_t>(key[t] + d), q[v]);
     }
@@ -83,14 +87,14 @@ inline void score_pairs(const uint32_t* query, const bf16* const* keys, int D, f
 
 // As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].
 template <int DIMS, int VECS, class Fade>
-inline void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, const Fade& faded,
+[[gnu::noinline]] void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, const Fade& faded,
                               float* mixed) {
     vf acc[DIMS][VECS];
     for (int i = 0; i < DIMS; i++)
         for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
     for (int t = 0; t < count; t += 2, values += D) {
         vi p[VECS];
-        for (int v = 0; v < VECS; v++) p[v] = load_as<vi>(weights + (t * VECS + v) * W);
+        for (int v = 0; v < VECS; v++) p[v] = in_register(load_as<vi>(weights + (t * VECS + v) * W));
         for (int i = 0; i < DIMS; i++)
             for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], values[d + i], p[v]);
     }
@@ -129,38 +133,38 @@ struct RowBlock {
 
 // Tokens as float32 rows.
 struct FloatTile {
-    const float *keys[TILE + 3], *values[TILE];
+    const float *keys[LANE_TILE + LANE_KEYS - 1], *values[LANE_TILE];
 
-    void score(const RowBlock& rows, int t, int D, float* scores) const { score_keys<4, LANE_VECS>(rows.query, keys + t, D, scores); }
+    void score(const RowBlock& rows, int t, int D, float* scores) const { score_keys<LANE_KEYS, LANE_VECS>(rows.query, keys + t, D, scores); }
     static vf power(vf x) { return exp2v(x); }
     void keep(float* weight, vf first, vf second, bool has_second) const {
         store(weight, first);
         if (has_second) store(weight + LANES, second);
     }
     template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
-        for (int d = 0; d < D; d += 4) mix_dims<4, LANE_VECS>(weights, values, count, d, faded, rows.mixed);
+        for (int d = 0; d < D; d += LANE_KEYS) mix_dims<LANE_KEYS, LANE_VECS>(weights, values, count, d, faded, rows.mixed);
     }
 };
 
 // Tokens as pairs of bfloat16: keys in place, values [pair][D].
 struct PairTile {
-    const bf16* keys[TILE + 3];
+    const bf16* keys[LANE_TILE + LANE_KEYS - 1];
     const uint32_t* values;
 
     void score(const RowBlock& rows, int t, int D, float* scores) const {
-        score_pairs<4, LANE_VECS>((const uint32_t*)rows.query, keys + t, D, scores);
+        score_pairs<LANE_KEYS, LANE_VECS>((const uint32_t*)rows.query, keys + t, D, scores);
     }
     static vf power(vf x) { return exp2_roughly(x); }
     void keep(float* weight, vf first, vf second, bool) const { store((int32_t*)weight, pairs_of(first, second)); }
     template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
-        for (int d = 0; d < D; d += 4) mix_dims_in_pairs<4, LANE_VECS>(weights, values, count, d, D, faded, rows.mixed);
+        for (int d = 0; d < D; d += LANE_KEYS) mix_dims_in_pairs<LANE_KEYS, LANE_VECS>(weights, values, count, d, D, faded, rows.mixed);
     }
 };
 
 template <class Tile>
 void attend_tile(const AttentionCall& call, const RowBlock& rows, const Tile& tile, int begin, int count, float* scores) {
     const int D = call.head_dim;
-    for (int t = 0; t < count; t += 4) tile.score(rows, t, D, scores + t * LANES);
+    for (int t = 0; t < count; t += LANE_KEYS) tile.score(rows, t, D, scores + t * LANES);
     if (call.cap_log2) bend(scores, count * LANES, call.cap_log2);
     for (int v = 0; v < LANE_VECS && rows.slopes; v++)
         lean(scores + v * W, count, LANES, load(rows.slopes + v * W), begin - load_as<vi>(rows.position + v * W), 1);
@@ -180,8 +184,12 @@ void attend_tile(const AttentionCall& call, const RowBlock& rows, const Tile& ti
             }
         }
         const vf before = load(rows.most + v * W);
-        vf most = before;
-        for (int t = 0; t < count; t++) most = larger(most, load(column + t * LANES));
+        vf most = larger(before, load(column)), others = load(column + (count - 1) * LANES);  // two, as each waits for itself
+        for (int t = 1; t + 1 < count; t += 2) {
+            most = larger(most, load(column + t * LANES));
+            others = larger(others, load(column + (t + 1) * LANES));
+        }
+        most = larger(most, others);
         fade[v] = exp2v(before - most);
         vf total = load(rows.sums + v * W) * fade[v];
         for (int t = 0; t < count; t += 2) {
@@ -220,8 +228,8 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
     const int D = call.head_dim, rows = item.count, num_blocks = (rows + LANES - 1) / LANES;
     const int32_t* table = call.table(item.seq);
     const int64_t area = int64_t(num_blocks) * LANES;
-    scratch.start(area * (2 * D + 4) + TILE * (LANES + 2 * D) + 256);
-    float *scores = scratch.take(TILE * LANES), *wide_keys = scratch.take(TILE * D), *wide_values = scratch.take(TILE * D);
+    scratch.start(area * (2 * D + 4) + LANE_TILE * (LANES + 2 * D) + 256);
+    float *scores = scratch.take(LANE_TILE * LANES), *wide_keys = scratch.take(LANE_TILE * D), *wide_values = scratch.take(LANE_TILE * D);
     float *queries = scratch.take(area * D), *mixed = scratch.take(area * D);
     float *most = scratch.take(area), *sums = scratch.take(area);
     int32_t* positions = scratch.take<int32_t>(area);
@@ -240,24 +248,24 @@ void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item
     }
     std::memset(mixed, 0, sizeof(float) * area * D);
 
-    const T *keys[TILE], *values[TILE];
+    const T *keys[LANE_TILE], *values[LANE_TILE];
     FloatTile floats;
     PairTile pairs;
-    for (int at = item.begin; at < item.end; at += TILE) {
-        const int count = std::min(TILE, item.end - at);
+    for (int at = item.begin; at < item.end; at += LANE_TILE) {
+        const int count = std::min(LANE_TILE, item.end - at);
         cache.rows(table, item.kv_head, 0, at, count, keys);
         cache.rows(table, item.kv_head, 1, at, count, values);
         if constexpr (std::is_same<T, bf16>::value)
             if (in_pairs) {
                 std::copy(keys, keys + count, pairs.keys);
-                std::fill(pairs.keys + count, pairs.keys + TILE + 3, keys[0]);  // scored but ignored
+                std::fill(pairs.keys + count, pairs.keys + LANE_TILE + LANE_KEYS - 1, keys[0]);  // scored but ignored
                 for (int t = 0; t < count; t += 2)
                     put_pairs(values[t], values[std::min(t + 1, count - 1)], D, (uint32_t*)wide_values + t / 2 * D);
                 pairs.values = (const uint32_t*)wide_values;
             }
         if (!in_pairs) {
             float_rows(keys, count, D, wide_keys, floats.keys);
-            std::fill(floats.keys + count, floats.keys + TILE + 3, floats.keys[0]);
+            std::fill(floats.keys + count, floats.keys + LANE_TILE + LANE_KEYS - 1, floats.keys[0]);
             float_rows(values, count, D, wide_values, floats.values);
         }
         for (int block = 0; block < num_blocks; block++) {

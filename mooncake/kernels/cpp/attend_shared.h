@@ -14,6 +14,7 @@ constexpr int SHARED_KEYS = 8;  // keys, or elements of V, in one pass
 constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
+constexpr int TILE = 32;         // tokens of K and V that stay in L1 between uses
 static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
 constexpr int SOON_ROWS = 16;    // rows of K or V to have in L1 ahead

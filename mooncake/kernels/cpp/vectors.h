@@ -47,6 +47,15 @@ template <class V, class T> inline V load_as(const T* from) {
     return v;
 }
 
+// A vector that several products use, in a register. GCC would read it from memory again for each of them, and a core
+// loads no more than it multiplies.
+template <class V> inline V in_register(V vector) {
+#if defined(__x86_64__)
+    asm("" : "+v"(vector));
+#endif
+    return vector;
+}
+
 inline vf load(const float* from) { return load_as<vf>(from); }
 inline vf load(const bf16* from) {
 #if defined(__AVX512F__)  // GCC 12 splits the general form into halves, and the next one into single lanes
