@@ -17,6 +17,7 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
+constexpr int WIDENED_ROWS = 16;  // with more query rows V is widened once for all of them
 constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V to prefetch ahead
 
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
@@ -347,14 +348,14 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             }
         if constexpr (IS_CODED<T>)  // fold the scales into the weights
             scale_scores(tile, (tokens + W - 1) / W * W, D, rows, scores + at, width);
-        if (rows > FEW_ROWS && !std::is_same<T, float>::value) {
+        if (rows > WIDENED_ROWS && !std::is_same<T, float>::value) {
             widen_rows(tile, tokens, D, wide, wide_tile);
             mix_all(scores + at, width, wide_tile, tokens, rows, mixed, D);
         } else {
             mix_all(scores + at, width, tile, tokens, rows, mixed, D);
         }
     }
-    if (std::is_same<T, bf16>::value && rows <= FEW_ROWS && !in_pairs) part_pairs(mixed, rows, D);
+    if (std::is_same<T, bf16>::value && rows <= WIDENED_ROWS && !in_pairs) part_pairs(mixed, rows, D);
     results.put(item, mixed, most, sums);
 }
 

@@ -1,9 +1,9 @@
 // Paged attention that reads pages in place.
 //
 // Three methods, chosen by how many query rows (tokens times G) read the same keys, and whose rows they are:
-//   few rows (decode)   `attend_dots`    the G rows of a sequence, or those of a few sequences that share a part
-//   many sequences      `attend_shared`  the rows of all sequences that share a part, bit-identical to attend_dots
-//   many rows (chunks)  `attend_lanes`   the rows of one sequence; `attend_tiles` if a matrix unit takes its pages
+//   few rows            `attend_dots`    of a sequence (decode, drafts, short chunks), or of a few that share a part
+//   many sequences      `attend_shared`  the rows of all that share a part, bit-identical to attend_dots
+//   many rows (chunks)  `attend_lanes`   of one sequence; `attend_tiles` if a matrix unit takes its pages
 // If the processor can, bfloat16 pages are multiplied as pairs, in tiles or in lanes; queries and weights are then
 // rounded too. Long contexts are split into parts whose bounds depend only on the sequence, never on threads or batch;
 // the thread that finishes a row's last part merges them in order. So a result does not depend on the number of threads
@@ -38,7 +38,7 @@ template <class T> void attend_pages(const AttentionCall& call, const AttentionP
         const Item* next = &item < &plan.items.back() ? &item + 1 : nullptr;
         if (item.is_shared && item.count > MANY_SHARED)
             attend_shared<T, SHARED_VECS>(call, plan, cache, item, next, results, scratch);
-        else if (item.is_shared || call.rows(item.seq) <= FEW_ROWS)
+        else if (item.is_shared || call.has_few_rows(item.seq))
             attend_dots<T>(call, plan, cache, item, next, results, scratch);
         else
             attend_many<T>(call, cache, item, results, scratch);

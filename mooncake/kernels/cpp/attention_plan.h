@@ -10,13 +10,15 @@
 #include "pages.h"
 #include "pool.h"
 #include "steps.h"
+#include "tiles.h"
 
 namespace mooncake {
 
 constexpr int BLOCK_ROWS = 128;   // query rows that share a pass over K and V, where G allows
-constexpr int FEW_ROWS = 16;      // up to this many attend_dots is faster; measured
 constexpr int DOT_PART = 256;     // context tokens in a part, for few rows
 constexpr int LANE_PART = 2048;   // and for many
+constexpr int FEW_ROWS = BLOCK_ROWS;  // up to this many of a sequence attend_dots is faster than attend_lanes; measured
+constexpr int FEW_BESIDE_TILES = 16;  // and than attend_tiles
 constexpr int SHARED_ROWS = 48;   // most query rows of several sequences that read a shared part together
 constexpr float NEVER = -1e30f;   // score of a masked token; finite, so that differences are numbers
 
@@ -40,6 +42,7 @@ struct AttentionCall {
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
     int rows(int seq) const { return tokens(seq) * group(); }
+    bool has_few_rows(int seq) const { return rows(seq) <= (has_tiles() ? FEW_BESIDE_TILES : FEW_ROWS); }
     const int32_t* table(int seq) const { return block_tables + seq * table_stride; }
 
     // Position in its sequence of a query row's token; past the end, a row sees what the last token sees.
@@ -146,10 +149,8 @@ public:
     }
 
 private:
-    bool has_few_rows(int seq) const { return call_.rows(seq) <= FEW_ROWS; }
-
     void add_sequence(int seq) {
-        const int rows = call_.rows(seq), part_tokens = has_few_rows(seq) ? DOT_PART : LANE_PART;
+        const int rows = call_.rows(seq), part_tokens = call_.has_few_rows(seq) ? DOT_PART : LANE_PART;
         bool has_parts = false;
         for (int first = 0; first < rows; first += BLOCK_ROWS) has_parts |= num_parts(seq, first, part_tokens) > 1;
         if (has_parts) plan_.first_merge[seq] = int(plan_.merges.size());
@@ -192,7 +193,7 @@ private:
         if (call_.window) return;
         std::vector<std::vector<int>> groups(1), next;
         for (int seq = 0; seq < call_.num_sequences; seq++)
-            if (has_few_rows(seq)) groups[0].push_back(seq);
+            if (call_.has_few_rows(seq) && call_.rows(seq) <= SHARED_ROWS) groups[0].push_back(seq);
         for (int part = 0; !groups.empty(); part++, groups.swap(next)) {
             next.clear();
             for (std::vector<int>& group : groups) divide(group, part, next);
