@@ -99,11 +99,11 @@ class LLM:
 
         ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "stored_a8", "int8", "w8a8",
         "plain") are those of the configuration's [model].
-        Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers, up to
-        rounding, and sooner where they repeat; a ``draft_model`` with the same vocabulary guesses in their place. With
-        ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that. ``swap_gb`` keeps
-        blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are folders of
-        LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
+        Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers (on
+        GPUs up to rounding), and sooner where they repeat; a ``draft_model`` with the same vocabulary guesses in their
+        place. With ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that. ``swap_gb``
+        keeps blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are
+        folders of LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.
 
         ``device`` "cuda" (or "cuda:1") computes on a GPU; ``tensor_parallel_size`` cuts the model over so many
         processes, each with a part of every layer, on CPUs with ``threads`` each or on a GPU each, from ``device`` on.

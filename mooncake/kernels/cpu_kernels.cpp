@@ -37,7 +37,7 @@ int mc_paged_attention(const float* query, int64_t query_stride, float* output, 
                              positions, log_sums, sinks, alibi_slopes};
     if (int status = check_tables(call, *cache)) return status;
     static thread_local AttentionPlan plan;
-    Planner(call, cache->block_tokens, plan).run();
+    Planner(call, *cache, plan).run();
     attend(call, plan, *cache, threads);
     return OK;
 }

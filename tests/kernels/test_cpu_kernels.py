@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -424,12 +425,29 @@ def test_neighbours_change_no_bit(cpu: CpuKernels, dtype: torch.dtype) -> None:
 
 @PAGES
 def test_a_chunk_cut_elsewhere_changes_no_bit(cpu: CpuKernels, dtype: torch.dtype) -> None:
-    whole = ragged([(100, 90)], dtype=dtype)
-    together = whole.attend(cpu)
-    for first, last in ((0, 30), (30, 77)):
-        starts, lengths = torch.tensor([[0, last - first], [0, 100 + last]], dtype=torch.int32)
+    assert_cuts_change_no_bit(cpu, ragged([(100, 90)], dtype=dtype), 0, (30, 77))
+
+
+@PAGES
+@pytest.mark.parametrize("window", [0, 70, 400, -64])
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_a_token_alone_has_the_bits_that_it_has_in_a_chunk(
+    cpu: CpuKernels, dtype: torch.dtype, window: int, block_tokens: int
+) -> None:
+    """Decode steps, drafts and prompts of any length agree: a token may be computed again in other company."""
+    if cpu.has_matrix_unit and dtype is not torch.float32:
+        pytest.skip("a matrix unit adds up chunks in another order")
+    cuts = (1, 2, 8, 51, 52, 94, 150)  # 3 rows a token; up to 128 are few
+    assert_cuts_change_no_bit(cpu, ragged([(700, 151)], block_tokens=block_tokens, dtype=dtype), window, cuts)
+
+
+def assert_cuts_change_no_bit(cpu: CpuKernels, whole: Ragged, window: int, cuts: tuple[int, ...]) -> None:
+    together = whole.attend(cpu, window)
+    history = int(whole.context_lens[0]) - len(whole.query)
+    for first, last in itertools.pairwise((0, *cuts, len(whole.query))):
+        starts, lengths = torch.tensor([[0, last - first], [0, history + last]], dtype=torch.int32)
         part = Ragged(whole.query[first:last], whole.cache_layer, whole.block_tables, starts, lengths[1:])
-        assert torch.equal(part.attend(cpu), together[first:last])
+        assert torch.equal(part.attend(cpu, window), together[first:last]), (first, last)
 
 
 @PAGES

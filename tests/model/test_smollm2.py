@@ -105,7 +105,7 @@ def test_greedy_text_is_theirs(checkpoint: Checkpoint, model: CausalLM, theirs: 
     assert tokens == greedy(theirs, prompt, 32, tokens)
 
 
-@pytest.mark.parametrize("chunk", [64, 100])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
 def test_chunks_change_no_bit(checkpoint: Checkpoint, model: CausalLM, chunk: int) -> None:
     prompt = [int(token) for token in checkpoint.load_tokenizer().encode(PROMPTS[2])]
     assert len(prompt) > 2 * chunk

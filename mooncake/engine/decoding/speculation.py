@@ -3,8 +3,8 @@ them again.
 
 The engine computes draft tokens in one step together with the newest token, samples at each position as it would have
 without them, and accepts those that agree. So every answer, greedy or sampled, is the same with and without
-speculation, up to rounding: attention sums in another order when a sequence has many tokens in a step. Pure: it knows
-neither blocks, steps nor the model. (Saxena: Prompt Lookup Decoding, 2023; Leviathan et al., ICML 2023.)
+speculation, where kernels give a token the same bits among others as alone (up to rounding where they do not). Pure: it
+knows neither blocks, steps nor the model. (Saxena: Prompt Lookup Decoding, 2023; Leviathan et al., ICML 2023.)
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Attention of few query rows (decode): lanes run over keys for scores and over D for mixing, and K and V are streamed
+// Attention of few query rows (decode, drafts): lanes run over keys for scores and over D for mixing, and K and V are streamed
 // once.
 #pragma once
 

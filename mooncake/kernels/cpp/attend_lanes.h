@@ -1,5 +1,6 @@
 // Attention of many query rows of one sequence (chunks): lanes run over query rows, so scores, softmax and mixing are
-// all vertical; K and V are broadcast in place, and stay in L1 for all rows of a query block.
+// all vertical; K and V are broadcast in place, and stay in L1 for all rows of a query block. Every row gets the bits that
+// attend_dots would give it: the same parts, sums in the same order, parts folded alike.
 #pragma once
 
 #include "score_tiles.h"
@@ -13,20 +14,7 @@ constexpr int LANE_VECS = 2;
 #endif
 constexpr int LANES = W * LANE_VECS;  // query rows in one row block
 constexpr int LANE_KEYS = 4;          // keys, or elements of V, in one pass
-constexpr int LANE_TILE = 64;         // tokens between updates of the largest scores
-
-// Rows as float32, as attend_lanes needs them. float32 pages are used in place; others are widened into `wide`.
-template <class T> inline void float_rows(const T* const* rows, int count, int D, float* wide, const float** out) {
-    if constexpr (std::is_same<T, float>::value) {
-        std::copy(rows, rows + count, out);
-    } else {
-        for (int t = 0; t < count; t++, wide += D) {
-            const float scale = row_scale(rows[t], D);
-            for (int d = 0; d < D; d += W) store(wide + d, IS_CODED<T> ? load(rows[t] + d) * scale : load(rows[t] + d));
-            out[t] = wide;
-        }
-    }
-}
+constexpr int LANE_TILE = 64;         // tokens of K and V that stay in L1 between uses
 
 // These inner loops are functions of their own because GCC spills what they hold where more is alive.
 
@@ -44,13 +32,12 @@ template <int KEYS, int VECS>
         for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
 }
 
-// mixed[d][lane] = faded(mixed[d][lane], the lane's vector) + sum over t of values[t][d] * scores[t][lane], for DIMS
-// values of d.
-template <int DIMS, int VECS, class Fade>
-[[gnu::noinline]] void mix_dims(const float* scores, const float* const* values, int count, int d, const Fade& faded, float* mixed) {
+// mixed[d][lane] += sum over t of values[t][d] * scores[t][lane], for DIMS values of d.
+template <int DIMS, int VECS>
+[[gnu::noinline]] void mix_dims(const float* scores, const float* const* values, int count, int d, float* mixed) {
     vf acc[DIMS][VECS];
     for (int i = 0; i < DIMS; i++)
-        for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
+        for (int v = 0; v < VECS; v++) acc[i][v] = load(mixed + ((d + i) * VECS + v) * W);
     for (int t = 0; t < count; t++) {
         const float* value = values[t] + d;
         vf p[VECS];
@@ -85,21 +72,56 @@ template <int KEYS, int VECS>
     }
 }
 
-// As `mix_dims`, over pairs of tokens: values are [pair][D], weights [2 * pair][lane].
-template <int DIMS, int VECS, class Fade>
-[[gnu::noinline]] void mix_dims_in_pairs(const float* weights, const uint32_t* values, int count, int d, int D, const Fade& faded,
-                              float* mixed) {
+// As `mix_dims`, over pairs of tokens: values are [pair][D], weights [pair][lane].
+template <int DIMS, int VECS>
+[[gnu::noinline]] void mix_dims_in_pairs(const float* weights, const uint32_t* values, int pairs, int d, int D, float* mixed) {
     vf acc[DIMS][VECS];
     for (int i = 0; i < DIMS; i++)
-        for (int v = 0; v < VECS; v++) acc[i][v] = faded(load(mixed + ((d + i) * VECS + v) * W), v);
-    for (int t = 0; t < count; t += 2, values += D) {
+        for (int v = 0; v < VECS; v++) acc[i][v] = load(mixed + ((d + i) * VECS + v) * W);
+    for (int pair = 0; pair < pairs; pair++, values += D) {
         vi p[VECS];
-        for (int v = 0; v < VECS; v++) p[v] = in_register(load_as<vi>(weights + (t * VECS + v) * W));
+        for (int v = 0; v < VECS; v++) p[v] = in_register(load_as<vi>(weights + (pair * VECS + v) * W));
         for (int i = 0; i < DIMS; i++)
             for (int v = 0; v < VECS; v++) acc[i][v] = add_products(acc[i][v], values[d + i], p[v]);
     }
     for (int i = 0; i < DIMS; i++)
         for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);
+}
+
+// Turns the scores of up to DOT_PART tokens in one vector of lanes, `stride` floats from token to token, into weights, or
+// into [pair] pairs of them. The scores up to a multiple of W are there. Returns their sum, added up in the order of
+// attend_dots: by t % W first.
+template <bool PAIRS> inline vf weigh(float* scores, int64_t stride, int count, vf most) {
+    vf totals[W] = {};
+    float* to = scores;
+    for (int at = 0; at < count; at += W)
+#pragma GCC unroll 8
+        for (int t = 0; t < W; t += 2, scores += 2 * stride) {
+            const vf first = load(scores) - most, second = load(scores + stride) - most;
+            const vf weights[] = {PAIRS ? exp2_roughly(first) : exp2v(first), PAIRS ? exp2_roughly(second) : exp2v(second)};
+            totals[t] += weights[0];
+            totals[t + 1] += weights[1];
+            if (PAIRS) {
+                store((int32_t*)to, pairs_of(weights[0], weights[1]));
+                to += stride;
+            } else {
+                store(scores, weights[0]);
+                store(scores + stride, weights[1]);
+            }
+        }
+    for (int half = W / 2; half > 0; half /= 2)
+        for (int i = 0; i < half; i++) totals[i] += totals[i + half];
+    return totals[0];
+}
+
+// The largest of `count` scores.
+inline vf largest_score(const float* scores, int64_t stride, int count) {
+    vf most = load(scores), others = load(scores + (count - 1) * stride);  // two, as each waits for itself
+    for (int t = 1; t + 1 < count; t += 2) {
+        most = larger(most, load(scores + t * stride));
+        others = larger(others, load(scores + (t + 1) * stride));
+    }
+    return larger(most, others);
 }
 
 inline void put_pairs(const bf16* first, const bf16* second, int D, uint32_t* out) {
@@ -122,91 +144,6 @@ template <int STRIDE> inline void turn_back(const float* mixed, int count, int D
         }
 }
 
-// Up to LANES query rows, transposed, with their running softmax state.
-struct RowBlock {
-    float *query, *mixed;     // [D][LANES]; as pairs, query is [D / 2][LANES]
-    float *most, *sums;       // [LANES]
-    int32_t* position;        // [LANES]; padding has the last real row's
-    const float* slopes;      // [LANES], as AttentionCall::slope_log2; null: none
-    int first_position, last_position;
-};
-
-// Tokens as float32 rows.
-struct FloatTile {
-    const float *keys[LANE_TILE + LANE_KEYS - 1], *values[LANE_TILE];
-
-    void score(const RowBlock& rows, int t, int D, float* scores) const { score_keys<LANE_KEYS, LANE_VECS>(rows.query, keys + t, D, scores); }
-    static vf power(vf x) { return exp2v(x); }
-    void keep(float* weight, vf first, vf second, bool has_second) const {
-        store(weight, first);
-        if (has_second) store(weight + LANES, second);
-    }
-    template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
-        for (int d = 0; d < D; d += LANE_KEYS) mix_dims<LANE_KEYS, LANE_VECS>(weights, values, count, d, faded, rows.mixed);
-    }
-};
-
-// Tokens as pairs of bfloat16: keys in place, values [pair][D].
-struct PairTile {
-    const bf16* keys[LANE_TILE + LANE_KEYS - 1];
-    const uint32_t* values;
-
-    void score(const RowBlock& rows, int t, int D, float* scores) const {
-        score_pairs<LANE_KEYS, LANE_VECS>((const uint32_t*)rows.query, keys + t, D, scores);
-    }
-    static vf power(vf x) { return exp2_roughly(x); }
-    void keep(float* weight, vf first, vf second, bool) const { store((int32_t*)weight, pairs_of(first, second)); }
-    template <class Fade> void mix(const RowBlock& rows, const float* weights, int count, int D, const Fade& faded) const {
-        for (int d = 0; d < D; d += LANE_KEYS) mix_dims_in_pairs<LANE_KEYS, LANE_VECS>(weights, values, count, d, D, faded, rows.mixed);
-    }
-};
-
-template <class Tile>
-void attend_tile(const AttentionCall& call, const RowBlock& rows, const Tile& tile, int begin, int count, float* scores) {
-    const int D = call.head_dim;
-    for (int t = 0; t < count; t += LANE_KEYS) tile.score(rows, t, D, scores + t * LANES);
-    if (call.cap_log2) bend(scores, count * LANES, call.cap_log2);
-    for (int v = 0; v < LANE_VECS && rows.slopes; v++)
-        lean(scores + v * W, count, LANES, load(rows.slopes + v * W), begin - load_as<vi>(rows.position + v * W), 1);
-    const bool future = begin + count - 1 > rows.first_position;
-    const bool past = call.window && begin < call.first_seen(rows.last_position);
-    vf fade[LANE_VECS];
-    for (int v = 0; v < LANE_VECS; v++) {
-        float* column = scores + v * W;
-        if (future || past) {
-            vi position;
-            std::memcpy(&position, rows.position + v * W, sizeof position);
-            const vi first = call.window ? call.first_seen(position) : vi{};
-            for (int t = 0; t < count; t++) {
-                vi hidden = position < begin + t;
-                hidden |= first > begin + t;
-                store(column + t * LANES, hidden ? splat(NEVER) : load(column + t * LANES));
-            }
-        }
-        const vf before = load(rows.most + v * W);
-        vf most = larger(before, load(column)), others = load(column + (count - 1) * LANES);  // two, as each waits for itself
-        for (int t = 1; t + 1 < count; t += 2) {
-            most = larger(most, load(column + t * LANES));
-            others = larger(others, load(column + (t + 1) * LANES));
-        }
-        most = larger(most, others);
-        fade[v] = exp2v(before - most);
-        vf total = load(rows.sums + v * W) * fade[v];
-        for (int t = 0; t < count; t += 2) {
-            const bool has_second = t + 1 < count;
-            const vf first = Tile::power(load(column + t * LANES) - most);
-            const vf second = has_second ? Tile::power(load(column + (t + 1) * LANES) - most) : vf{};
-            tile.keep(column + t * LANES, first, second, has_second);
-            total += first;
-            total += second;
-        }
-        store(rows.most + v * W, most);
-        store(rows.sums + v * W, total);
-    }
-    const auto faded = [&](vf mixed, int v) { return mixed * fade[v]; };
-    tile.mix(rows, scores, count, D, faded);
-}
-
 // State of an item's rows before the first token. Padding rows, up to `area`, have the position of the last real row.
 inline void begin_rows(const AttentionCall& call, const Item& item, int64_t area, int32_t* positions, float* most, float* sums) {
     for (int row = 0; row < area; row++) {
@@ -223,68 +160,206 @@ inline const float* slopes_of(const AttentionCall& call, const Item& item, int64
     return out;
 }
 
+// Up to LANES query rows, transposed, and what they have attended to. Padding rows have the position of the last real one.
+struct RowBlock {
+    const float* query;                   // [D][LANES]; as pairs, [D / 2][LANES]
+    const int32_t* positions;             // [LANES]
+    const float* slopes;                  // [LANES], as AttentionCall::slope_log2; null: none
+    float *mixed, *most, *sums;           // [D][LANES], [LANES], [LANES]: of the parts so far
+    float *part, *part_most, *part_sums;  // the same of one part,
+    float* scores;                        // and its scores, later its weights: [DOT_PART][LANES]
+
+    int first_position() const { return positions[0]; }
+    int last_position() const { return positions[LANES - 1]; }
+
+    // How many of the tokens begin .. end some row sees: the first so many, or none.
+    int seen(const AttentionCall& call, int begin, int end) const {
+        if (call.window && end <= call.first_seen(first_position())) return 0;
+        return std::max(0, std::min(end, last_position() + 1) - begin);
+    }
+
+    // What becomes of the scores of `count` tokens from `begin` on before they are compared.
+    void finish(const AttentionCall& call, int begin, int count, float* some) const {
+        if (call.cap_log2) bend(some, count * LANES, call.cap_log2);
+        for (int v = 0; v < LANES && slopes; v += W)
+            lean(some + v, count, LANES, load(slopes + v), begin - load_as<vi>(positions + v), 1);
+        const bool future = begin + count - 1 > first_position();
+        if (!future && !(call.window && begin < call.first_seen(last_position()))) return;
+        for (int v = 0; v < LANES; v += W) {
+            const vi position = load_as<vi>(positions + v), first = call.window ? call.first_seen(position) : vi{};
+            for (int t = 0; t < count; t++) {
+                float* score = some + t * LANES + v;
+                const vi hidden = (position < begin + t) | (first > begin + t);
+                store(score, hidden ? splat(NEVER) : load(score));
+            }
+        }
+    }
+
+    // Adds the part to those before it.
+    void fold(int D) const {
+        Fold folds[LANE_VECS];
+        for (int v = 0; v < LANE_VECS; v++) {
+            folds[v] = Fold(load(most + v * W), load(part_most + v * W));
+            store(most + v * W, folds[v].most);
+            store(sums + v * W, folds[v](load(sums + v * W), load(part_sums + v * W)));
+        }
+        for (int64_t d = 0; d < D; d++)
+            for (int v = 0; v < LANE_VECS; v++) {
+                float* at = mixed + d * LANES + v * W;
+                store(at, folds[v](load(at), load(part + d * LANES + v * W)));
+            }
+    }
+};
+
+// An item's rows over its context: part by part, and tile by tile of a part, so that all row blocks use what is in cache.
+template <class T> class LanePass {
+public:
+    LanePass(const AttentionCall& call, const CacheLayer& cache, const Item& item, Scratch& scratch)
+        : call_(call), cache_(cache), item_(item), D_(call.head_dim), in_pairs_(works_in_pairs<T>(D_)),
+          area_((item.count + LANES - 1) / LANES * LANES) {
+        scratch.start(area_ * (3 * D_ + DOT_PART + 6) + LANE_TILE * D_ + 256);
+        queries_ = scratch.take(area_ * D_), mixed_ = scratch.take(area_ * D_), part_ = scratch.take(area_ * D_);
+        scores_ = scratch.take(area_ * DOT_PART), wide_ = scratch.take(LANE_TILE * D_);
+        most_ = scratch.take(area_), sums_ = scratch.take(area_);
+        part_most_ = scratch.take(area_), part_sums_ = scratch.take(area_);
+        positions_ = scratch.take<int32_t>(area_);
+        slopes_ = slopes_of(call, item, area_, scratch.take(area_));
+    }
+
+    void run(const Results& results) {
+        begin_rows(call_, item_, area_, positions_, most_, sums_);
+        turn_queries();
+        std::memset(mixed_, 0, sizeof(float) * area_ * D_);
+        for (int begin = item_.begin, end; begin < item_.end; begin = end) {
+            end = std::min((begin / DOT_PART + 1) * DOT_PART, item_.end);
+            score(begin, end);
+            weigh_scores(begin, end);
+            mix(begin, end);
+            by_blocks([&](const RowBlock& block) {
+                if (block.seen(call_, begin, end)) block.fold(D_);
+            });
+        }
+        float* turned = queries_;  // no longer needed
+        for (int64_t first = 0; first < area_; first += LANES)
+            turn_back<LANES>(mixed_ + first * D_, int(std::min<int64_t>(LANES, item_.count - first)), D_, turned + first * D_);
+        results.put(item_, turned, most_, sums_);
+    }
+
+private:
+    void turn_queries() {
+        const auto query_row = [&](int64_t row) {
+            return row < item_.count ? call_.query_row(item_.seq, item_.kv_head, item_.first + int(row)) : nullptr;
+        };
+        for (int64_t from = 0; from < area_ && in_pairs_; from += W)
+            columns_of_queries(query_row, int(from), D_, call_.scale_log2, LANES,
+                               (uint32_t*)queries_ + from / LANES * LANES * D_ + from % LANES);
+        for (int64_t row = 0; row < area_ && !in_pairs_; row++) {
+            float* column = queries_ + row / LANES * LANES * D_ + row % LANES;
+            const float* from = query_row(row);
+            for (int d = 0; d < D_; d++) column[d * LANES] = from ? from[d] * call_.scale_log2 : 0;
+        }
+    }
+
+    template <class Body> void by_blocks(const Body& body) const {
+        for (int64_t at = 0; at < area_; at += LANES)
+            body(RowBlock{queries_ + at * D_, positions_ + at, slopes_ ? slopes_ + at : nullptr, mixed_ + at * D_, most_ + at,
+                          sums_ + at, part_ + at * D_, part_most_ + at, part_sums_ + at, scores_ + at * DOT_PART});
+    }
+
+    // Calls body(block, token, number of tokens, offset of their scores in tokens) for each tile of K (kv = 0) or V of the
+    // tokens begin .. end, and each block that sees some of it.
+    template <class Body> void by_tiles(int kv, int begin, int end, const Body& body) {
+        for (int at = begin; at < end; at += LANE_TILE) {
+            open(kv, at, std::min(LANE_TILE, end - at));
+            by_blocks([&](const RowBlock& block) {
+                const int count = std::min(LANE_TILE, begin + block.seen(call_, begin, end) - at);
+                if (count > 0) body(block, at, count, int64_t(at - begin));
+            });
+        }
+    }
+
+    // Rows of K or V as the inner loops take them, with some more, to be scored and ignored.
+    void open(int kv, int at, int count) {
+        cache_.rows(call_.table(item_.seq), item_.kv_head, kv, at, count, rows_);
+        std::fill(rows_ + count, rows_ + LANE_TILE + LANE_KEYS - 1, rows_[0]);
+        if constexpr (std::is_same<T, float>::value) {
+            std::copy(rows_, rows_ + LANE_TILE + LANE_KEYS - 1, floats_);
+        } else if (!in_pairs_) {
+            for (int t = 0; t < count; t++)
+                for (int d = 0; d < D_; d += W) store(wide_ + t * D_ + d, load(rows_[t] + d));
+            for (int t = 0; t < LANE_TILE + LANE_KEYS - 1; t++) floats_[t] = wide_ + std::min(t, count - 1) * D_;
+        } else if constexpr (std::is_same<T, bf16>::value) {
+            for (int t = 0; t < count && kv == 1; t += 2) put_pairs(rows_[t], rows_[t + 1], D_, (uint32_t*)wide_ + t / 2 * D_);
+        }
+    }
+
+    void score(int begin, int end) {
+        std::fill(part_most_, part_most_ + area_, NEVER);
+        by_tiles(0, begin, end, [&](const RowBlock& block, int at, int count, int64_t offset) {
+            float* some = block.scores + offset * LANES;
+            for (int t = 0; t < count; t += LANE_KEYS) {
+                if constexpr (std::is_same<T, bf16>::value)
+                    if (in_pairs_) {
+                        score_pairs<LANE_KEYS, LANE_VECS>((const uint32_t*)block.query, rows_ + t, D_, some + t * LANES);
+                        continue;
+                    }
+                score_keys<LANE_KEYS, LANE_VECS>(block.query, floats_ + t, D_, some + t * LANES);
+            }
+            scale(some, count);
+            block.finish(call_, at, count, some);
+            for (int v = 0; v < LANES; v += W)
+                store(block.part_most + v, larger(load(block.part_most + v), largest_score(some + v, LANES, count)));
+        });
+    }
+
+    void weigh_scores(int begin, int end) {
+        const auto weigh_all = in_pairs_ ? weigh<true> : weigh<false>;
+        by_blocks([&](const RowBlock& block) {
+            const int count = block.seen(call_, begin, end);
+            std::fill(block.scores + count * LANES, block.scores + (count + W - 1) / W * W * LANES, NEVER);
+            for (int v = 0; v < LANES; v += W)
+                store(block.part_sums + v, weigh_all(block.scores + v, LANES, count, load(block.part_most + v)));
+        });
+    }
+
+    void mix(int begin, int end) {
+        std::memset(part_, 0, sizeof(float) * area_ * D_);
+        by_tiles(1, begin, end, [&](const RowBlock& block, int, int count, int64_t offset) {
+            if (in_pairs_) {
+                const float* weights = block.scores + offset / 2 * LANES;
+                for (int d = 0; d < D_; d += LANE_KEYS)
+                    mix_dims_in_pairs<LANE_KEYS, LANE_VECS>(weights, (const uint32_t*)wide_, (count + 1) / 2, d, D_, block.part);
+                return;
+            }
+            float* weights = block.scores + offset * LANES;
+            scale(weights, count);
+            for (int d = 0; d < D_; d += LANE_KEYS) mix_dims<LANE_KEYS, LANE_VECS>(weights, floats_, count, d, block.part);
+        });
+    }
+
+    // Scales scores, or weights, of the open tile by the scales of its coded rows.
+    void scale(float* some, int count) const {
+        for (int t = 0; t < count && IS_CODED<T>; t++)
+            for (int v = 0; v < LANES; v += W) store(some + t * LANES + v, load(some + t * LANES + v) * row_scale(rows_[t], D_));
+    }
+
+    const AttentionCall& call_;
+    const CacheLayer& cache_;
+    const Item& item_;
+    const int D_;
+    const bool in_pairs_;
+    const int64_t area_;  // rows, with padding
+    float *queries_, *mixed_, *part_, *scores_, *most_, *sums_, *part_most_, *part_sums_;
+    float* wide_;         // the open tile: [token][D], or values as [pair][D]
+    int32_t* positions_;
+    const float* slopes_;
+    const T* rows_[LANE_TILE + LANE_KEYS - 1];
+    const float* floats_[LANE_TILE + LANE_KEYS - 1];
+};
+
 template <class T>
 void attend_lanes(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Results& results, Scratch& scratch) {
-    const int D = call.head_dim, rows = item.count, num_blocks = (rows + LANES - 1) / LANES;
-    const int32_t* table = call.table(item.seq);
-    const int64_t area = int64_t(num_blocks) * LANES;
-    scratch.start(area * (2 * D + 4) + LANE_TILE * (LANES + 2 * D) + 256);
-    float *scores = scratch.take(LANE_TILE * LANES), *wide_keys = scratch.take(LANE_TILE * D), *wide_values = scratch.take(LANE_TILE * D);
-    float *queries = scratch.take(area * D), *mixed = scratch.take(area * D);
-    float *most = scratch.take(area), *sums = scratch.take(area);
-    int32_t* positions = scratch.take<int32_t>(area);
-    const float* slopes = slopes_of(call, item, area, scratch.take(area));
-
-    begin_rows(call, item, area, positions, most, sums);
-    const bool in_pairs = works_in_pairs<T>(D);
-    const auto query_row = [&](int row) { return row < rows ? call.query_row(item.seq, item.kv_head, item.first + row) : nullptr; };
-    for (int64_t from = 0; from < area && in_pairs; from += W)
-        columns_of_queries(query_row, int(from), D, call.scale_log2, LANES,
-                           (uint32_t*)queries + from / LANES * LANES * D + from % LANES);
-    for (int row = 0; row < area && !in_pairs; row++) {
-        float* column = queries + int64_t(row / LANES) * LANES * D + row % LANES;
-        const float* from = query_row(row);
-        for (int d = 0; d < D; d++) column[d * LANES] = from ? from[d] * call.scale_log2 : 0;
-    }
-    std::memset(mixed, 0, sizeof(float) * area * D);
-
-    const T *keys[LANE_TILE], *values[LANE_TILE];
-    FloatTile floats;
-    PairTile pairs;
-    for (int at = item.begin; at < item.end; at += LANE_TILE) {
-        const int count = std::min(LANE_TILE, item.end - at);
-        cache.rows(table, item.kv_head, 0, at, count, keys);
-        cache.rows(table, item.kv_head, 1, at, count, values);
-        if constexpr (std::is_same<T, bf16>::value)
-            if (in_pairs) {
-                std::copy(keys, keys + count, pairs.keys);
-                std::fill(pairs.keys + count, pairs.keys + LANE_TILE + LANE_KEYS - 1, keys[0]);  // scored but ignored
-                for (int t = 0; t < count; t += 2)
-                    put_pairs(values[t], values[std::min(t + 1, count - 1)], D, (uint32_t*)wide_values + t / 2 * D);
-                pairs.values = (const uint32_t*)wide_values;
-            }
-        if (!in_pairs) {
-            float_rows(keys, count, D, wide_keys, floats.keys);
-            std::fill(floats.keys + count, floats.keys + LANE_TILE + LANE_KEYS - 1, floats.keys[0]);
-            float_rows(values, count, D, wide_values, floats.values);
-        }
-        for (int block = 0; block < num_blocks; block++) {
-            const int64_t from = int64_t(block) * LANES;
-            RowBlock part{queries + from * D, mixed + from * D, most + from, sums + from, positions + from,
-                          slopes ? slopes + from : nullptr, positions[from], positions[from + LANES - 1]};
-            if (at > part.last_position) continue;
-            if (call.window && at + count <= call.first_seen(part.first_position)) continue;
-            if (in_pairs)
-                attend_tile(call, part, pairs, at, count, scores);
-            else
-                attend_tile(call, part, floats, at, count, scores);
-        }
-    }
-
-    float* turned = queries;  // no longer needed
-    for (int first = 0; first < rows; first += LANES)
-        turn_back<LANES>(mixed + int64_t(first) * D, std::min(LANES, rows - first), D, turned + int64_t(first) * D);
-    results.put(item, turned, most, sums);
+    LanePass<T>(call, cache, item, scratch).run(results);
 }
 
 }  // namespace mooncake

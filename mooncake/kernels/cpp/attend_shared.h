@@ -20,22 +20,6 @@ constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than a
 constexpr int SOON_ROWS = 16;    // rows of K or V to have in L1 ahead
 constexpr int STRIP = DOT_PART / 2 * SHARED_KEYS;  // pairs of elements of V that one pass mixes
 
-// Turns the scores of a part in one vector of lanes, [token][lane], into weights. Returns their sum, added up in the order
-// of attend_dots: by t % W first.
-template <int VECS> inline vf weigh(float* scores, vf top) {
-    vf totals[W] = {};
-    for (int at = 0; at < DOT_PART; at += W)
-#pragma GCC unroll 16
-        for (int t = 0; t < W; t++, scores += VECS * W) {
-            const vf weight = exp2v(load(scores) - top);
-            totals[t] += weight;
-            store(scores, weight);
-        }
-    for (int half = W / 2; half > 0; half /= 2)
-        for (int i = 0; i < half; i++) totals[i] += totals[i + half];
-    return totals[0];
-}
-
 // The weights of a part as pairs of tokens, [pair][lane], from the same beginning as its scores, made one pair after the
 // other: between products, because the exponential uses other parts of the core than they do (seen on Zen 4).
 template <int VECS> class PairWeights {
@@ -278,18 +262,17 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
         finish_scores(at, TILE);
     }
 
-    for (int v = 0; v < lanes && !in_pairs; v += W) store(sums + v, weigh<VECS>(scores + v, load(most + v)));
+    for (int v = 0; v < lanes && !in_pairs; v += W) store(sums + v, weigh<false>(scores + v, lanes, DOT_PART, load(most + v)));
 
     if constexpr (std::is_same<T, bf16>::value)
         if (in_pairs) mix_part_in_pairs<VECS>(scores, most, stream + DOT_PART, D, (uint32_t*)wide, mixed, totals, sums);
     if (!in_pairs) std::memset(mixed, 0, sizeof(float) * lanes * D);
-    const auto kept = [](vf before, int) { return before; };
     for (int at = 0; at < DOT_PART && !in_pairs; at += TILE) {
         open(1, at);
         scale(at);
         for (int d = 0; d < D; d += SHARED_KEYS) {
             if (is_in_place) bring_near(coded + AHEAD_ROWS + d * TILE / D, std::max(1, TILE * SHARED_KEYS / D), 0, D);
-            mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, kept, mixed);
+            mix_dims<SHARED_KEYS, VECS>(scores + at * lanes, tile, TILE, d, mixed);
         }
     }
 

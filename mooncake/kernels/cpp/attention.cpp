@@ -2,12 +2,14 @@
 //
 // Three methods, chosen by how many query rows (tokens times G) read the same keys, and whose rows they are:
 //   few rows            `attend_dots`    of a sequence (decode, drafts, short chunks), or of a few that share a part
-//   many sequences      `attend_shared`  the rows of all that share a part, bit-identical to attend_dots
+//   many sequences      `attend_shared`  the rows of all that share a part
 //   many rows (chunks)  `attend_lanes`   of one sequence; `attend_tiles` if a matrix unit takes its pages
 // If the processor can, bfloat16 pages are multiplied as pairs, in tiles or in lanes; queries and weights are then
-// rounded too. Long contexts are split into parts whose bounds depend only on the sequence, never on threads or batch;
-// the thread that finishes a row's last part merges them in order. So a result does not depend on the number of threads
-// or on the rest of the batch.
+// rounded too.
+//
+// A context is cut into parts at multiples of DOT_PART, and parts are folded in order: where several threads compute them,
+// by the one that finishes a row's last part. Within a part all methods but `attend_tiles` add up in the same order. So a
+// row has the same bits whatever is computed beside it, of its own sequence or of others, and on however many threads.
 #include "attention.h"
 
 #include "attend_dots.h"
@@ -38,7 +40,7 @@ template <class T> void attend_pages(const AttentionCall& call, const AttentionP
         const Item* next = &item < &plan.items.back() ? &item + 1 : nullptr;
         if (item.is_shared && item.count > MANY_SHARED)
             attend_shared<T, SHARED_VECS>(call, plan, cache, item, next, results, scratch);
-        else if (item.is_shared || call.has_few_rows(item.seq))
+        else if (item.is_shared || call.rows(item.seq) <= plan.few_rows)
             attend_dots<T>(call, plan, cache, item, next, results, scratch);
         else
             attend_many<T>(call, cache, item, results, scratch);

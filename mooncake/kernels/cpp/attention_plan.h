@@ -16,11 +16,18 @@ namespace mooncake {
 
 constexpr int BLOCK_ROWS = 128;   // query rows that share a pass over K and V, where G allows
 constexpr int DOT_PART = 256;     // context tokens in a part, for few rows
-constexpr int LANE_PART = 2048;   // and for many
+constexpr int TILES_PART = 2048;  // and for many on a matrix unit
+constexpr int WHOLE = 1 << 30;    // attend_lanes takes all of a context, part by part
 constexpr int FEW_ROWS = BLOCK_ROWS;  // up to this many of a sequence attend_dots is faster than attend_lanes; measured
 constexpr int FEW_BESIDE_TILES = 16;  // and than attend_tiles
 constexpr int SHARED_ROWS = 48;   // most query rows of several sequences that read a shared part together
 constexpr float NEVER = -1e30f;   // score of a masked token; finite, so that differences are numbers
+constexpr int STRIP_TOKENS = ROW_UNIT / int(sizeof(bf16));  // tokens, or dimensions, in a tile row
+
+// Whether a matrix unit takes pages of this type.
+template <class T> inline bool fits_tiles(int head_dim) {
+    return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
+}
 
 // ---- the work list --------------------------------------------------------------------------------------------------
 
@@ -42,7 +49,6 @@ struct AttentionCall {
     int group() const { return num_heads / num_kv_heads; }
     int tokens(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
     int rows(int seq) const { return tokens(seq) * group(); }
-    bool has_few_rows(int seq) const { return rows(seq) <= (has_tiles() ? FEW_BESIDE_TILES : FEW_ROWS); }
     const int32_t* table(int seq) const { return block_tables + seq * table_stride; }
 
     // Position in its sequence of a query row's token; past the end, a row sees what the last token sees.
@@ -117,6 +123,7 @@ struct AttentionPlan {
     std::vector<Merge> merges;      // by (block of rows, KV head); see merge_of
     std::vector<int> first_merge;   // of each sequence; -1 if its rows have one part
     std::vector<int> members;
+    int few_rows = FEW_ROWS;        // of a sequence, for attend_dots
     int64_t merge_floats = 0;
     int64_t cost = 0;  // multiply-adds / D
 
@@ -128,7 +135,11 @@ struct AttentionPlan {
 
 class Planner {
 public:
-    Planner(const AttentionCall& call, int block_tokens, AttentionPlan& plan) : call_(call), block_tokens_(block_tokens), plan_(plan) {}
+    Planner(const AttentionCall& call, const CacheLayer& cache, AttentionPlan& plan)
+        : call_(call), block_tokens_(cache.block_tokens), plan_(plan) {
+        with_pages(cache.kind, [&](auto page) { in_tiles_ = fits_tiles<decltype(page)>(call.head_dim); });
+        plan_.few_rows = in_tiles_ ? FEW_BESIDE_TILES : FEW_ROWS;
+    }
 
     void run() {
         plan_.items.clear();
@@ -149,8 +160,10 @@ public:
     }
 
 private:
+    bool has_few_rows(int seq) const { return call_.rows(seq) <= plan_.few_rows; }
+
     void add_sequence(int seq) {
-        const int rows = call_.rows(seq), part_tokens = call_.has_few_rows(seq) ? DOT_PART : LANE_PART;
+        const int rows = call_.rows(seq), part_tokens = has_few_rows(seq) ? DOT_PART : in_tiles_ ? TILES_PART : WHOLE;
         bool has_parts = false;
         for (int first = 0; first < rows; first += BLOCK_ROWS) has_parts |= num_parts(seq, first, part_tokens) > 1;
         if (has_parts) plan_.first_merge[seq] = int(plan_.merges.size());
@@ -159,8 +172,9 @@ private:
             for (int head = 0; head < call_.num_kv_heads; head++) {
                 if (has_parts) add_merge(count, parts);
                 for (int part = shared_parts_[seq]; part < parts; part++) {
-                    const int begin = first_token(seq, first) + part * part_tokens;
-                    add({seq, head, first, count, begin, std::min(begin + part_tokens, end_token(seq, first)), part, false});
+                    const int from = first_token(seq, first), place = (from / part_tokens + part) * part_tokens;
+                    const int end = std::min(place + part_tokens, end_token(seq, first));
+                    add({seq, head, first, count, std::max(place, from), end, part, false});
                 }
             }
         }
@@ -178,14 +192,18 @@ private:
         plan_.merge_floats += stride * parts;
     }
 
+    // Parts lie on a grid and begin at a multiple of W, so that sums over what a row sees have the same order whichever row
+    // its item begins with. Blocks before the first token that is seen may be gone.
     int first_token(int seq, int first_row) const {
-        return call_.window ? std::max(0, call_.first_seen(call_.position(seq, first_row))) : 0;
+        if (!call_.window) return 0;
+        const int first = std::max(0, call_.first_seen(call_.position(seq, first_row)));
+        return std::max(first / W * W, first / block_tokens_ * block_tokens_);
     }
     int end_token(int seq, int first_row) const {
         return call_.position(seq, std::min(first_row + BLOCK_ROWS, call_.rows(seq)) - 1) + 1;
     }
     int num_parts(int seq, int first_row, int part_tokens) const {
-        return (end_token(seq, first_row) - first_token(seq, first_row) + part_tokens - 1) / part_tokens;
+        return (end_token(seq, first_row) + part_tokens - 1) / part_tokens - first_token(seq, first_row) / part_tokens;
     }
 
     // Walks the tree of common prefixes level by level: sequences that share part p share all parts before it.
@@ -193,7 +211,7 @@ private:
         if (call_.window) return;
         std::vector<std::vector<int>> groups(1), next;
         for (int seq = 0; seq < call_.num_sequences; seq++)
-            if (call_.has_few_rows(seq) && call_.rows(seq) <= SHARED_ROWS) groups[0].push_back(seq);
+            if (has_few_rows(seq) && call_.rows(seq) <= SHARED_ROWS) groups[0].push_back(seq);
         for (int part = 0; !groups.empty(); part++, groups.swap(next)) {
             next.clear();
             for (std::vector<int>& group : groups) divide(group, part, next);
@@ -237,8 +255,21 @@ private:
 
     const AttentionCall& call_;
     const int block_tokens_;
+    bool in_tiles_ = false;
     AttentionPlan& plan_;
     std::vector<int> shared_parts_;  // of each sequence
+};
+
+// How a part of a row's context joins those before it: by the largest scores so far and its own, lane by lane. Parts are
+// folded in order, however they were computed, so that rows have the same bits with every method.
+struct Fold {
+    vf most, fade, share;
+
+    Fold() = default;
+    Fold(vf before, vf part) : most(larger(before, part)), fade(exp2v(before - most)), share(exp2v(part - most)) {}
+
+    // Only one of the products is fused with the sum, and always this one.
+    vf operator()(vf before, vf part) const { return in_register(before * fade) + part * share; }
 };
 
 // ---- results --------------------------------------------------------------------------------------------------------
@@ -313,24 +344,21 @@ private:
     void join(const Merge& merge, int seq, int kv_head, int first) const {
         const int D = call.head_dim, rows = merge.rows;
         const float* parts = partial + merge.offset;
-        static thread_local std::vector<float> weights;
-        weights.assign((merge.parts + W - 1) / W * W, NEVER);
         for (int row = 0; row < rows; row++) {
-            float most = NEVER, total = 0;
-            for (int p = 0; p < merge.parts; p++) {
-                weights[p] = parts[p * merge.stride + rows * D + row];
-                most = std::max(most, weights[p]);
-            }
-            for (int p = 0; p < merge.parts; p += W) store(&weights[p], exp2v(load(&weights[p]) - most));
-            for (int p = 0; p < merge.parts; p++) total += weights[p] * parts[p * merge.stride + rows * (D + 1) + row];
             float* out = call.output_row(seq, kv_head, first + row);
-            const float inverse = 1.0f / call.with_sink(kv_head, first + row, most, total);
-            for (int d = 0; d < D; d += W) {
-                vf acc{};
-                for (int p = 0; p < merge.parts; p++) acc += load(parts + p * merge.stride + row * D + d) * weights[p];
-                store(out + d, acc * inverse);
+            const float *mixed = parts + row * D, *rest = parts + rows * D + row;
+            std::copy(mixed, mixed + D, out);
+            vf most = splat(rest[0]), total = splat(rest[rows]);
+            for (int p = 1; p < merge.parts; p++) {
+                mixed += merge.stride, rest += merge.stride;
+                const Fold fold(most, splat(rest[0]));
+                most = fold.most;
+                total = fold(total, splat(rest[rows]));
+                for (int d = 0; d < D; d += W) store(out + d, fold(load(out + d), load(mixed + d)));
             }
-            call.put_log_sum(seq, kv_head, first + row, most, total);
+            const float inverse = 1.0f / call.with_sink(kv_head, first + row, most[0], total[0]);
+            for (int d = 0; d < D; d += W) store(out + d, load(out + d) * inverse);
+            call.put_log_sum(seq, kv_head, first + row, most[0], total[0]);
         }
     }
 };

@@ -250,7 +250,7 @@ private:
         if (plans_.size() == num_plans_) plans_.emplace_back();
         auto& [its_kind, plan] = plans_[num_plans_++];
         its_kind = kind;
-        Planner(call_, cache_.block_tokens, plan).run();
+        Planner(call_, cache_layer(0), plan).run();
         return plan;
     }
 

@@ -4,15 +4,8 @@
 #pragma once
 
 #include "attention_plan.h"
-#include "tiles.h"
 
 namespace mooncake {
-
-constexpr int STRIP_TOKENS = ROW_UNIT / int(sizeof(bf16));  // tokens, or dimensions, in a tile row
-
-template <class T> inline bool fits_tiles(int head_dim) {
-    return !std::is_same<T, float>::value && W == TILE_ROWS && head_dim % STRIP_TOKENS == 0 && has_tiles();
-}
 
 // Whether keys and values are multiplied as pairs of bfloat16, in vectors. Queries and weights are then rounded to
 // bfloat16 too.
