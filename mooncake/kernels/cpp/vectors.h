@@ -47,13 +47,15 @@ template <class V, class T> inline V load_as(const T* from) {
     return v;
 }
 
-// A vector that several products use, in a register. GCC would read it from memory again for each of them, and a core
-// loads no more than it multiplies.
-template <class V> inline V in_register(V vector) {
+// A value that is in a register from here on: GCC would read a vector from memory again for each product that uses it, and
+// a core loads no more than it multiplies. What made it is not fused with what follows.
+template <class V> inline V in_register(V value) {
 #if defined(__x86_64__)
-    asm("" : "+v"(vector));
+    asm("" : "+v"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
 #endif
-    return vector;
+    return value;
 }
 
 inline vf load(const float* from) { return load_as<vf>(from); }
@@ -226,7 +228,7 @@ inline vf exp2_parts(vf whole, vf f) {
 #if defined(__AVX512F__)
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)whole);
 #endif
-    return (vf)((vi)p + (__builtin_convertvector(whole, vi) << 23));
+    return (vf)((vu)p + ((vu)__builtin_convertvector(whole, vi) << 23));
 }
 
 // 2^x for x ≤ 0; exactly 1 at 0 and exactly 0 below -125.
