@@ -14,6 +14,8 @@ enum Type : int64_t { kFloat32, kBFloat16, kInt8, kTypes };
 
 constexpr int64_t kNumberBytes[] = {4, 2, 1}, kScaleBytes[] = {0, 0, 4};
 
+constexpr int64_t row_bytes(int64_t type, int64_t dim) { return kNumberBytes[type] * dim + kScaleBytes[type]; }
+
 uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -56,8 +58,7 @@ float least_scale(const uint8_t *row, int64_t dim, float scale) {
 
 template <Type from, Type to>
 void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t dim, int64_t rows, const uint8_t *) {
-    const int64_t in_bytes = kNumberBytes[from] * dim + kScaleBytes[from];
-    const int64_t out_bytes = kNumberBytes[to] * dim + kScaleBytes[to];
+    const int64_t in_bytes = row_bytes(from, dim), out_bytes = row_bytes(to, dim);
     for (; rows > 0; --rows, in += in_bytes, out += out_bytes) {
         float scale = 1;
         if constexpr (from == kInt8) memcpy(&scale, in + dim, 4);
@@ -78,7 +79,7 @@ void convert_rows(const uint8_t *__restrict in, uint8_t *__restrict out, int64_t
 
 template <Type type>
 void copy_rows(const uint8_t *in, uint8_t *out, int64_t dim, int64_t rows, const uint8_t *next) {
-    copying::past_caches(out, in, (kNumberBytes[type] * dim + kScaleBytes[type]) * rows, next);
+    copying::past_caches(out, in, row_bytes(type, dim) * rows, next);
 }
 
 using Rows = void (*)(const uint8_t *, uint8_t *, int64_t, int64_t, const uint8_t *);
@@ -89,15 +90,23 @@ constexpr Rows kRows[kTypes][kTypes] = {
 
 }  // namespace
 
-// Shape: layers, 2, heads, tokens; strides in bytes of its first three axes. Tokens lie behind one another.
+// Shape: layers, 2, heads, tokens; strides in bytes of its first three axes. Tokens lie behind one another, and where parts
+// of an axis do, too, on both sides, they are a single run.
 extern "C" void convert(const uint8_t *source, uint8_t *target, int64_t from, int64_t to, int64_t dim, const int64_t *shape,
                         const int64_t *in, const int64_t *out) {
-    const int64_t heads = shape[0] * shape[1] * shape[2];
-    const auto offset = [&](int64_t i, const int64_t *strides) {
-        return i / shape[2] / shape[1] * strides[0] + i / shape[2] % shape[1] * strides[1] + i % shape[2] * strides[2];
+    int64_t rows = shape[3], axes = 3;
+    const auto lie_together = [&](int64_t axis) {
+        return shape[axis] == 1 || (in[axis] == rows * row_bytes(from, dim) && out[axis] == rows * row_bytes(to, dim));
     };
-    for (int64_t i = 0; i < heads; ++i)
-        kRows[from][to](source + offset(i, in), target + offset(i, out), dim, shape[3],
-                        source + offset(std::min(i + 1, heads - 1), in));
+    for (; axes > 0 && lie_together(axes - 1); --axes) rows *= shape[axes - 1];
+    int64_t runs = 1;
+    for (int64_t axis = 0; axis < axes; ++axis) runs *= shape[axis];
+    const auto offset = [&](int64_t run, const int64_t *strides) {
+        int64_t bytes = 0;
+        for (int64_t axis = axes - 1; axis >= 0; run /= shape[axis--]) bytes += run % shape[axis] * strides[axis];
+        return bytes;
+    };
+    for (int64_t i = 0; i < runs; ++i)
+        kRows[from][to](source + offset(i, in), target + offset(i, out), dim, rows, source + offset(std::min(i + 1, runs - 1), in));
     __atomic_thread_fence(__ATOMIC_SEQ_CST);  // streamed stores are not ordered with what is published after them
 }
