@@ -60,7 +60,9 @@ def test_whatever_misses_what_was_asked_says_why() -> None:
 def test_a_figure_that_was_measured_anew_is_another_one_in_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [words] = [table for table in TOLD["table"] if table["title"] == "Prompt lookup"]
+    [told] = [table for table in TOLD["table"] if table["title"] == "Prompt lookup"]
+    rows = [row for row in told["rows"] if "files" not in row]
+    words = told | {"files": {"zen4": told["files"]["zen4"]}, "also": {}, "rows": rows, "missed": "", "notes": []}
     names = TOLD["machines"]
     before = table_of(words)
     assert not before.misses()
