@@ -90,7 +90,17 @@ class Kernels(Protocol):
 
 
 class HostKernels(Kernels, Protocol):
-    """Those of CPUs, which attend over parts of a context and at any positions, too."""
+    """Those of CPUs, which attend over parts of a context and at any positions, too, and move KV in the cache."""
+
+    def copy_turned(
+        self,
+        cache_layer: torch.Tensor,
+        sources: torch.Tensor,
+        slots: torch.Tensor,
+        shifts: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None: ...
 
     def partial_attention(
         self,

@@ -48,6 +48,7 @@ class CpuKernels:
         self.has_matrix_unit = unit == ROW_UNIT
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
+        self._copy_turned = library.mc_copy_turned
         self._add_rms_norm = library.mc_add_rms_norm
         self._silu_mul = library.mc_silu_mul
         self._recur_call = library.mc_recur
@@ -200,6 +201,30 @@ class CpuKernels:
         )
         check(status)
         return qkv.as_strided((tokens, num_heads, head_dim), (qkv.stride(0), head_dim, 1))
+
+    def copy_turned(
+        self,
+        cache_layer: torch.Tensor,
+        sources: torch.Tensor,
+        slots: torch.Tensor,
+        shifts: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        if not _takes_pages(cache_layer, cos):
+            reference.copy_turned(cache_layer, sources, slots, shifts, cos, sin)
+            return
+        rope = Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[0], None, None, 0.0)
+        status = self._copy_turned(
+            ctypes.byref(rope),
+            ctypes.byref(pages_of(cache_layer)),
+            sources.data_ptr(),
+            slots.data_ptr(),
+            shifts.data_ptr(),
+            len(slots),
+            num_threads(),
+        )
+        check(status)
 
     def gated_delta(
         self,

@@ -20,7 +20,7 @@ int mc_size_of(const char* name) {
         {"PackedLinear", sizeof(PackedLinear)}, {"CacheLayer", sizeof(CacheLayer)}, {"Rope", sizeof(Rope)},
         {"Draw", sizeof(Draw)},                 {"DecoderLayer", sizeof(DecoderLayer)}, {"Decoder", sizeof(Decoder)},
         {"LayerAdapter", sizeof(LayerAdapter)}, {"Step", sizeof(Step)},                 {"Cache", sizeof(Cache)},
-        {"Experts", sizeof(Experts)},           {"RecurrentCall", sizeof(RecurrentCall)},
+        {"Experts", sizeof(Experts)},           {"RecurrentCall", sizeof(RecurrentCall)}, {"Thinned", sizeof(Thinned)},
     };
     for (const auto& [known, size] : SIZES)
         if (!std::strcmp(name, known)) return int(size);
@@ -49,6 +49,15 @@ int mc_rope_write_kv(float* qkv, int64_t qkv_stride, const Rope* rope, const int
     with_pages(cache->kind, [&](auto page) {
         rope_write_kv<decltype(page)>(qkv, qkv_stride, *rope, positions, *cache, slots, tokens, num_heads, threads);
     });
+    return OK;
+}
+
+int mc_copy_turned(const Rope* rope, const CacheLayer* cache, const int64_t* sources, const int64_t* slots, const int64_t* shifts,
+                   int64_t tokens, int threads) {
+    if (int status = check_positions(shifts, tokens, *rope)) return status;
+    for (const int64_t* places : {sources, slots})
+        if (int status = check_slots(places, tokens, *cache)) return status;
+    with_pages(cache->kind, [&](auto page) { copy_turned<decltype(page)>(*cache, *rope, sources, slots, shifts, tokens, threads); });
     return OK;
 }
 
@@ -133,7 +142,7 @@ int mc_score(const float* logits, int64_t stride, int64_t count, int64_t vocab, 
 
 // Float32 logits [num_logits][vocab]. The hooks may be null.
 int mc_forward(const Decoder* model, const Step* step, const Cache* cache, LayerCall before, LayerCall after, AttendCall instead,
-               float* logits, int threads) {
-    return ForwardPass(*model, *step, *cache, before, after, instead, threads).run(logits);
+               ThinCall thin, float* logits, int threads) {
+    return ForwardPass(*model, *step, *cache, before, after, instead, thin, threads).run(logits);
 }
 }

@@ -27,6 +27,7 @@ SIGNATURES = {
         *(POINTER, LONG, POINTER, POINTER, POINTER),  # qkv, qkv_stride, rope, positions, pages
         *(INT, POINTER, LONG, INT),  # num_heads, slots, T, threads
     ],
+    "mc_copy_turned": [POINTER, POINTER, POINTER, POINTER, POINTER, LONG, INT],
     "mc_add_rms_norm": [POINTER, POINTER, POINTER, POINTER, LONG, INT, FLOAT, INT],
     "mc_silu_mul": [POINTER, POINTER, LONG, INT, INT],
     "mc_recur": [POINTER, INT],
@@ -47,7 +48,7 @@ SIGNATURES = {
         *(POINTER, POINTER, POINTER, LONG),  # rows, tokens, counts, most
         *(POINTER, POINTER, POINTER, INT),  # logprobs, top_ids, top_logprobs, threads
     ],
-    "mc_forward": [POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, POINTER, INT],
+    "mc_forward": [*(POINTER, POINTER, POINTER), *(POINTER, POINTER, POINTER, POINTER), POINTER, INT],
 }
 PAGE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 WEIGHT_KINDS = {torch.float32: 0, torch.bfloat16: 1}

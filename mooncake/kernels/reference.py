@@ -342,6 +342,22 @@ def rope_write_kv(
     return rope(query, cos, sin, positions)
 
 
+def copy_turned(
+    cache_layer: torch.Tensor,
+    sources: torch.Tensor,
+    slots: torch.Tensor,
+    shifts: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> None:
+    """Copy keys and values from slot to slot, keys rotated by ``shifts`` positions: int64 [T] each. ``cos`` and ``sin``
+    [P, D / 2] are of rotations alone."""
+    block_tokens = cache_layer.shape[3]
+    stored = cache_layer[sources // block_tokens, :, :, sources % block_tokens]  # [T, K|V, Hkv, row]
+    write_kv(rope(from_page_rows(stored[:, 0]), cos, sin, shifts), None, cache_layer, slots)
+    cache_layer[slots // block_tokens, 1, :, slots % block_tokens] = stored[:, 1]
+
+
 def paged_attention(
     query: torch.Tensor,
     cache_layer: torch.Tensor,

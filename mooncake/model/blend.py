@@ -15,7 +15,7 @@ import torch
 
 from mooncake.kernels import HostKernels
 from mooncake.kernels.reference import from_page_rows
-from mooncake.model.batch import ForwardBatch, Reuse
+from mooncake.model.batch import ForwardBatch, LayerHook, Reuse
 from mooncake.model.page_rows import page_rows, row_numbers
 
 FIRST_CHOICE = 1  # the first layer at which tokens leave: keys and values of layer 0 depend on nothing before them
@@ -33,13 +33,27 @@ def share_at(layer: int, share: float) -> float:
 
 
 class Blending:
-    """One batch with reused tokens on its way through the layers. ``batch`` is the part still computed."""
+    """One batch with reused tokens on its way through the layers. ``batch`` is the part still computed.
 
-    def __init__(self, batch: ForwardBatch, kernels: HostKernels, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """``kernels`` are the model's, ``cos`` and ``sin`` [P, D / 2] its ``turns``."""
+    It stands between the pass and the step's hook: before a layer is computed, the KV of tokens that are no longer
+    computed is written."""
+
+    wants_layers = True
+
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        cache: torch.Tensor,
+        hook: LayerHook,
+        kernels: HostKernels,
+        turns: tuple[torch.Tensor, torch.Tensor],
+    ) -> None:
+        """``kernels`` and ``turns`` are the model's."""
         assert batch.reuse is not None
         self.batch = batch
-        self._kernels, self._cos, self._sin = kernels, cos, sin
+        self._cache_layers = cache.unbind(1)
+        self._hook = hook
+        self._kernels, self._turns = kernels, turns
         counts = batch.query_starts.diff().long()
         self._owners = torch.repeat_interleave(
             torch.arange(batch.num_sequences), counts
@@ -49,13 +63,17 @@ class Blending:
         nothing = torch.empty(0, dtype=torch.int64)
         self._left = (nothing, nothing, nothing)  # sources, slots and shifts of tokens no longer computed
 
-    def fill(self, cache_layer: torch.Tensor) -> None:
-        """Write this layer's KV of tokens that are no longer computed."""
-        copy_turned(self._kernels, cache_layer, *self._left, self._cos, self._sin)
+    def before_layer(self, layer: int) -> None:
+        self._hook.before_layer(layer)
+        if self.has_gaps:
+            self._kernels.copy_turned(self._cache_layers[layer], *self._left, *self._turns)
 
-    def narrow(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
+    def after_layer(self, layer: int) -> None:
+        self._hook.after_layer(layer)
+
+    def narrow(self, layer: int) -> torch.Tensor | None:
         """Let tokens leave, once the fresh KV of ``layer`` has been written. Returns the rows that stay; None: all."""
-        rows = self._staying(layer, cache_layer)
+        rows = self._staying(layer)
         if rows is None:
             return None
         reuse = self._reuse
@@ -73,24 +91,27 @@ class Blending:
         """Whether tokens have left, so that attention is ``attend``."""
         return len(self._left[0]) > 0
 
-    def attend(self, query: torch.Tensor, batch: ForwardBatch, cache_layer: torch.Tensor, scale: float) -> torch.Tensor:
-        """``[T, Hq, D]``, of all of a sequence's tokens together. ``batch`` is this one or part of it."""
+    def attend(self, layer: int, query: torch.Tensor, scale: float) -> torch.Tensor:
+        """``[T, Hq, D]``, of all of a sequence's tokens together."""
+        batch = self.batch
         seen = (batch.block_tables, batch.query_starts, batch.context_lens, batch.positions.int())
-        return self._kernels.partial_attention(query, cache_layer, *seen, scale)[0]
+        return self._kernels.partial_attention(query, self._cache_layers[layer], *seen, scale)[0]
 
     @property
     def _reuse(self) -> Reuse:
         assert self.batch.reuse is not None
         return self.batch.reuse
 
-    def _staying(self, layer: int, cache_layer: torch.Tensor) -> torch.Tensor | None:
+    def _staying(self, layer: int) -> torch.Tensor | None:
         reuse, share = self._reuse, share_at(layer, self._reuse.share)
         wanted = [max(round(count * share), 1) for count in self._num_reused]  # so that no batch becomes empty
         candidates = reuse.sources >= 0
         there = torch.bincount(self._owners[candidates], minlength=len(wanted)).tolist()
         if all(count <= most for count, most in zip(there, wanted, strict=True)):
             return None
-        ranks = reuse.ranks if reuse.ranks is not None else deviations(cache_layer, reuse.sources, self.batch.slots)
+        ranks = reuse.ranks
+        if ranks is None:
+            ranks = deviations(self._cache_layers[layer], reuse.sources, self.batch.slots)
         stays = ~candidates
         for owner, count in enumerate(wanted):
             rows = (candidates & (self._owners == owner)).nonzero().flatten()
@@ -110,29 +131,13 @@ def deviations(cache_layer: torch.Tensor, sources: torch.Tensor, slots: torch.Te
     """Float32 [T]: squared distance of the values in ``slots`` from those in ``sources``; 0 where there are none."""
     result = torch.zeros(len(slots))
     rows = (sources >= 0).nonzero().flatten()
-    fresh, stored = (read_slots(cache_layer, places[rows], kinds=slice(1, 2)) for places in (slots, sources))
+    fresh, stored = (_values(cache_layer, places[rows]) for places in (slots, sources))
     result[rows] = (fresh - stored).square_().sum((1, 2, 3))
     return result
 
 
-def copy_turned(
-    kernels: HostKernels,
-    cache_layer: torch.Tensor,
-    sources: torch.Tensor,
-    slots: torch.Tensor,
-    shifts: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-) -> None:
-    """Copy keys and values from slot to slot (int64 [T] each), with keys rotated by ``shifts`` positions: the same
-    step as for computed ones, except that these are already rotated and have no queries."""
-    if len(slots):
-        stored = read_slots(cache_layer, sources)
-        kernels.rope_write_kv(stored.flatten(1), cos, sin, shifts, cache_layer, slots)
-
-
-def read_slots(cache_layer: torch.Tensor, slots: torch.Tensor, kinds: slice = slice(0, 2)) -> torch.Tensor:
-    """Float32 ``[T, kinds, Hkv, D]``: keys (kind 0) and values (1) in ``slots``."""
-    numbers = row_numbers(cache_layer, slots, kinds)
+def _values(cache_layer: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Float32 ``[T, 1, Hkv, D]``."""
+    numbers = row_numbers(cache_layer, slots, kinds=slice(1, 2))
     rows = page_rows(cache_layer).index_select(0, numbers.flatten())
     return from_page_rows(rows.view(*numbers.shape, -1))

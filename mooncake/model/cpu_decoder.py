@@ -22,6 +22,7 @@ from mooncake.kernels.cpu_panels import PanelLinear
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
+from mooncake.model.blend import Blending
 from mooncake.model.layers import LayerWeights, Weights, embedding_and_head, vector, weight
 from mooncake.model.lora import PRODUCTS, LayerAdapter
 from mooncake.model.rope import Tables, query_scales
@@ -31,6 +32,7 @@ from mooncake.precision import Coding
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _LayerCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 _AttendCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _POINTER, _LONG, _POINTER)
+_ThinCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _POINTER)
 
 
 class _Layer(ctypes.Structure):
@@ -70,6 +72,10 @@ class _Step(ctypes.Structure):
     ]
 
 
+class _Thinned(ctypes.Structure):
+    _fields_: ClassVar = [(name, _POINTER) for name in ("step", "rows", "positions")]
+
+
 class _Cache(ctypes.Structure):
     _fields_: ClassVar = [
         ("base", _POINTER),
@@ -83,6 +89,7 @@ _MIRRORS: dict[str, type[ctypes.Structure]] = {
     "Decoder": _Decoder,
     "LayerAdapter": _LayerAdapter,
     "Step": _Step,
+    "Thinned": _Thinned,
     "Cache": _Cache,
 }
 
@@ -188,8 +195,9 @@ class CpuDecoder:
         leaving: torch.Tensor | None = None,
         attention: Attention | None = None,
         layers: range | None = None,
+        blending: Blending | None = None,
     ) -> torch.Tensor:
-        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
+        """As ``LayerByLayer.forward``."""
         step = self._step(batch, entering, leaving, layers)
         area = _area(cache)
         logits = self._results.take(step.num_logits, self._vocab)
@@ -201,6 +209,7 @@ class CpuDecoder:
             told.before,
             told.after,
             None if attention is None else told.instead(attention, batch.tokens.shape[0], *self._query_shape),
+            None if blending is None else told.thinned(blending, self._step),
             logits.data_ptr(),
             num_threads(),
         )
@@ -213,9 +222,9 @@ class CpuDecoder:
     def _step(
         self,
         batch: ForwardBatch,
-        entering: torch.Tensor | None,
-        leaving: torch.Tensor | None,
-        layers: range | None,
+        entering: torch.Tensor | None = None,
+        leaving: torch.Tensor | None = None,
+        layers: range | None = None,
     ) -> _Step:
         """Refers to the batch's memory. By position, because names take a microsecond more."""
         pages = batch.pages
@@ -336,6 +345,7 @@ class _Told:
         self.error: BaseException | None = None
         self.before: object = None
         self.after: object = None
+        self._staying: object = None
         if hook.wants_layers:
             self.before, self.after = self._call(hook.before_layer), self._call(hook.after_layer)
 
@@ -350,6 +360,20 @@ class _Told:
             mixed.copy_(attention(layer, query).reshape(-1))
 
         return _AttendCall(self._keeping(attend))
+
+    def thinned(self, blending: Blending, step_of: Callable[[ForwardBatch], _Step]) -> object:
+        """Asks which tokens stay, layer by layer."""
+
+        def thin(layer: int, left_at: int) -> None:
+            rows = blending.narrow(layer)
+            if rows is not None:
+                batch = blending.batch
+                step, positions = step_of(batch), batch.positions.int()
+                self._staying = step, batch, rows, positions  # valid until others take their place
+                left = _Thinned.from_address(left_at)
+                left.step, left.rows, left.positions = ctypes.addressof(step), rows.data_ptr(), positions.data_ptr()
+
+        return _ThinCall(self._keeping(thin))
 
     def _call(self, method: Callable[[int], None]) -> object:
         return _LayerCall(self._keeping(method))

@@ -7,11 +7,11 @@ knows nothing of requests, scheduling, transfer or files; a hook is told when ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import TypeVar, cast
 
 import torch
 
-from mooncake.errors import InternalError
 from mooncake.kernels import HostKernels, Kernels, Linear, choose_kernels
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.reference import Matrix
@@ -63,8 +63,8 @@ class CausalLM:
         """
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
-        kernels = kernels or choose_kernels()
-        tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
+        self._kernels = kernels = kernels or choose_kernels()
+        self._tables = tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
         places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
         # One at a time: a layer's unfused weights are freed before the next layer is read.
@@ -94,6 +94,11 @@ class CausalLM:
         """For adapters beside those that it was built with, which have the first places."""
         return self.decoder.adapters if isinstance(self.decoder, LayerByLayer) else self.decoder
 
+    @cached_property
+    def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """``blend.turns`` of its tables."""
+        return turns(*self._tables[0])
+
     @torch.inference_mode()
     def forward(
         self,
@@ -114,9 +119,11 @@ class CausalLM:
         as ``entering``, and one with layers after it writes it to ``leaving`` and returns no logits, ``[0, V]``.
         """
         self._kept.check(cache, self.config.hidden_size)
-        if batch.reuse is not None and not isinstance(self.decoder, LayerByLayer):
-            raise InternalError("a model whose layers are fused cannot blend")
-        logits = self.decoder.forward(batch, cache, hook, entering, leaving, attention)
+        blending = None
+        if batch.reuse is not None:
+            assert entering is None and leaving is None and attention is None, "a step that blends is not divided"
+            blending = Blending(batch, cache, hook, cast(HostKernels, self._kernels), self.turns)
+        logits = self.decoder.forward(batch, cache, blending or hook, entering, leaving, attention, blending=blending)
         self._kept.tell(hook, cache)
         return logits
 
@@ -136,8 +143,8 @@ class CausalLM:
 
 
 class LayerByLayer:
-    """The family's layers, product by product: for kernels that have nothing fused, for ranks, and for what a fused
-    pass does not do. It is its definition."""
+    """The family's layers, product by product: for kernels that have nothing fused, and for ranks. It is the definition
+    of the fused pass."""
 
     def __init__(
         self,
@@ -167,7 +174,6 @@ class LayerByLayer:
         dtype = weight(weights, "model.norm.weight").dtype
         self._stream = torch.float32 if isinstance(kernels, CpuKernels) else dtype  # of the residual stream
         self.adapters = AdapterLayers(kernels, dtype)
-        self.turns = turns(*tables[0])
         self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._embedding, self._head = embedding_and_head(weights, config, places, vocabulary)
 
@@ -180,8 +186,9 @@ class LayerByLayer:
         leaving: torch.Tensor | None = None,
         attention: Attention | None = None,
         layers: range | None = None,
+        blending: Blending | None = None,
     ) -> torch.Tensor:
-        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``."""
+        """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``. ``blending`` is the hook, too."""
         layers = self._places if layers is None else layers
         eps, kernels, first = self._config.rms_eps, self._kernels, self._places.start
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
@@ -192,22 +199,21 @@ class LayerByLayer:
         # With ``attention`` other ranks may need this one to take part.
         wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
         rows = rows_by_adapter(batch.adapters)
-        blending = None if batch.reuse is None else Blending(batch, cast(HostKernels, kernels), *self.turns)
         for index in layers:
             layer = self._layers[index - first]
             self._kept.write(index, residual, cache, batch.slots)
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
             row, block_tables, slots = batch.pages_of(self._kv_layers[index])
             cache_layer = cache_layers[row]
-            query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook, blending)
+            query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook)
             if index == last_kv and not wants_more:
                 return torch.empty((0, self._config.vocab_size), device=normed.device)
-            if blending is not None and (kept := blending.narrow(index, cache_layer)) is not None:
+            if blending is not None and (kept := blending.narrow(index)) is not None:
                 batch, query, residual = blending.batch, query[kept], residual[kept]
                 block_tables = batch.block_tables  # blending requires a single group of layers
                 rows = rows_by_adapter(batch.adapters)
             if blending is not None and blending.has_gaps:
-                mixed = blending.attend(query, batch, cache_layer, self._config.head_dim**-0.5).flatten(1)
+                mixed = blending.attend(index, query, self._config.head_dim**-0.5).flatten(1)
             elif attention is None:
                 mixed = self._attend(index, query, batch, cache_layer, block_tables)
             else:
@@ -242,7 +248,6 @@ class LayerByLayer:
         cache_layer: torch.Tensor,
         slots: torch.Tensor,
         hook: LayerHook,
-        blending: Blending | None,
     ) -> torch.Tensor:
         """Write the step's keys and values into the cache, if the layer has its own; returns the queries, ``[T, Hq,
         D]``."""
@@ -251,8 +256,6 @@ class LayerByLayer:
             hook.before_layer(kv_layer)
         else:
             cache_layer = cache_layer[:, :, :0]
-        if blending is not None:
-            blending.fill(cache_layer)
         query = self._kernels.rope_write_kv(
             qkv,
             *self._tables[index],

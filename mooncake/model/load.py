@@ -141,7 +141,7 @@ def load_model(
     keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches refer to ``adapters`` by
-    index. ``can_blend``: accept batches with ``reuse``, which a fused pass does not. ``layers``: load only those, as a
+    index. ``can_blend``: batches may have ``reuse``. ``layers``: load only those, as a
     stage. ``keep_hidden``: layers whose inputs the cache keeps.
 
     Raises ModelError if weights are missing, broken or of an unsupported kind.
@@ -177,7 +177,6 @@ def load_model(
             max_model_len,
             kernels,
             form.coding,
-            not can_blend,
             adapters=lora,
             layers=layers,
             keep_hidden=keep_hidden,

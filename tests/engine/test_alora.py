@@ -23,10 +23,11 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine import sequence as engine_sequence
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.hashing import Chain
-from mooncake.model import load_model
+from mooncake.model import CausalLM
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.lora import load_adapter
-from mooncake.precision import Coding, WeightFormat
+from mooncake.model.weights import load_weights
+from mooncake.precision import Coding
 
 NEW, BLOCK = 12, 8
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
@@ -107,15 +108,16 @@ def test_the_definition_is_what_peft_computes(models: Models) -> None:
         assert answer == greedy(ours, prompt, len(answer))
 
 
-@pytest.mark.parametrize("can_blend", [False, True], ids=["one call", "product by product"])
+@pytest.mark.parametrize("is_fused", [True, False], ids=["one call", "product by product"])
 @pytest.mark.parametrize("coding", ["", "int8", "w8a8"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_before_an_invocation_is_the_models_own_to_the_bit(
-    models: Models, dtype: str, coding: Coding, can_blend: bool
+    models: Models, dtype: str, coding: Coding, is_fused: bool
 ) -> None:
     checkpoint, adapter = open_checkpoint(str(models.folder)), open_adapter("check", str(models.folder / "check"))
     config = checkpoint.config
-    model = load_model(checkpoint, WeightFormat(dtype, coding=coding), 64, adapters=[adapter], can_blend=can_blend)
+    weights, adapters = load_weights(checkpoint, dtype), [load_adapter(adapter, config)]
+    model = CausalLM(config, weights, 64, coding=coding, is_fused=is_fused, adapters=adapters)
     for count, start in ((41, 21), (9, 8), (3, 1)):
         acting = torch.zeros(count, dtype=torch.int32)
         acting[:start] = -1

@@ -15,15 +15,15 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.errors import InternalError, ModelError
+from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, choose_kernels, reference
 from mooncake.kernels.reference import from_page_rows, rope
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
-from mooncake.model.blend import Blending, copy_turned, share_at, turns
-from mooncake.model.cpu_decoder import CpuDecoder
+from mooncake.model.blend import Blending, share_at, turns
 from mooncake.model.llama import LayerByLayer
 from mooncake.model.rope import rope_tables
+from mooncake.model.weights import load_weights
 from mooncake.precision import FLOAT32
 
 BLOCK, CHUNK, NUM_CHUNKS, TAIL = 16, 128, 4, 20  # tokens; the first chunk is a prefix
@@ -136,7 +136,7 @@ def test_turned_keys_are_those_of_the_new_position(kernels: Kernels, scaling: di
     slots = torch.randperm(4 * BLOCK, generator=torch.Generator().manual_seed(1))[:BLOCK]
     sources, shifts = 5 * BLOCK + places, torch.full((BLOCK,), 900)
 
-    copy_turned(kernels, cache_layer, sources, slots, shifts, *turns(cos, sin))
+    kernels.copy_turned(cache_layer, sources, slots, shifts, *turns(cos, sin))
 
     wanted = rope(raw, cos, sin, 900 + places)
     assert torch.allclose(cache_layer[slots // BLOCK, 0, :, slots % BLOCK], wanted, atol=1e-4, rtol=0)
@@ -149,13 +149,12 @@ def test_stored_kv_of_the_first_layer_is_right_anywhere_and_of_others_it_is_not(
     wanted = kitchen.kv()
     reused = kitchen.sources >= 0
     for layer in (0, 10):
-        copy_turned(
-            choose_kernels(),
+        choose_kernels().copy_turned(
             kitchen.cache[:, layer],
             kitchen.sources[reused],
             reused.nonzero().flatten(),
             kitchen.shifts[reused],
-            *kitchen.model.decoder.turns,
+            *kitchen.model.turns,
         )
     got = kitchen.kv()
     assert torch.allclose(got[0, 0], wanted[0, 0], atol=1e-4 * float(wanted[0, 0].abs().max()), rtol=0)
@@ -191,24 +190,39 @@ def test_the_tokens_that_deviate_most_bring_most_of_the_loss_back(checkpoint: Ch
 def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitchen) -> None:
     """Neither their queries nor anything else; counted are the rows of each layer's first product."""
     counts: list[int] = []
+    by_layers = CausalLM(checkpoint.config, load_weights(checkpoint, "float32"), 1024, is_fused=False)
 
     class Counting(LayerByLayer):
         def _write(self, index: int, layer: Any, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
             counts.append(len(qkv))
             return super()._write(index, layer, qkv, *rest)
 
-    plain = kitchen.model.decoder
-    kitchen.model.decoder = Counting.__new__(Counting)
-    kitchen.model.decoder.__dict__ = plain.__dict__
-    try:
-        kitchen.blended(0.15)
-    finally:
-        kitchen.model.decoder = plain
+    plain = by_layers.decoder
+    by_layers.decoder = Counting.__new__(Counting)
+    by_layers.decoder.__dict__ = plain.__dict__
+    Kitchen(checkpoint, by_layers, kitchen.tokens.numpy()).blended(0.15)
     num_reused = (NUM_CHUNKS - 1) * CHUNK
-    counts = counts[checkpoint.config.num_layers :]  # behind those of the prefix
+    counts = counts[-checkpoint.config.num_layers :]  # behind those of the chunks and of the prefix
     assert counts[:2] == [num_reused + TAIL] * 2
     assert counts[-1] == pytest.approx(0.15 * num_reused + TAIL, abs=1)
     assert counts == sorted(counts, reverse=True)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_a_pass_in_one_call_blends_like_one_by_layers(tmp_path: Path, kv_dtype: str) -> None:
+    """The same tokens leave after the same layers, whose KV is copied, and which the others attend to."""
+    write_tiny_model(tmp_path, num_hidden_layers=12, max_position_embeddings=LENGTH + 4, head_dim=16)
+    checkpoint = open_checkpoint(str(tmp_path))
+    weights, tokens = load_weights(checkpoint, "float32"), np.random.default_rng(1).integers(3, 300, LENGTH)
+    results = []
+    for is_fused in (True, False):
+        model = CausalLM(checkpoint.config, weights, is_fused=is_fused)
+        assert isinstance(model.decoder, LayerByLayer) != is_fused
+        kitchen = Kitchen(checkpoint, model, tokens, kv_dtype)
+        results.append((kitchen.blended(0.15), kitchen.kv()))
+    for ours, wanted in zip(*results, strict=True):
+        difference = (ours - wanted).abs()
+        assert difference.max() < {"float32": 1e-4, "bfloat16": 0.02, "int8": 0.03}[kv_dtype] * wanted.abs().max()
 
 
 def test_each_sequence_of_a_batch_keeps_its_own_share() -> None:
@@ -228,11 +242,11 @@ def test_each_sequence_of_a_batch_keeps_its_own_share() -> None:
         logit_rows=starts[1:] - 1,
         reuse=Reuse(sources, torch.ones_like(sources), 0.25, ranks=-torch.arange(len(sources)).float()),
     )
-    blending = Blending(batch, reference, *rope_tables(8, 200, 1e4, None))
-    cache_layer = torch.zeros(4, 2, 1, BLOCK, 8)
-    assert blending.narrow(0, cache_layer) is None
+    cache = torch.zeros(4, 21, 2, 1, BLOCK, 8)
+    blending = Blending(batch, cache, NoHook(), reference, rope_tables(8, 200, 1e4, None))
+    assert blending.narrow(0) is None
     for layer in (1, 20):
-        blending.narrow(layer, cache_layer)
+        blending.narrow(layer)
     kept = [0, *range(4, 10), *range(10, 15), *range(30, 44)]
     assert blending.batch.tokens.tolist() == kept
     assert blending.batch.query_starts.tolist() == [0, 7, 22, 26]
@@ -280,28 +294,14 @@ def test_pages_of_every_format_are_turned(tmp_path: Path, family: str, kv_dtype:
     first_layer = kitchen.kv()[0]
     reused = (kitchen.sources >= 0).nonzero().flatten()
     kitchen.cache[: LENGTH // BLOCK, 0].zero_()
-    copy_turned(
-        choose_kernels(),
-        kitchen.cache[:, 0],
-        kitchen.sources[reused],
-        reused,
-        kitchen.shifts[reused],
-        *model.decoder.turns,
+    choose_kernels().copy_turned(
+        kitchen.cache[:, 0], kitchen.sources[reused], reused, kitchen.shifts[reused], *model.turns
     )
     difference = (kitchen.kv()[0] - first_layer)[:, :, reused].abs().max()
     assert difference < {"float32": 1e-4, "bfloat16": 0.04, "int8": 0.1}[kv_dtype]
 
 
-def test_models_that_cannot_blend_refuse(tmp_path: Path, checkpoint: Checkpoint) -> None:
+def test_models_that_cannot_blend_refuse(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "mistral", sliding_window=32)
     with pytest.raises(ModelError, match="full attention"):
         load_model(open_checkpoint(str(tmp_path)), FLOAT32, can_blend=True)
-    fused = load_model(checkpoint, FLOAT32, 64)
-    assert isinstance(fused, CausalLM)
-    prompt = ForwardBatch.of_prompt(torch.arange(8), BLOCK, torch.tensor([7]))
-    reuse = Reuse(torch.full((8,), -1), torch.zeros(8, dtype=torch.int64), 0.5)
-    if isinstance(fused.decoder, CpuDecoder):
-        with pytest.raises(InternalError, match="fused"):
-            fused.forward(
-                replace(prompt, reuse=reuse), KVCache(checkpoint.kv_layout(BLOCK, "float32"), 2).tensor, NoHook()
-            )

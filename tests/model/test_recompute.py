@@ -15,6 +15,7 @@ from mooncake.errors import ConfigError, InternalError, KVLoadFailed, ModelError
 from mooncake.kernels import reference
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows
+from mooncake.model.weights import load_weights
 from mooncake.precision import FLOAT32
 from mooncake.types import KVLayout
 
@@ -29,9 +30,8 @@ class Kitchen:
 
     def __init__(self, checkpoint: Checkpoint, is_fused: bool = True, kv_dtype: str = "float32") -> None:
         self.layout = checkpoint.kv_layout(BLOCK, kv_dtype, KEPT)
-        loaded = load_model(checkpoint, FLOAT32, can_blend=not is_fused, keep_hidden=KEPT)
-        assert isinstance(loaded, CausalLM)
-        self.model = loaded
+        weights = load_weights(checkpoint, "float32")
+        self.model = CausalLM(checkpoint.config, weights, is_fused=is_fused, keep_hidden=KEPT)
         self.cache = KVCache(self.layout, -(-LENGTH // BLOCK)).tensor
 
     def batch(self, first: int, end: int, num_logits: int) -> ForwardBatch:

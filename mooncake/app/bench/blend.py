@@ -4,8 +4,7 @@ Prompts are windows of the Python language reference that CPython ships (``pydoc
 chunks, so each chunk depends on those before it. The first chunk is a prefix, the others are reused, and a tail is
 computed. Quality is the KL divergence (nats) between the next-token distributions in the tail and those of a full
 prefill, and how often the most likely token is the same. Time is that of one forward pass over a whole prompt to its
-last token's logits, with all chunks but the first and the last in the cache, compared with a full prefill by the usual
-fused pass.
+last token's logits, with all chunks but the first and the last in the cache, compared with a full prefill.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def main(args: list[str]) -> None:
     report = Report("blend", config, seed=0)
     checkpoint = open_checkpoint(options.model)
     with report.measuring("computing") as shown:
-        model = load(checkpoint, options, can_blend=True)
+        model = load(checkpoint, options)
         measure_quality(checkpoint, model, options, report, shown)
         measure_time(checkpoint, model, options, report, shown)
     report.finish(options.json)
@@ -131,9 +130,9 @@ def parse(args: list[str]) -> Options:
     )
 
 
-def load(checkpoint: Checkpoint, options: Options, *, can_blend: bool) -> CausalLM:
+def load(checkpoint: Checkpoint, options: Options) -> CausalLM:
     longest = max(options.chunks * options.chunk_tokens + options.tail, options.time_tokens)
-    model = load_model(checkpoint, FLOAT32, longest, can_blend=can_blend)
+    model = load_model(checkpoint, FLOAT32, longest, can_blend=True)
     assert isinstance(model, CausalLM)
     return model
 
@@ -161,13 +160,13 @@ class Prompt:
         self._shifts = torch.zeros(length, dtype=torch.int64)
         for start in range(chunk_tokens, reused, chunk_tokens):
             here = slice(start, start + chunk_tokens)
-            self._compute(model, self._tokens[here], 0, store + start // BLOCK_TOKENS, 1, None)
+            self._compute(self._tokens[here], 0, store + start // BLOCK_TOKENS, 1, None)
             self._sources[here] = torch.arange(start, start + chunk_tokens) + store * BLOCK_TOKENS
             self._shifts[here] = start
 
-    def full(self, model: CausalLM | None = None) -> torch.Tensor:
+    def full(self) -> torch.Tensor:
         """Log-probabilities ``[logits, V]`` of the last next tokens, with everything computed."""
-        return self._compute(model or self._model, self._tokens, 0, 0, self._logits, None)
+        return self._compute(self._tokens, 0, 0, self._logits, None)
 
     def blended(self, share: float, first: int, step_tokens: int, ranks: torch.Tensor | None = None) -> torch.Tensor:
         """The same from blended chunks, in steps of ``step_tokens`` (0: one step). The KV of tokens before ``first`` is
@@ -178,11 +177,11 @@ class Prompt:
             here = slice(start, end)
             reuse = Reuse(self._sources[here], self._shifts[here], share, None if ranks is None else ranks[here])
             last = max(end - max(start, length - self._logits), 0)
-            parts.append(self._compute(self._model, self._tokens[:end], start, 0, last, reuse))
+            parts.append(self._compute(self._tokens[:end], start, 0, last, reuse))
         return torch.cat(parts)
 
     def _compute(
-        self, model: CausalLM, tokens: torch.Tensor, first: int, first_block: int, last: int, reuse: Reuse | None
+        self, tokens: torch.Tensor, first: int, first_block: int, last: int, reuse: Reuse | None
     ) -> torch.Tensor:
         whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.arange(len(tokens) - last, len(tokens)) - first)
         batch = replace(
@@ -194,7 +193,7 @@ class Prompt:
             slots=whole.slots[first:] + first_block * BLOCK_TOKENS,
             reuse=reuse,
         )
-        return model.forward(batch, self._cache.tensor, NoHook()).log_softmax(-1)
+        return self._model.forward(batch, self._cache.tensor, NoHook()).log_softmax(-1)
 
 
 def measure_quality(checkpoint: Checkpoint, model: CausalLM, options: Options, report: Report, shown: Progress) -> None:
@@ -232,9 +231,8 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
     if not options.time_tokens:
         return
     window = text_windows(checkpoint, options.time_tokens, options.time_tokens)[0]
-    usual = load(checkpoint, options, can_blend=False)
     prompt = Prompt(checkpoint, model, window, options.chunk_tokens, tail=options.chunk_tokens, logits=1)
-    ways: dict[str, Callable[[], object]] = {FULL: lambda: prompt.full(usual)}
+    ways: dict[str, Callable[[], object]] = {FULL: prompt.full}
     for share in options.shares:
         ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0, options.step_tokens)  # type: ignore[misc]
     times: dict[str, list[float]] = {name: [] for name in ways}

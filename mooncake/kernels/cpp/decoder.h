@@ -52,11 +52,20 @@ struct Cache {
 using LayerCall = int (*)(int layer);  // nonzero: stop
 using AttendCall = int (*)(int layer, const float* query, int64_t query_stride, float* mixed);  // instead of attention
 
+// What is left of a step when some of its tokens leave the pass.
+struct Thinned {
+    const Step* step;          // of those that stay: at least one of each sequence
+    const int64_t* rows;       // which they were in the step before, rising
+    const int32_t* positions;  // as in AttentionCall
+};
+
+using ThinCall = int (*)(int layer, Thinned* left);  // once the layer's KV is written; leaves the step null if all stay
+
 class ForwardPass {
 public:
     ForwardPass(const Decoder& model, const Step& step, const Cache& cache, LayerCall before, LayerCall after, AttendCall instead,
-                int threads)
-        : model_(model), step_(step), cache_(cache), before_(before), after_(after), instead_(instead), threads_(threads) {}
+                ThinCall thin, int threads)
+        : model_(model), step_(step), cache_(cache), before_(before), after_(after), instead_(instead), thin_(thin), threads_(threads) {}
 
     int run(float* logits) {
         const int64_t T = step_.num_tokens, most = std::max(T, step_.num_logits), hidden = model_.hidden, width = int64_t(model_.num_heads) * model_.head_dim;
@@ -83,9 +92,7 @@ public:
                      [&](int64_t t) { unpack_row(*model_.embedding, step_.tokens[t], residual_ + t * hidden); });
         int64_t rows = T;
         bool is_narrowed = false;
-        runs_.clear();
-        if (step_.adapters && !find_runs(T, model_.adapters, model_.num_adapters, [&](int64_t t) { return step_.adapters[t]; }, runs_))
-            return BAD_TOKEN;
+        if (!find_runs_of_step()) return BAD_TOKEN;
         const int64_t last_kv = std::min<int64_t>(model_.last_owner, step_.last_layer);
         const bool wants_more = step_.leaving || step_.num_logits || instead_;  // other ranks may need this one to attend
         for (int64_t index = step_.first_layer; index <= step_.last_layer; index++) {
@@ -95,8 +102,9 @@ public:
             adapt(index, &LayerAdapter::qkv, residual_, layer.attention_norm, qkv_, qkv_width);
             if (int status = write(layer, rows)) return status;
             if (index == last_kv && !wants_more) return OK;
+            if (int status = thin(index, rows)) return status;
             if (int status = attend_to(index, layer)) return status;
-            if (index == model_.last_owner && !step_.leaving && step_.num_logits < T) {  // rows without logits are not needed
+            if (index == model_.last_owner && !step_.leaving && step_.num_logits < rows) {  // rows without logits are not needed
                 rows = step_.num_logits;
                 is_narrowed = true;
                 keep_rows(mixed_, width);
@@ -134,6 +142,39 @@ private:
             if (int status = check_tables(call, first)) return status;
         }
         return OK;
+    }
+
+    // The runs of rows that have an adapter; false if there is no such adapter.
+    bool find_runs_of_step() {
+        runs_.clear();
+        return !step_.adapters || find_runs(step_.num_tokens, model_.adapters, model_.num_adapters,
+                                            [&](int64_t t) { return step_.adapters[t]; }, runs_);
+    }
+
+    // Lets tokens leave the step.
+    int thin(int64_t index, int64_t& rows) {
+        if (!thin_) return OK;
+        Thinned left{};
+        if (thin_(int(index), &left)) return STOPPED_BY_HOOK;
+        if (!left.step) return OK;
+        rows = left.step->num_tokens;
+        move_up(qkv_, call_.query_stride, int64_t(model_.num_heads) * model_.head_dim, left.rows, rows);
+        move_up(residual_, model_.hidden, model_.hidden, left.rows, rows);
+        step_ = *left.step;
+        positions_ = step_.positions;
+        slots_ = step_.slots;
+        tables_ = step_.block_tables;
+        call_.query_starts = step_.query_starts;
+        call_.context_lens = step_.context_lens;
+        call_.positions = left.positions;
+        num_plans_ = 0;
+        return find_runs_of_step() ? OK : BAD_TOKEN;
+    }
+
+    // Moves the first `width` values of these rows, which rise, to the front.
+    static void move_up(float* values, int64_t stride, int64_t width, const int64_t* rows, int64_t count) {
+        for (int64_t r = 0; r < count; r++)
+            if (rows[r] != r) std::memcpy(values + r * stride, values + rows[r] * stride, width * sizeof(float));
     }
 
     // Where the keys and values that the layer attends to are.
@@ -303,10 +344,11 @@ private:
     }
 
     const Decoder& model_;
-    const Step& step_;
+    Step step_;  // of the tokens that have not left
     const Cache& cache_;
     const LayerCall before_, after_;
     const AttendCall instead_;
+    const ThinCall thin_;
     const int threads_;
     float *residual_ = nullptr, *qkv_ = nullptr, *mixed_ = nullptr, *gated_ = nullptr, *wide_ = nullptr;
     const int64_t *positions_ = nullptr, *slots_ = nullptr;  // of the rows that are computed, slots per group

@@ -98,6 +98,28 @@ void rope_write_kv(float* qkv, int64_t stride, const Rope& rope, const int64_t* 
     });
 }
 
+// Copies keys and values of tokens from slot to slot, with keys rotated by `shifts` positions. D is a multiple of W.
+template <class T>
+void copy_turned(const CacheLayer& cache, const Rope& rope, const int64_t* sources, const int64_t* slots, const int64_t* shifts,
+                 int64_t tokens, int threads) {
+    const int D = cache.head_dim;
+    parallel(tokens, tokens * cache.num_kv_heads * D < (1 << 15) ? 1 : threads, [&](int64_t t) {
+        static thread_local Scratch memory;
+        float* key = memory.start(D);
+        const float *cos = rope.cos + shifts[t] * (D / 2), *sin = rope.sin + shifts[t] * (D / 2);
+        const auto place = [&](int64_t slot, int kv, int head) {
+            return cache.row<T>(slot / cache.block_tokens, slot % cache.block_tokens, kv, head);
+        };
+        for (int h = 0; h < cache.num_kv_heads; h++) {
+            const T* from = place(sources[t], 0, h);
+            for (int i = 0; i < D; i += W) store(key + i, load(from + i) * row_scale(from, D));
+            rotate(key, cos, sin, key, D);
+            put_row(place(slots[t], 0, h), key, D);
+            std::memcpy(place(slots[t], 1, h), place(sources[t], 1, h), row_bytes<T>(D));
+        }
+    });
+}
+
 // Calls body(T{}) with the type of the pages' elements.
 template <class Body> auto with_pages(int32_t kind, const Body& body) {
     switch (kind) {
