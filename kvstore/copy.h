@@ -6,13 +6,25 @@
 #include <cstring>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace copying {
 
 constexpr int64_t kLine = 64;
 constexpr int64_t kPage = 4096;  // with which the processor's own prefetching ends
+
+#if defined(__SSE2__)
+// One line past the caches, in as few stores as there can be: loads of scattered lines wait behind them.
+inline void stream_line(uint8_t *out, const uint8_t *in) {
+#if defined(__AVX512F__)
+    _mm512_stream_si512((__m512i *)out, _mm512_loadu_si512(in));
+#else
+    for (int part = 0; part < kLine; part += 16)
+        _mm_stream_si128((__m128i *)(out + part), _mm_loadu_si128((const __m128i *)(in + part)));
+#endif
+}
+#endif
 
 // As memcpy, but without reading what it overwrites. Meanwhile fetches what is a page further on: behind the end that is
 // what comes `next`, which may lie anywhere. What is published afterwards has to wait for a fence.
@@ -23,8 +35,7 @@ inline void past_caches(uint8_t *out, const uint8_t *in, int64_t nbytes, const u
     memcpy(out, in, before);
     for (out += before, in += before; end - in >= kLine; in += kLine, out += kLine) {
         __builtin_prefetch(end - in > kPage ? in + kPage : next + (kPage - (end - in)));
-        for (int part = 0; part < kLine; part += 16)
-            _mm_stream_si128((__m128i *)(out + part), _mm_loadu_si128((const __m128i *)(in + part)));
+        stream_line(out, in);
     }
     nbytes = end - in;
 #endif

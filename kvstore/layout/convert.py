@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -31,7 +32,7 @@ _NATIVE_TYPES = {"float32": 0, "bfloat16": 1, "int8": 2}
 
 
 class Converter:
-    """Converts one box of the source format's blocks into its place in the target format's, block after block."""
+    """Converts one box of the source format's blocks into its place in the target format's."""
 
     def __init__(
         self,
@@ -52,17 +53,24 @@ class Converter:
         shape = _Numbers(count[0], source.num_kinds, count[1], count[2])
         self._how = (*types, source.head_dim, shape, source_strides, target_strides)
 
-    def __call__(self, source: Bytes, target: Bytes) -> None:
-        """One block of each format, or a longer buffer that begins with one: contiguous."""
+    def __call__(self, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
+        """From each source into its target: contiguous blocks of each format, or longer buffers that begin with one."""
         if self._library is None:
-            there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
-            convert(there, here, self._source.dtype, self._target.dtype)
+            for source, target in zip(sources, targets, strict=True):
+                there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
+                convert(there, here, self._source.dtype, self._target.dtype)
             return
-        assert source.nbytes >= self._source.block_bytes and target.nbytes >= self._target.block_bytes
-        self._library.convert(source.ctypes.data + self._source_at, target.ctypes.data + self._target_at, *self._how)
+        assert all(source.nbytes >= self._source.block_bytes for source in sources)
+        assert all(target.nbytes >= self._target.block_bytes for target in targets)
+        places = _addresses(sources, self._source_at), _addresses(targets, self._target_at)
+        self._library.convert(*places, len(sources), *self._how)
 
 
 _Numbers = ctypes.c_int64 * 4
+
+
+def _addresses(blocks: Sequence[Bytes], first: int) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(blocks))(*(block.ctypes.data + first for block in blocks))
 
 
 def _lies(block: KVLayout, first: Place) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
@@ -86,7 +94,7 @@ def _load() -> ctypes.CDLL | None:
         log.warning("converting KV in Python, at several times the cost: %s", error)
         return None
     number, memory = ctypes.c_int64, ctypes.c_void_p
-    library.convert.argtypes = (memory, memory, number, number, number, memory, memory, memory)
+    library.convert.argtypes = (memory, memory, number, number, number, number, memory, memory, memory)
     library.convert.restype = None
     return library
 

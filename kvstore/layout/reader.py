@@ -9,7 +9,7 @@ models nor why blocks move.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +31,7 @@ from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import SegmentAddress
 
 BOXES_AHEAD = 4  # in flight while one is converted
+COPIED_AT_ONCE = 32 << 20  # bytes between two looks at the clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +124,10 @@ class LayoutReader:
                 return False
             blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
             view.check()
-            half = len(jobs) // 2
-            other = self._helper.submit(_copy_all, jobs[:half], plan, blocks, deadline)
+            # In turns: halves lie so far apart that they may be in the same banks of memory all the time.
+            other = self._helper.submit(_copy_all, jobs[::2], plan, blocks, deadline)
             try:
-                _copy_all(jobs[half:], plan, blocks, deadline)
+                _copy_all(jobs[1::2], plan, blocks, deadline)
             finally:
                 other.exception()  # until then it writes into the caller's memory
             other.result()
@@ -185,7 +186,7 @@ class LayoutReader:
                 reading.popleft()
                 if job.is_verifiable:
                     _verify(job, [scratch.data[: job.box.nbytes]])
-                converters[id(job.box)](scratch, job.target)
+                converters[id(job.box)]([scratch], [job.target])
                 free.append(scratch)
         finally:  # nothing may write into the scratch memory after this
             for _, _, transfer in reading:
@@ -242,12 +243,24 @@ def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], d
         id(box): Converter(plan.source.block(box.rank), box.source_first, target, box.target_first, box.count)
         for box in plan.boxes
     }
-    for job in jobs:
+    for alike in _alike(jobs):
         time_left(deadline)
-        block = blocks[job.slot]
-        if job.is_verifiable:
-            _verify(job, [block.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
-        converters[id(job.box)](block, job.target)
+        for job in alike:
+            if job.is_verifiable:
+                _verify(job, [blocks[job.slot].data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
+        converters[id(alike[0].box)]([blocks[job.slot] for job in alike], [job.target for job in alike])
+
+
+def _alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    """Jobs of one box each, ``COPIED_AT_ONCE`` bytes at most; one by one, if they are verified: what has been verified
+    is then in a cache when it is copied."""
+    by_box: dict[int, list[_Job]] = {}
+    for job in jobs:
+        by_box.setdefault(id(job.box), []).append(job)
+    for alike in by_box.values():
+        most = 1 if alike[0].is_verifiable else max(COPIED_AT_ONCE // alike[0].box.nbytes, 1)
+        for start in range(0, len(alike), most):
+            yield alike[start : start + most]
 
 
 def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None]) -> list[_Job]:

@@ -252,8 +252,8 @@ def test_native_code_computes_the_same_bits(
     count = max(1, layers - 1), heads - heads // 2, tokens - tokens // 3
     first = 0, heads // 2, tokens // 3
     natively, plainly = (np.zeros(target_form.block_bytes, np.uint8) for _ in range(2))
-    Converter(source_form, first, target_form, (0, 0, 0), count)(source, natively)
-    Converter(source_form, first, target_form, (0, 0, 0), count, is_native=False)(source, plainly)
+    Converter(source_form, first, target_form, (0, 0, 0), count)([source], [natively])
+    Converter(source_form, first, target_form, (0, 0, 0), count, is_native=False)([source], [plainly])
     assert np.array_equal(natively, plainly)
 
 
@@ -264,8 +264,8 @@ def test_what_is_no_number_and_what_is_endless_survive_bfloat16(is_native: bool)
     single, half = (KVLayout(1, 1, 1, 4, dtype) for dtype in ("float32", "bfloat16"))
     narrow, back = np.zeros(half.block_bytes, np.uint8), np.zeros(single.block_bytes, np.uint8)
     whole = (0, 0, 0), (1, 1, 1)
-    Converter(single, whole[0], half, *whole, is_native=is_native)(wide.view(np.uint8), narrow)
-    Converter(half, whole[0], single, *whole, is_native=is_native)(narrow, back)
+    Converter(single, whole[0], half, *whole, is_native=is_native)([wide.view(np.uint8)], [narrow])
+    Converter(half, whole[0], single, *whole, is_native=is_native)([narrow], [back])
     [first, second, *rest] = back.view(np.float32)
     assert np.isnan(first) and np.isnan(second)
     assert rest == [np.inf, -np.inf, np.inf, 0.0, 0.0, 1.0]  # the last is a tie, and goes to the even one
