@@ -213,7 +213,7 @@ private:
     void mlp(int64_t index, const DecoderLayer& layer, int64_t rows) {
         const int64_t width = model_.intermediate;
         const Target residual{Then::ADD, residual_, model_.hidden};
-        if (runs_.empty() && rows && takes_tiles(*layer.down)) {  // written in bfloat16, already in place for the next product
+        if (runs_.empty() && rows && takes_gates(layer)) {  // written as the next product takes them
             const Activations gated = room_for(*layer.down, rows, narrow_);
             multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, nullptr, 0, &gated});
             return multiply_by(*layer.down, gated, residual, threads_);
@@ -229,8 +229,10 @@ private:
         adapt(index, &LayerAdapter::down, gated_, nullptr, residual_, model_.hidden);
     }
 
-    static bool takes_tiles(const PackedLinear& layer) {
-        return layer.kind == BF16S && unit_of(BF16S) == ROW_UNIT && layer.padded() == layer.inputs;
+    static bool takes_gates(const DecoderLayer& layer) {
+        const PackedLinear& down = *layer.down;
+        const bool is_plain = down.kind == FLOATS || down.kind == BF16S;
+        return is_plain && layer.gate_up->kind == down.kind && down.hadamard <= 1 && down.padded() == down.inputs;
     }
 
     // Writes the keys and values of the step's tokens, if the layer has its own.

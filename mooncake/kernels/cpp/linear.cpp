@@ -152,7 +152,7 @@ inline void hold([[maybe_unused]] vf value) {
 template <WeightKind KIND, Then THEN> class Delivery {
 public:
     Delivery(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index)
-        : target_(target), row_scales_(x.row_scales), column_(index * PANEL), left_(layer.outputs - column_) {
+        : target_(target), row_scales_(x.row_scales), index_(index), column_(index * PANEL), left_(layer.outputs - column_) {
         for (int v = 0; v < PANEL_VECS; v++) {
             bias_[v] = layer.bias ? load(layer.bias + column_ + v * W) : vf{};
             scales_[v] = layer.scales ? load(layer.scales + column_ + v * W) : vf{};
@@ -160,7 +160,7 @@ public:
         }
     }
 
-    // Stores the sums [rows][PANEL] of rows `first` and following. If they go to tiles, all are in one strip.
+    // Stores the sums [rows][PANEL] of rows `first` and following. If they go to the next product, they are one strip.
     void put(const float* sums, int64_t first, int64_t rows) const {
         if constexpr (THEN == Then::GATE)
             put_gated(sums, first, rows);
@@ -203,9 +203,19 @@ private:
 
     void put_gated(const float* sums, int64_t first, int64_t rows) const {
         const auto gated = [&](int64_t r) { return silu(result(sums, r, 0)) * result(sums, r, 1); };
-        if (target_.next) {
+        if (target_.next && target_.next->unit == ROW_UNIT) {
             char* tile = target_.next->tile_row(first, column_ / 2 * int64_t(sizeof(bf16)));
             for (int64_t r = first; r < first + rows; r++, sums += PANEL, tile += ROW_UNIT) store((bf16*)tile, gated(r));
+        } else if (target_.next) {
+            alignas(64) float strip[STRIP * W];
+            const int64_t units = target_.next->unit ? W / 2 : W;  // of 4 bytes: two of bfloat16, or one of float32
+            for (int64_t r = first; r < first + rows; r++, sums += PANEL)
+                if (target_.next->unit)
+                    store((bf16*)(strip + (r - first) * units), gated(r));
+                else
+                    store(strip + (r - first) * units, gated(r));
+            float* to = (float*)(target_.next->memory + first * target_.next->row_bytes) + index_ * units * rows;
+            TURN[rows - 1](strip, units, units, units, to);
         } else {
             float* to = target_.to + first * target_.stride + column_ / 2;
             for (int64_t r = first; r < first + rows; r++, sums += PANEL, to += target_.stride) store(to, gated(r));
@@ -224,7 +234,7 @@ private:
 
     const Target& target_;
     const float* row_scales_;
-    int64_t column_, left_;
+    int64_t index_, column_, left_;
     vf bias_[PANEL_VECS], scales_[PANEL_VECS];
     vi middles_[PANEL_VECS];
 };
@@ -362,6 +372,12 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
             join_planes(sums, height, middles);
             deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
             sums += 2 * height * PANEL;
+        }
+    } else if (target.next) {
+        for (int64_t strip = from_strip; strip < to_strip; strip++) {
+            const int height = x.strips.height(strip);
+            deliver<KIND>(layer, x, target, index, sums, x.strips.first(strip), height);
+            sums += height * PANEL;
         }
     } else {
         deliver<KIND>(layer, x, target, index, sums, first, rows);

@@ -26,7 +26,7 @@ struct Target {
     Then then;
     float* to;
     int64_t stride;
-    const Activations* next = nullptr;  // GATE: results go here instead, as bfloat16 in tiles
+    const Activations* next = nullptr;  // GATE: results go here instead, as the next product takes them
 };
 
 // Prefetches what each thread reads first, while activations are prepared.
