@@ -73,7 +73,7 @@ class Node:
     writer: TransferEngine
 
     def announce(self, name: str, prompt: list[int] = PROMPT, epoch: int = 3) -> tuple[Handoff, Inbox]:
-        handoff, inbox = Handoff(name, epoch, name), Inbox()
+        handoff, inbox = Handoff(name, epoch), Inbox()
         self.receiver.announce(handoff, hash_sequence(name, prompt), inbox)
         return handoff, inbox
 
