@@ -134,9 +134,8 @@ class DraftModel:
     def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
         """Share the blocks that contain only the sequence's tokens, no draft tokens."""
         sequence.extend_keys(self._block_tokens)
-        first, end = drafted.num_sealed, drafted.num_read // self._block_tokens
-        keys = sequence.block_keys[:end]
-        self._pool.seal_chain(drafted.table[first:end], keys[first:], keys[first - 1] if first else b"")
+        end = drafted.num_read // self._block_tokens
+        self._pool.seal(drafted.table, sequence.block_keys, drafted.num_sealed, end)
         drafted.num_sealed = end
 
     def _make_room(self, drafted: _Drafted, num_tokens: int) -> bool:
