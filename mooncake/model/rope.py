@@ -34,7 +34,7 @@ def rope_tables(
     return torch.cat([cos, still_cos], 1), torch.cat([sin, still_sin], 1)
 
 
-def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> list[Tables]:
+def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None) -> list[Tables]:
     """Each layer's tables; layers that rotate alike share them. Raises ModelError for an unknown scaling."""
     made: dict[tuple[str, int], Tables] = {}
 
