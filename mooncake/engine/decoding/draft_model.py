@@ -9,23 +9,16 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from mooncake.engine.cache.block_pool import BlockPool
-from mooncake.engine.contract import Cache
+from mooncake.engine.contract import Cache, CausalModel
 from mooncake.engine.decoding.speculation import DraftMemory
 from mooncake.engine.sequence import Sequence
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.batch import ForwardBatch, NoHook
 
 log = logging.getLogger(__name__)
-
-
-class CausalModel(Protocol):
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """Float32 logits [R, V]."""
-        ...
 
 
 @dataclass(slots=True)
