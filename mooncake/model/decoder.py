@@ -278,6 +278,11 @@ class Decoder(ABC):
         return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, shift, eps)
 
 
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Soft-capped (Gemma 2, 2024); 0: as they are."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Raises ModelError for a name that ``ModelConfig.activation`` does not have."""
     functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -14,7 +14,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.decoder import Decoder, Step, activation, capped
 from mooncake.model.layers import vector
 
 
@@ -82,6 +82,5 @@ class Gemma(Decoder):
         return update if norm is None else self.kernels.rms_norm(update, norm, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        cap = self.config.logit_cap
-        logits = self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))
-        return cap * torch.tanh(logits / cap) if cap else logits
+        normed = self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps)
+        return capped(self._head(normed), self.config.logit_cap)

@@ -119,7 +119,7 @@ class Qwen3Next(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
 
     def _take_attention(self, prefix: str) -> _Attention:
         config, attention = self.config, prefix + "self_attn."
-        order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
+        order = rotary_order(config.head_dim, config.rotary_dim)
         query, key, value = (self.matrix(f"{attention}{name}_proj.weight") for name in "qkv")
         of_heads = torch.arange(query.shape[0]).view(config.num_heads, 2, config.head_dim)
         of_keys = heads_in_order(torch.arange(key.shape[0]), order)

@@ -44,8 +44,7 @@ class MambaDecoder(HybridDecoder[Layer]):
     """Layers that attend, and layers of Mamba-2."""
 
     def _take_attention(self, prefix: str) -> Attention:
-        dim, turning = self.config.head_dim, self.config.rotary_dim
-        order = rotary_order(dim, dim if turning < 0 else turning)
+        order = rotary_order(self.config.head_dim, self.config.rotary_dim)
         return Attention(reordered_qkv(self, prefix, order, biased=False), self.linear(prefix + "o_proj"))
 
     def _take_state_space(self, prefix: str) -> StateSpace:
