@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
@@ -60,11 +61,7 @@ class BlockPool:
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Length of the leading run of ``keys`` that is here. From another thread it is only a hint."""
-        known = self._by_key
-        for count, key in enumerate(keys):
-            if key not in known:
-                return count
-        return len(keys)
+        return sum(takewhile(bool, map(self._by_key.__contains__, keys)))
 
     def has(self, key: BlockKey) -> bool:
         return key in self._by_key

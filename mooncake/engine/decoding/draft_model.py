@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 
 import torch
 
@@ -146,5 +148,4 @@ class DraftModel:
 
 def _num_common(draft: list[int], tokens: list[int]) -> int:
     """Length of the common prefix."""
-    pairs = enumerate(zip(draft, tokens, strict=False))
-    return next((place for place, (drafted, token) in pairs if drafted != token), min(len(draft), len(tokens)))
+    return sum(takewhile(bool, map(eq, draft, tokens)))
