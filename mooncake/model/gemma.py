@@ -1,9 +1,8 @@
 """Gemma, Gemma 2, VaultGemma and Gemma 3's text model over a paged cache (Gemma team 2024, 2025).
 
 From Gemma 2 on layers are local and global, and norms come before and after attention and the MLP, but in VaultGemma,
-as in Gemma, only before them. Stored norm weights have 1 subtracted. Gemma 2 soft-caps
-attention scores and logits; Gemma 3 normalises queries and keys instead, and its local layers, those with a window,
-have their own RoPE base.
+as in Gemma, only before them. Stored norm weights have 1 subtracted. Gemma 2 soft-caps attention scores and logits;
+Gemma 3 normalises queries and keys instead, and its local layers, those with a window, have their own RoPE base.
 """
 
 from __future__ import annotations
