@@ -13,8 +13,9 @@ unchanged until they are written.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mooncake.engine.cache.kv_cache import Mirror
@@ -112,7 +113,8 @@ class LayerStreamer:
             prompt = self._begin(entry.sequence.request_id)
             if prompt is None or prompt.variant_load is None:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
-            prompt.variant_load.wait_side_buffers()
+            with self._failing_together():
+                prompt.variant_load.wait_side_buffers()
             if prompt.load is not None:  # the prefix before them; of the variant's KV they read only the inputs
                 self._loads.append(prompt.load)
         next_offset = 0
@@ -137,8 +139,20 @@ class LayerStreamer:
         return prompt
 
     def before_layer(self, layer: int) -> None:
-        for load in self._loads:
-            load.wait(layer)
+        with self._failing_together():
+            for load in self._loads:
+                load.wait(layer)
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A sequence whose load fails gives its blocks back, so its other load ends first."""
+        try:
+            yield
+        except KVLoadFailed as error:
+            for prompt in filter(None, map(self.prompts.get, error.request_ids)):
+                for load in prompt.loads:
+                    load.cancel()
+            raise
 
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:
