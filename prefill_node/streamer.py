@@ -2,9 +2,8 @@
 
 It runs on the engine's thread, so it only decides which blocks are final in a layer and appends them to the prompt's
 write streams. A block is final in a layer once all of the prompt's tokens in it are computed; each is sent exactly
-once, except after an abandoned step, which sends the same bytes again. A step that runs through a pipeline in pieces is
-streamed in pieces. On a GPU, final layers are copied to host memory while computation continues, and the streams wait
-for the copy.
+once, except after an abandoned step, which is sent anew. A step that runs through a pipeline in pieces is streamed in
+pieces. On a GPU, final layers are copied to host memory while computation continues, and the streams wait for the copy.
 
 Tokens with a variant's KV become final, in all layers, together with the first tokens after them, which wait for all of
 it. A sequence that continues here may be preempted: its prompt blocks get one more reference each, so that they stay
