@@ -113,9 +113,8 @@ class Handoff:
     """``block_ids`` receive the prompt's blocks ``first_block``, ``first_block + 1``, …; earlier ones are already
     here."""
 
-    handoff_id: str
+    handoff_id: str  # its sequence's, too
     epoch: int
-    request_id: str
     state: HandoffState = HandoffState.ANNOUNCED
     outcome: Outcome | None = None  # None: it may still be committed
     writer_id: str = ""

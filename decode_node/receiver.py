@@ -157,7 +157,7 @@ class Receiver:
         handoff.apply(HandoffEvent.VERIFIED)
         del self._handoffs[handoff_id]
         self.committed += 1
-        self._thread.listen(handoff.request_id, entry.on_output)
+        self._thread.listen(handoff.handoff_id, entry.on_output)
         # From here it cannot be given up: a cancelled caller must not keep it from starting, only have it aborted
         # afterwards.
         start = self._thread.call(lambda engine: _start(engine, entry, first_tokens, num_exact))
@@ -229,7 +229,7 @@ class Receiver:
         if handoff.block_ids:  # before they are granted to anybody else
             await asyncio.to_thread(self._server.revoke, handoff.block_ids)
         with contextlib.suppress(NodeUnavailable):  # no engine, no blocks
-            await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.request_id)))
+            await asyncio.wrap_future(self._thread.call(lambda engine: engine.cancel_reserved(handoff.handoff_id)))
         self._apply(entry, HandoffEvent.RELEASED)
         del self._handoffs[handoff.handoff_id]
 
@@ -286,8 +286,8 @@ def _start(engine: Engine, entry: _OpenHandoff, first_tokens: Rows[SampledToken]
     handoff = entry.handoff
     entry.sequence.reused.num_exact = num_exact
     try:
-        engine.start_reserved(handoff.request_id, first_tokens)
+        engine.start_reserved(handoff.handoff_id, first_tokens)
     except MooncakeError as error:
         entry.on_output(error)
-        engine.cancel_reserved(handoff.request_id)
+        engine.cancel_reserved(handoff.handoff_id)
         raise

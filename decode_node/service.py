@@ -47,7 +47,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         sequence = await self._sequence(request)
-        handoff = Handoff(request.handoff_id, request.epoch, request.handoff_id)
+        handoff = Handoff(request.handoff_id, request.epoch)
         self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
         self._writeback_hook.watch(sequence, [pool.control_address for pool in request.pools])
         self.num_running += 1
@@ -126,11 +126,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
     async def _end(self, handoff: Handoff, is_late: bool) -> None:
         """Whatever ended Generate, nothing of the request may remain."""
-        self._writeback_hook.forget(handoff.request_id)
+        self._writeback_hook.forget(handoff.handoff_id)
         await self._receiver.cancel(handoff, is_late)
         if handoff.state is HandoffState.COMMITTED:  # otherwise the receiver frees its blocks
             with contextlib.suppress(MooncakeError):
-                await asyncio.wrap_future(self._host.thread.drop(handoff.request_id))
+                await asyncio.wrap_future(self._host.thread.drop(handoff.handoff_id))
 
 
 def _responses(outputs: list[StepOutput | MooncakeError]) -> Iterator[pb.DecodeResponse]:

@@ -80,10 +80,6 @@ class WriteBack:
         else:
             self._queue.put_nowait(block)
 
-    @property
-    def num_waiting(self) -> int:
-        return self._queue.qsize()
-
     async def _run(self) -> None:
         while True:
             batch = [await self._queue.get()]

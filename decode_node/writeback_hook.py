@@ -13,6 +13,7 @@ from decode_node.writeback import FilledBlock, WriteBack
 from mooncake.engine.loop import EngineThread
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
+from mooncake.model.batch import NoHook
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey
 
@@ -26,10 +27,8 @@ class WatchedRequest:
     next_blocks: dict[str, int] = field(default_factory=dict)  # by sequence: blocks before this one have been offered
 
 
-class WriteBackHook:
+class WriteBackHook(NoHook):
     """The event loop calls ``watch`` and ``forget``, each a single assignment."""
-
-    wants_layers = False
 
     def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
         self._writeback = writeback
@@ -50,12 +49,6 @@ class WriteBackHook:
         pass
 
     def begin_step(self, plan: StepPlan) -> None:
-        pass
-
-    def before_layer(self, layer: int) -> None:
-        pass
-
-    def after_layer(self, layer: int) -> None:
         pass
 
     def end_step(self, plan: StepPlan) -> None:

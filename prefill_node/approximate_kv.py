@@ -90,7 +90,7 @@ class ApproximateKV:
         """Prompts for which there was nothing, though it would have helped, are counted."""
         block_tokens = self._node.host.cache_size.layout.block_tokens
         usable = (len(tokens) - 1) // block_tokens
-        first = max(stored_blocks, self._node.host.engine.block_pool.match(keys[:usable]))
+        first = max(stored_blocks, self._node.host.engine.match(keys[:usable]))
         if first >= usable:
             return None
         theirs = sender.keys(tokens[: usable * block_tokens], self._request.cache_salt)

@@ -136,11 +136,6 @@ class BlendChunks:
             with contextlib.suppress(asyncio.CancelledError):
                 await worker
 
-    @property
-    def num_waiting(self) -> int:
-        """Chunks still to be computed, including the current one."""
-        return len(self._waiting)
-
     def _cut(self, tokens: TokenIds, salt: str) -> list[Chunk]:
         size, seed = self._block_tokens, self._host.chunk_seed(salt)
         chunks = []

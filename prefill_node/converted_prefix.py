@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Lease
@@ -100,7 +101,7 @@ class ConvertedPrefix:
         answers = await asyncio.gather(
             *(self._store.exists(keys, timeout_s=timeout_s) for keys in self._keys.values() if keys)
         )
-        run = min((next((i for i, there in enumerate(found) if not there), len(found)) for found in answers), default=0)
+        run = min((sum(takewhile(bool, found)) for found in answers), default=0)
         return run * self._plan.source.block_tokens // self._plan.target.block_tokens
 
     async def lease(self, num_blocks: int, timeout_s: float) -> ConvertedLease:

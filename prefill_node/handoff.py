@@ -9,12 +9,12 @@ import grpc
 
 from kvstore.checksum import digest
 from mooncake.errors import InternalError
-from mooncake.page_groups import PageGroups, page_number
+from mooncake.page_groups import page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
-from mooncake.types import KVLayout, SampledToken
+from mooncake.types import SampledToken
 from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.kv_writer import Destination, WriteStream
 from prefill_node.resources import NodeResources
@@ -33,8 +33,8 @@ class HandoffSender:
         self._request = request
         self._num_tokens = num_tokens
         self._deadline = deadline
-        self._layout: KVLayout = node.host.cache_size.layout
-        self._groups: PageGroups = node.host.cache_size.groups
+        self._layout = node.host.cache_size.layout
+        self._groups = node.host.cache_size.groups
         self._pages: list[int] = []  # page numbers that the decode node wants
         self._is_committed = False
         self.stream = WriteStream(f"hand-off {request.handoff_id}", self._layout, deadline.at_s, node.handoff_writer)

@@ -143,7 +143,6 @@ class PrefillJob:
     def _release(self, engine: Engine) -> None:
         """On the engine's thread: give back every block of the request."""
         engine.abort(self._id)
-        engine.release(self._id)
         self._writes.release_blocks(engine)
         self._approximate.release()
 

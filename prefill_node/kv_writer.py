@@ -160,7 +160,7 @@ class WriteStream:
     def _ranges(self, layers: list[LayerBlocks], memory: npt.NDArray[np.uint8]) -> list[WriteRange]:
         assert self._destination is not None
         slots, size = self._destination.slots, self._layout.layer_bytes
-        ranges: list[WriteRange] = []
+        ranges: dict[tuple[int, int], WriteRange] = {}  # the last of each counts: an abandoned step's come before
         for blocks in layers:
             offset = blocks.layer * size
             blocks.arrival.wait()
@@ -171,8 +171,8 @@ class WriteStream:
                 data = memory[block_id, offset : offset + size]
                 sums = self.checksums.setdefault(index, np.zeros(self._layout.num_layers, np.uint64))
                 sums[blocks.layer] = checksum(data.data)
-                ranges.append(WriteRange(slot, offset, data.data, epoch))
-        return ranges
+                ranges[slot, offset] = WriteRange(slot, offset, data.data, epoch)
+        return list(ranges.values())
 
 
 class KVWriter:

@@ -11,8 +11,8 @@ from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Reservation
 from mooncake.engine.engine import Engine
 from mooncake.errors import MooncakeError
-from mooncake.page_groups import PageGroups, page_key, page_number
-from mooncake.types import BlockKey, KVLayout
+from mooncake.page_groups import page_key, page_number
+from mooncake.types import BlockKey
 from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.kv_writer import Destination, WriteStream
 from prefill_node.resources import NodeResources
@@ -33,8 +33,8 @@ class PoolWrite:
         self._request_id = request_id
         self._keys = keys
         self._deadline = deadline
-        self._layout: KVLayout = node.host.cache_size.layout
-        self._groups: PageGroups = node.host.cache_size.groups
+        self._layout = node.host.cache_size.layout
+        self._groups = node.host.cache_size.groups
         self._reservations: dict[int, Reservation] = {}  # by page number
         self._is_sealed = False
         self._retained: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours

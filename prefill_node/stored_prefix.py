@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import takewhile
 
 from kvstore.client.store_client import StoreClient
 from mooncake.engine.host import EngineHost
@@ -61,7 +62,7 @@ class StoredPrefix:
         groups, block_tokens = self._host.cache_size.groups, self._host.cache_size.layout.block_tokens
         pages = [page_key(key, group) for group in range(groups.num_groups) for key in keys]
         there = await self._store.exists(pages, timeout_s=CONTROL_TIMEOUT_S)
-        stored = next((i for i in range(len(keys)) if not there[i]), len(keys))
+        stored = sum(takewhile(bool, there[: len(keys)]))
         return groups.border(stored, lambda g, i: there[g * len(keys) + i], block_tokens)
 
     def load(self, name: str, blocks: list[BlockToLoad], deadline: float) -> PrefixLoad:

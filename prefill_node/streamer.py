@@ -2,9 +2,8 @@
 
 It runs on the engine's thread, so it only decides which blocks are final in a layer and appends them to the prompt's
 write streams. A block is final in a layer once all of the prompt's tokens in it are computed; each is sent exactly
-once, except after an abandoned step, which sends the same bytes again. A step that runs through a pipeline in pieces is
-streamed in pieces. On a GPU, final layers are copied to host memory while computation continues, and the streams wait
-for the copy.
+once, except after an abandoned step, which is sent anew. A step that runs through a pipeline in pieces is streamed in
+pieces. On a GPU, final layers are copied to host memory while computation continues, and the streams wait for the copy.
 
 Tokens with a variant's KV become final, in all layers, together with the first tokens after them, which wait for all of
 it. A sequence that continues here may be preempted: its prompt blocks get one more reference each, so that they stay
@@ -13,8 +12,9 @@ unchanged until they are written.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mooncake.engine.cache.kv_cache import Mirror
@@ -112,7 +112,8 @@ class LayerStreamer:
             prompt = self._begin(entry.sequence.request_id)
             if prompt is None or prompt.variant_load is None:
                 raise KVLoadFailed("the request is gone", (entry.sequence.request_id,))
-            prompt.variant_load.wait_side_buffers()
+            with self._failing_together():
+                prompt.variant_load.wait_side_buffers()
             if prompt.load is not None:  # the prefix before them; of the variant's KV they read only the inputs
                 self._loads.append(prompt.load)
         next_offset = 0
@@ -137,8 +138,20 @@ class LayerStreamer:
         return prompt
 
     def before_layer(self, layer: int) -> None:
-        for load in self._loads:
-            load.wait(layer)
+        with self._failing_together():
+            for load in self._loads:
+                load.wait(layer)
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """A sequence whose load fails gives its blocks back, so its other load ends first."""
+        try:
+            yield
+        except KVLoadFailed as error:
+            for prompt in filter(None, map(self.prompts.get, error.request_ids)):
+                for load in prompt.loads:
+                    load.cancel()
+            raise
 
     def after_layer(self, layer: int) -> None:
         for listener in self.listeners:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -122,7 +123,7 @@ async def _run_length(store: StoreClient, keys: list[BlockKey]) -> int:
     except MooncakeError as error:
         log.info("a pool does not answer for a variant's KV: %s", error.message)
         return 0
-    return next((i for i, found in enumerate(there) if not found), len(keys))
+    return sum(takewhile(bool, there))
 
 
 class HiddenBuffer:

@@ -110,7 +110,7 @@ class Engine:
         self._requests.add(sequence)
 
     def abort(self, request_id: str) -> None:
-        """The request ends now, without (the rest of) its answers. Idempotent.
+        """The request ends now, without (the rest of) its answers; held blocks are freed. Idempotent.
 
         A reserved one is left alone, because someone may still be writing into its blocks: use ``cancel_reserved``.
         """
@@ -125,12 +125,6 @@ class Engine:
             if is_it and sequence.state in SCHEDULABLE:
                 self._requests.remove(sequence)
                 self._requests.close(request_id)
-
-    def release(self, request_id: str) -> None:
-        """Release the blocks kept by ``hold_blocks``. Idempotent."""
-        sequence = self._requests.get(request_id)
-        if sequence is not None and sequence.state is SequenceState.HELD:
-            self._requests.remove(sequence)
 
     def is_open(self, request_id: str) -> bool:
         """Whether some answer of the request has not ended."""
@@ -229,7 +223,7 @@ class Engine:
     def fail_all(self, error: MooncakeError, request_ids: Iterable[str] | None = None) -> None:
         """End these sequences (or all that run or wait) with ``error``: their step is impossible.
 
-        Blocks that others may be reading or filling stay until ``release`` or ``abort``, as after a normal end.
+        Blocks that others may be reading or filling stay until ``abort``, as after a normal end.
         """
         self._discard_overlapped()
         self._requests.fail_scheduled(error, None if request_ids is None else set(request_ids))

@@ -28,7 +28,7 @@ class SequenceState(StrEnum):
     WAITING = "waiting"  # has no blocks
     RESERVED = "reserved"  # has blocks that another engine is filling
     RUNNING = "running"  # has blocks and is part of the next steps
-    HELD = "held"  # complete; its blocks are kept until ``release``
+    HELD = "held"  # complete; its blocks are kept until ``Engine.abort``
     FINISHED = "finished"  # has no blocks and never will
 
 
@@ -66,7 +66,7 @@ class Sequence:
     eos_ids: InitVar[tuple[int, ...]]
     max_model_len: InitVar[int]
     num_to_sample: InitVar[int | None] = None
-    hold_blocks: bool = False  # keep them at the end, until they are released
+    hold_blocks: bool = False  # keep them at the end, until ``Engine.abort``
     priority: int = 0  # lower ones run first
     keep_window_of: int = NEVER  # layers with a window also keep what this token sees, until whoever reads it has it
     adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on

@@ -432,6 +432,12 @@ def partial_attention(
     return output, log_sums
 
 
+def positions_from(firsts: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
+    """Int32 [T], for ``partial_attention``: the positions of queries that are adjacent from ``firsts`` [B] on."""
+    befores = torch.repeat_interleave(firsts - query_starts[:-1], query_starts.diff())
+    return (befores + torch.arange(len(befores))).int()
+
+
 def merge_attention(
     output: torch.Tensor, log_sums: torch.Tensor, other: torch.Tensor, other_log_sums: torch.Tensor
 ) -> None:

@@ -15,7 +15,7 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Kernels, Linear, choose_kernels
-from mooncake.kernels.reference import Matrices, Matrix
+from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.layers import MatricesOnDemand, SideBySide, Weights, WeightsOnDemand, joined, matrix, vector, weight
 from mooncake.model.pages import first_rows, layer_pages
@@ -258,15 +258,29 @@ class Decoder(ABC):
         downs = MatricesOnDemand(self._weights, [(f"{expert}{names.down}.weight",) for expert in here])
         return self.kernels.experts(gate_up, downs, first=self.experts_here.start, coding=self.coding)
 
-    def expert_matrices(self, name: str) -> Matrices:
-        """Of all experts of a layer, which are published as one tensor."""
+    def expert_matrices(self, name: str, *, are_transposed: bool = False) -> Sequence[Matrix]:
+        """Of all experts of a layer, which are published as one tensor; ``are_transposed``: each ``[inputs,
+        outputs]``."""
         codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
-        return self.weight(name).unbind() if codes is None else codes
+        if codes is not None:
+            return codes
+        stored = self.weight(name)
+        return (stored.mT if are_transposed else stored).unbind()
+
+    def experts_of_tensors(self, gate_up: str, down: str, *, are_transposed: bool = False) -> Experts:
+        """Those of a layer that are here, which are published as these two tensors."""
+        gate_ups, downs = (self.expert_matrices(name, are_transposed=are_transposed) for name in (gate_up, down))
+        return self.kernels.experts(gate_ups, downs, first=self.experts_here.start, coding=self.coding)
 
     def layer_norm(self, name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """Layer normalisation with its own weight and bias (Ba et al. 2016)."""
         scale, shift, eps = self.vector(f"{name}.weight"), self.vector(f"{name}.bias"), self.config.rms_eps
         return lambda hidden: torch.nn.functional.layer_norm(hidden, scale.shape, scale, shift, eps)
+
+
+def capped(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """Soft-capped (Gemma 2, 2024); 0: as they are."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

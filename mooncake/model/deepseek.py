@@ -104,8 +104,8 @@ class Mistral4(DeepSeek):
     """Mistral 4 (Mistral 2026): queries that grow with their position, and all experts in one tensor."""
 
     def take_experts(self, prefix: str) -> Experts:
-        gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").unbind() for name in ("gate_up", "down"))
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
+        experts = prefix + "mlp.experts."
+        return self.experts_of_tensors(experts + "gate_up_proj", experts + "down_proj")
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Step, activation
+from mooncake.model.decoder import Step, activation, capped
 from mooncake.model.gated import Dense, reordered_qkv
 from mooncake.model.layers import vector
 
@@ -104,8 +104,7 @@ class NanoChat(_WithPlainNorms):
         return layer.output(step.attend(index, layer.qkv(hidden), plain, plain))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits, cap = super()._logits(hidden), self.config.logit_cap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return capped(super()._logits(hidden), self.config.logit_cap)
 
 
 class HyperClova(Dense):

@@ -1,9 +1,8 @@
 """Gemma, Gemma 2, VaultGemma and Gemma 3's text model over a paged cache (Gemma team 2024, 2025).
 
 From Gemma 2 on layers are local and global, and norms come before and after attention and the MLP, but in VaultGemma,
-as in Gemma, only before them. Stored norm weights have 1 subtracted. Gemma 2 soft-caps
-attention scores and logits; Gemma 3 normalises queries and keys instead, and its local layers, those with a window,
-have their own RoPE base.
+as in Gemma, only before them. Stored norm weights have 1 subtracted. Gemma 2 soft-caps attention scores and logits;
+Gemma 3 normalises queries and keys instead, and its local layers, those with a window, have their own RoPE base.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, Step, activation
+from mooncake.model.decoder import Decoder, Step, activation, capped
 from mooncake.model.layers import vector
 
 
@@ -82,6 +81,5 @@ class Gemma(Decoder):
         return update if norm is None else self.kernels.rms_norm(update, norm, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        cap = self.config.logit_cap
-        logits = self._head(self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps))
-        return cap * torch.tanh(logits / cap) if cap else logits
+        normed = self.kernels.rms_norm(hidden, self._final_norm, self.config.rms_eps)
+        return capped(self._head(normed), self.config.logit_cap)

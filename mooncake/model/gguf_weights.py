@@ -163,7 +163,7 @@ class _Reader:
             return np.concatenate([groups, key[:, None], value[:, None]], axis=1).flatten()
         return None
 
-    def _raw(self, info: TensorInfo, expert: int | None = None) -> npt.NDArray[np.uint8]:
+    def _raw(self, info: TensorInfo, expert: int | None) -> npt.NDArray[np.uint8]:
         octets = np.frombuffer(self._file.tensor_bytes(info), dtype=np.uint8)
         return octets if expert is None else octets.reshape(info.shape[0], -1)[expert]
 

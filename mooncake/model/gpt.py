@@ -61,9 +61,8 @@ class _Gpt(Decoder):
 
     def _qkv(self, attention: str) -> Linear:
         """The projections below ``attention``, of heads of which the first elements rotate."""
-        config = self.config
-        turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
-        return reordered_qkv(self, attention, rotary_order(config.head_dim, turning), config.qkv_bias)
+        order = rotary_order(self.config.head_dim, self.config.rotary_dim)
+        return reordered_qkv(self, attention, order, self.config.qkv_bias)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

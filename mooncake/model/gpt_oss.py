@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from mooncake.families.mixtures import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.kernels import Experts, Linear
-from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Bounds
 from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder
-from mooncake.model.layers import WeightsOnDemand
+from mooncake.model.layers import of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +43,14 @@ class GptOss(GatedDecoder[_Layer]):
         bias = self.weight(prefix + "gate_up_proj_bias")
         order = torch.arange(bias.shape[1]).view(-1, 2).T.flatten()
         return self.kernels.experts(
-            [
-                each.of_rows(order) if isinstance(each, GroupedCodes) else each[order]
-                for each in self._expert_matrices(prefix + "gate_up_proj")
-            ],
-            self._expert_matrices(prefix + "down_proj"),
+            [of_rows(each, order) for each in self.expert_matrices(prefix + "gate_up_proj", are_transposed=True)],
+            self.expert_matrices(prefix + "down_proj", are_transposed=True),
             bias[:, order],
             self.weight(prefix + "down_proj_bias"),
             Bounds(SWIGLU_ALPHA, SWIGLU_LIMIT),
             self.experts_here.start,
             coding=self.coding,
         )
-
-    def _expert_matrices(self, name: str) -> Sequence[torch.Tensor | GroupedCodes]:
-        codes = self._weights.experts(name) if isinstance(self._weights, WeightsOnDemand) else None
-        return self.weight(name).mT.unbind() if codes is None else codes
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

@@ -21,6 +21,7 @@ from mooncake.model.decoder import Step
 from mooncake.model.gated import GatedDecoder, Layer
 from mooncake.model.layers import of_rows, vector
 from mooncake.model.rope import heads_in_order, rotary_order
+from mooncake.model.routed import Mlp, RoutedDecoder
 from mooncake.model.states import States
 
 
@@ -44,17 +45,11 @@ class _Recurrent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Dense:
-    gate_up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
 class _Mixture:
     router: Linear
     experts: Experts
     share: Linear  # [1, hidden]: the weight of the expert that every token uses
-    shared: _Dense
+    shared: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +57,7 @@ class _Layer:
     norm: torch.Tensor
     mixer: _Attention | _Recurrent
     mlp_norm: torch.Tensor
-    mlp: _Dense | _Mixture
+    mlp: Mlp | _Mixture
 
 
 class HybridDecoder(GatedDecoder[Layer]):
@@ -103,7 +98,7 @@ class HybridDecoder(GatedDecoder[Layer]):
                 del self._states
 
 
-class Qwen3Next(HybridDecoder[_Layer]):
+class Qwen3Next(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
     """The layers of Qwen3-Next have one projection for queries, keys, values and gates, ordered by key heads, those of
     Qwen3.5 one for each."""
 
@@ -119,12 +114,12 @@ class Qwen3Next(HybridDecoder[_Layer]):
             self._take_norm(prefix + "input_layernorm"),
             self._take_recurrent(prefix + "linear_attn.") if is_recurrent else self._take_attention(prefix),
             self._take_norm(prefix + "post_attention_layernorm"),
-            self._take_mixture(prefix) if self.config.num_experts else self._take_dense(prefix + "mlp."),
+            self._take_mixture(prefix) if self.config.num_experts else self._take_gated(prefix + "mlp."),
         )
 
     def _take_attention(self, prefix: str) -> _Attention:
         config, attention = self.config, prefix + "self_attn."
-        order = rotary_order(config.head_dim, config.head_dim if config.rotary_dim < 0 else config.rotary_dim)
+        order = rotary_order(config.head_dim, config.rotary_dim)
         query, key, value = (self.matrix(f"{attention}{name}_proj.weight") for name in "qkv")
         of_heads = torch.arange(query.shape[0]).view(config.num_heads, 2, config.head_dim)
         of_keys = heads_in_order(torch.arange(key.shape[0]), order)
@@ -162,20 +157,17 @@ class Qwen3Next(HybridDecoder[_Layer]):
             found.append(of_rows(given, torch.cat([rows.flatten() for rows in of_heads])))
         return found
 
-    def _take_dense(self, prefix: str) -> _Dense:
-        return _Dense(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
-
     def _take_mixture(self, prefix: str) -> _Mixture:
         if self.config.stacked_experts:
-            gate_up, down = (self.expert_matrices(f"{prefix}mlp.experts.{name}_proj") for name in ("gate_up", "down"))
-            experts = self.kernels.experts(gate_up, down, coding=self.coding)
+            at = prefix + "mlp.experts."
+            experts = self.experts_of_tensors(at + "gate_up_proj", at + "down_proj")
         else:
             experts = self.take_experts(prefix)
         return _Mixture(
             self.uncoded(prefix + expert_names(self.config).router),
             experts,
             self.uncoded(prefix + "mlp.shared_expert_gate"),
-            self._take_dense(prefix + "mlp.shared_expert."),
+            self._take_gated(prefix + "mlp.shared_expert."),
         )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
@@ -209,9 +201,6 @@ class Qwen3Next(HybridDecoder[_Layer]):
         scaled = per_head * torch.rsqrt(per_head.square().mean(-1, keepdim=True) + self.config.rms_eps) * layer.norm
         gated = scaled.view_as(mixed) * torch.nn.functional.silu(gate)
         return layer.output(gated.to(normed.dtype))
-
-    def _dense(self, mlp: _Dense, normed: torch.Tensor) -> torch.Tensor:
-        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
 
     def _mix(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = mlp.router(normed).float().softmax(-1).topk(self.config.experts_per_token, dim=-1)

@@ -23,8 +23,7 @@ def interleaved_qkv(model: Decoder, attention: str, biased: bool = False) -> Lin
 
 
 def _order(config: ModelConfig) -> torch.Tensor:
-    rotary_dim = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
-    return rotary_order(config.head_dim, rotary_dim, in_turn=True)
+    return rotary_order(config.head_dim, config.rotary_dim, in_turn=True)
 
 
 @dataclass(frozen=True, slots=True)

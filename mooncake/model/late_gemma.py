@@ -12,7 +12,7 @@ import torch
 from mooncake.families.gemma4 import keys_are_values
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, activation
+from mooncake.model.decoder import Decoder, activation, capped
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model_config import GemmaParts
 
@@ -117,6 +117,4 @@ class LateGemma(Decoder):
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        cap = self.config.logit_cap
-        logits = self._head(self._norm(hidden, self._final_norm))
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return capped(self._head(self._norm(hidden, self._final_norm)), self.config.logit_cap)

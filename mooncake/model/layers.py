@@ -111,7 +111,7 @@ def layer_weights(weights: Weights, layer: int, config: ModelConfig) -> LayerWei
     )
 
 
-def decoder_layer(source: LayerWeights, kernels: Kernels, coding: Coding = "") -> DecoderLayer:
+def decoder_layer(source: LayerWeights, kernels: Kernels, coding: Coding) -> DecoderLayer:
     return DecoderLayer(
         attention_norm=vector(source.attention_norm, kernels),
         qkv=kernels.linear(source.qkv, source.qkv_bias, coding),

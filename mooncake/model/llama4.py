@@ -22,8 +22,7 @@ class Llama4(GlmMoe):
 
     def take_experts(self, prefix: str) -> Experts:
         at = prefix + expert_names(self.config).experts
-        gate_up, down = (self.weight(f"{at}.{name}_proj").mT.unbind() for name in ("gate_up", "down"))
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
+        return self.experts_of_tensors(f"{at}.gate_up_proj", f"{at}.down_proj", are_transposed=True)
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         return step.attend(index, qkv) if index in self.config.still_layers else super()._attend(index, qkv, step)

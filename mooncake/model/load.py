@@ -141,8 +141,8 @@ def load_model(
     keep_hidden: Sequence[int] = (),
 ) -> CausalLM | Decoder:
     """Read the weights and build the model; ``max_model_len`` 0 means the model's own. Batches refer to ``adapters`` by
-    index. ``can_blend``: batches may have ``reuse``. ``layers``: load only those, as a
-    stage. ``keep_hidden``: layers whose inputs the cache keeps.
+    index. ``can_blend``: batches may have ``reuse``. ``layers``: load only those, as a stage. ``keep_hidden``: layers
+    whose inputs the cache keeps.
 
     Raises ModelError if weights are missing, broken or of an unsupported kind.
     """

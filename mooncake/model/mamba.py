@@ -44,8 +44,7 @@ class MambaDecoder(HybridDecoder[Layer]):
     """Layers that attend, and layers of Mamba-2."""
 
     def _take_attention(self, prefix: str) -> Attention:
-        dim, turning = self.config.head_dim, self.config.rotary_dim
-        order = rotary_order(dim, dim if turning < 0 else turning)
+        order = rotary_order(self.config.head_dim, self.config.rotary_dim)
         return Attention(reordered_qkv(self, prefix, order, biased=False), self.linear(prefix + "o_proj"))
 
     def _take_state_space(self, prefix: str) -> StateSpace:
@@ -138,11 +137,9 @@ class GraniteMamba(MambaDecoder[_Layer]):
         return self.linear(prefix + "shared_mlp.input_linear"), self.linear(prefix + "shared_mlp.output_linear")
 
     def _take_mixture(self, prefix: str) -> tuple[Linear, Experts]:
-        gate_up, down = (
-            self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
-        )
-        router = self.uncoded(prefix + expert_names(self.config).router)
-        return router, self.kernels.experts(gate_up, down, coding=self.coding)
+        mixture = prefix + "block_sparse_moe."
+        experts = self.experts_of_tensors(mixture + "input_linear.weight", mixture + "output_linear.weight")
+        return self.uncoded(prefix + expert_names(self.config).router), experts
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

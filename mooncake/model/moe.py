@@ -56,12 +56,9 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
             self.uncoded(prefix + expert_names(self.config).router),
-            self._experts(prefix),
+            self.take_experts(prefix),
             self._shared(prefix) if self.config.shared_expert_size else None,
         )
-
-    def _experts(self, prefix: str) -> Experts:
-        return self.take_experts(prefix)
 
     def _shared(self, prefix: str) -> _Shared:
         name = prefix + "mlp.shared_expert"
@@ -115,11 +112,9 @@ class FlexOlmo(Olmoe):
 class GraniteMoe(MixtureOfExperts):
     """Granite's mixtures (Granite team, IBM 2024): factors as in Granite, and all experts in one tensor."""
 
-    def _experts(self, prefix: str) -> Experts:
-        gate_up, down = (
-            self.expert_matrices(f"{prefix}block_sparse_moe.{name}_linear.weight") for name in ("input", "output")
-        )
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
+    def take_experts(self, prefix: str) -> Experts:
+        mixture = prefix + "block_sparse_moe."
+        return self.experts_of_tensors(mixture + "input_linear.weight", mixture + "output_linear.weight")
 
 
 class HunyuanMoe(MixtureOfExperts):
@@ -142,6 +137,6 @@ class HunyuanMoe(MixtureOfExperts):
 class Qwen3VlMoe(MixtureOfExperts):
     """Qwen3-VL's language model (Qwen team 2025): all experts in one tensor, with their inputs as rows."""
 
-    def _experts(self, prefix: str) -> Experts:
-        gate_up, down = (self.weight(f"{prefix}mlp.experts.{name}_proj").mT.unbind() for name in ("gate_up", "down"))
-        return self.kernels.experts(gate_up, down, first=self.experts_here.start, coding=self.coding)
+    def take_experts(self, prefix: str) -> Experts:
+        experts = prefix + "mlp.experts."
+        return self.experts_of_tensors(experts + "gate_up_proj", experts + "down_proj", are_transposed=True)

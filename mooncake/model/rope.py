@@ -34,7 +34,7 @@ def rope_tables(
     return torch.cat([cos, still_cos], 1), torch.cat([sin, still_sin], 1)
 
 
-def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> list[Tables]:
+def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None) -> list[Tables]:
     """Each layer's tables; layers that rotate alike share them. Raises ModelError for an unknown scaling."""
     made: dict[tuple[str, int], Tables] = {}
 
@@ -73,11 +73,11 @@ def no_rotation(num_positions: int, head_dim: int) -> Tables:
 def rotary_order(head_dim: int, rotary_dim: int, in_turn: bool = False) -> torch.Tensor:
     """int64 ``[head_dim]``: the order in which a head whose first elements rotate in pairs (i, i + rotary_dim / 2) has
     the pairs (i, i + head_dim / 2), as kernels expect; elements that do not rotate fill the rest of both halves.
-    ``in_turn``: the pairs are (2 i, 2 i + 1).
+    ``rotary_dim`` as in ``rope_tables``; ``in_turn``: the pairs are (2 i, 2 i + 1).
 
     Queries and keys are reordered alike, so their products are unchanged.
     """
-    pairs, half = rotary_dim // 2, head_dim // 2
+    pairs, half = (head_dim if rotary_dim < 0 else rotary_dim) // 2, head_dim // 2
     turning, still = torch.arange(2 * pairs), torch.arange(2 * pairs, head_dim)
     first, second = (turning[::2], turning[1::2]) if in_turn else turning.chunk(2)
     return torch.cat([first, still[: half - pairs], second, still[half - pairs :]])

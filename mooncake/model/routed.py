@@ -110,8 +110,7 @@ class GlmMoe(RoutedDecoder[_Layer]):
 
     def _take(self, prefix: str) -> _Layer:
         config, attention = self.config, prefix + "self_attn."
-        turning = config.head_dim if config.rotary_dim < 0 else config.rotary_dim
-        order = rotary_order(config.head_dim, turning, self._rotates_in_turn)
+        order = rotary_order(config.head_dim, config.rotary_dim, self._rotates_in_turn)
         query_norm, key_norm = self._head_norms(attention, order) if config.qk_norm else (None, None)
         return _Layer(
             attention_norm=self.vector(prefix + "input_layernorm.weight"),

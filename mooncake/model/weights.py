@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -174,10 +175,18 @@ def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None
 
 def _tidy(folder: Path, keep_bytes: int) -> None:
     """Keep the most recently used models, up to ``keep_bytes``, and remove what dead writers left."""
-    for file in sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime, reverse=True):
-        keep_bytes -= file.stat().st_size
+    for file, size, _ in sorted(_files(folder, "*.safetensors"), key=lambda found: found[2], reverse=True):
+        keep_bytes -= size
         if keep_bytes < 0:
             file.unlink(missing_ok=True)  # processes that have mapped it keep its pages
-    for part in folder.glob("*.part"):
-        if time.time() - part.stat().st_mtime > _STALE_PART_S:
+    for part, _, written_s in _files(folder, "*.part"):
+        if time.time() - written_s > _STALE_PART_S:
             part.unlink(missing_ok=True)
+
+
+def _files(folder: Path, pattern: str) -> Iterator[tuple[Path, int, float]]:
+    """Each with its size and when it was last written; without those that another process has just removed."""
+    for file in folder.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):
+            found = file.stat()
+            yield file, found.st_size, found.st_mtime

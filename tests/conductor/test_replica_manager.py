@@ -1,11 +1,12 @@
 """A burst on one prefix: real stores, a real conductor. A replica appears, and is dropped when the burst is over."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from waiting import until
 
 from conductor.core import Core
 from conductor.placement.placer import ModelFacts
@@ -27,12 +28,6 @@ SETTINGS = [
     "conductor.replica_ttl_s=0.5",
     "store.dram_gb=0.001",
 ]
-
-
-async def eventually(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @dataclass
@@ -77,7 +72,7 @@ async def pool() -> AsyncIterator[Pool]:
         core.register(NodeInfo(f"s{number}", Role.STORE, 10 + number, store.control_address, segment))
         core.register(NodeInfo(f"p{number}", Role.PREFILL, 20 + number, f"127.0.0.1:{number + 1}", segment, "kv", 4))
         core.costs.observe_prefill(f"p{number}", 40, 0, 500.0)
-    await eventually(lambda: core.index.num_blocks("s0") == len(KEYS))
+    await until(lambda: core.index.num_blocks("s0") == len(KEYS))
     try:
         yield Pool(core, stores, clients, blocks)
     finally:
@@ -93,16 +88,16 @@ async def test_the_prefix_of_a_burst_is_replicated_and_dropped_when_it_is_no_lon
     assert await pool.holds(1) == 0, "two requests are no burst"
 
     pool.burst(30)
-    await eventually(lambda: pool.core.index.num_blocks("s1") == len(KEYS))
+    await until(lambda: pool.core.index.num_blocks("s1") == len(KEYS))
     assert [await pool.clients[1].get(key) for key in KEYS] == pool.blocks
     assert pool.core.replica_manager.copied >= 1
 
-    await eventually(lambda: pool.core.index.num_blocks("s1") == 0)
+    await until(lambda: pool.core.index.num_blocks("s1") == 0)
     assert (await pool.holds(0), await pool.holds(1)) == (len(KEYS), 0)
 
 
 async def test_a_copy_from_a_source_that_is_gone_is_harmless(pool: Pool) -> None:
     await pool.stores[0].stop()
     pool.burst(30)
-    await eventually(lambda: not pool.core.replica_manager._tasks)
+    await until(lambda: not pool.core.replica_manager._tasks)
     assert (pool.core.replica_manager.copied, await pool.holds(1)) == (0, 0)

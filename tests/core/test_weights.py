@@ -202,6 +202,16 @@ print(hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted
     assert [file.suffix for file in cache.iterdir()] == [".safetensors"]
 
 
+def test_a_file_that_another_process_has_just_removed_is_no_reason_not_to_cache(tmp_path: Path, cache: Path) -> None:
+    """A link to nothing stands for it: it is listed, and not there when one looks."""
+    write_gguf(tmp_path / "a.gguf")
+    cache.mkdir(parents=True)
+    for name in ("renamed.1.part", "evicted.safetensors"):
+        (cache / name).symlink_to(cache / "gone")
+    load_weights(open_checkpoint(str(tmp_path / "a.gguf")), "float32")
+    assert sum(file.is_file() for file in cache.iterdir()) == 1
+
+
 def test_weights_of_a_kind_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -13,11 +13,11 @@ FROM_OUTSIDE = set(HandoffEvent) - END_OF_WORK
 
 
 def handoff_in(state: HandoffState) -> Handoff:
-    return Handoff("h", epoch=7, request_id="r", state=state)
+    return Handoff("h", epoch=7, state=state)
 
 
 def test_the_good_way() -> None:
-    handoff = Handoff("h", epoch=7, request_id="r")
+    handoff = Handoff("h", epoch=7)
     assert handoff.apply(E.OPEN) is HandoffState.OPENING
     assert handoff.apply(E.REFUSED) is HandoffState.ANNOUNCED, "it may ask again"
     handoff.apply(E.OPEN)
@@ -87,7 +87,7 @@ def test_every_way_ends_with_one_outcome() -> None:
         seen.add(now)
         assert (outcome is not None) == (state in GIVEN_UP or state is HandoffState.COMMITTED)
         for event in TRANSITIONS[state]:
-            handoff = Handoff("h", 7, "r", state=state, outcome=outcome)
+            handoff = Handoff("h", 7, state=state, outcome=outcome)
             handoff.apply(event, is_late=True)
             assert outcome in (None, handoff.outcome)
             assert (handoff.outcome is Outcome.COMMITTED) == (handoff.state is HandoffState.COMMITTED)
@@ -106,7 +106,7 @@ def test_only_a_writer_that_has_stopped_ends_a_quarantine() -> None:
 
 
 def test_another_epoch_is_refused() -> None:
-    handoff = Handoff("h", epoch=7, request_id="r")
+    handoff = Handoff("h", epoch=7)
     handoff.check_epoch(7)
     with pytest.raises(StaleEpoch, match="epoch 7, not 6"):
         handoff.check_epoch(6)

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from waiting import until
 
 from decode_node.handoff import Handoff, HandoffState, Outcome
 from decode_node.receiver import Receiver
@@ -73,7 +74,7 @@ class Node:
     writer: TransferEngine
 
     def announce(self, name: str, prompt: list[int] = PROMPT, epoch: int = 3) -> tuple[Handoff, Inbox]:
-        handoff, inbox = Handoff(name, epoch, name), Inbox()
+        handoff, inbox = Handoff(name, epoch), Inbox()
         self.receiver.announce(handoff, hash_sequence(name, prompt), inbox)
         return handoff, inbox
 
@@ -124,12 +125,6 @@ def kv_of(prompt: list[int]) -> np.ndarray:
 
 def first_token(prompt: list[int] = PROMPT, index: int = 0) -> list[SampledToken]:
     return [SampledToken(index, true_answer(prompt, 1)[0])]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from tiny_model import write_tiny_model
+from waiting import until
 
 from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
@@ -84,26 +85,21 @@ async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_bloc
         loop.call_soon_threadsafe(begun.set)
         may_go_on.wait(60)
 
-    async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
-            while not condition():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
     async with pair(tmp_path / "model") as (prefill, decode):
         prefill.streamer.listeners.append(hold)
         calls = ask(channels, prefill, decode)
         reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
         await begun.wait()
-        await until(lambda: bool(decode.receiver._handoffs) and decode.host.engine.block_pool.num_in_use > 0)
+        await until(lambda: bool(decode.receiver._handoffs) and decode.host.engine.block_pool.num_in_use > 0, 30)
         decode.host.thread.call(lambda engine: step_ends.wait(60))
         may_go_on.set()
-        await until(lambda: not decode.receiver._handoffs)
+        await until(lambda: not decode.receiver._handoffs, 30)
         for call in calls:
             call.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
         await asyncio.sleep(0.5)  # for the node to hear of it
         step_ends.set()
-        await until(lambda: decode.host.engine.block_pool.num_in_use == 0)
+        await until(lambda: decode.host.engine.block_pool.num_in_use == 0, 30)
         await channels.close()
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import numpy as np
 import pytest
 from drive import ask, wait_running
 from greedy import greedy
-from in_process import InProcessCluster
+from in_process import InProcessCluster, held
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
+from waiting import until
 
 from decode_node.node import DecodeNode
 from mooncake.adapters import Adapter, open_adapter
@@ -69,23 +69,6 @@ def ours() -> Iterator[None]:
         yield
     except Exception as error:
         raise error_from_rpc(error) from None  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def held(node: EngineNode) -> Iterator[None]:
-    """Block the node's engine until the end of the context."""
-    go_on = threading.Event()
-    node.host.thread.call(lambda engine: go_on.wait(60))
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")

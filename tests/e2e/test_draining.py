@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from drive import ask, wait_idle
-from in_process import InProcessCluster
+from in_process import InProcessCluster, held
 from tiny_model import write_tiny_model
+from waiting import until
 
 from decode_node.node import DecodeNode
 from mooncake.app.compute_node import ComputeNode
@@ -29,23 +28,6 @@ async def cluster(tmp_path: Path) -> AsyncIterator[InProcessCluster]:
     await cluster.start()
     yield cluster
     await cluster.stop()
-
-
-@contextlib.contextmanager
-def held(node: PrefillNode | DecodeNode | ComputeNode) -> Iterator[None]:
-    """Block the node's engine until the end of the context."""
-    go_on = threading.Event()
-    node.host.thread.call(lambda engine: go_on.wait(60))
-    try:
-        yield
-    finally:
-        go_on.set()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
 
 
 @pytest.mark.timeout(120)

@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
-import torch
 from drive import ask, wait_idle
+from greedy import greedy
 from live import running_cluster, small_config, workers_of
 from tiny_model import LATENT, write_tiny_model
 
@@ -19,20 +19,12 @@ NEW = 12
 SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
 
 
-@torch.no_grad()
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(NEW):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
-
-
 @pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: Path) -> None:
     theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     prompts = [np.random.default_rng(seed).integers(3, 320, 41).tolist() for seed in range(3)]
     if kv_dtype == "float32":
-        wanted = [greedy(theirs, prompt) for prompt in prompts]
+        wanted = [greedy(theirs, prompt, NEW) for prompt in prompts]
     else:
         sampling = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)
         with LLM(str(tmp_path), kv_gb=0.01, block_tokens=8, kv_dtype=kv_dtype, chunk_tokens=16) as llm:
@@ -61,7 +53,7 @@ async def test_a_prefill_node_of_several_processes_hands_over_to_one_of_one(
     """KV that stages write into the one cache, or ranks send to it, reaches the decode node and the pool."""
     theirs = write_tiny_model(tmp_path, "deepseek_v3", **LATENT)
     prompts = [np.random.default_rng(seed).integers(3, 320, 105).tolist() for seed in range(3)]
-    wanted = [greedy(theirs, prompt) for prompt in prompts]
+    wanted = [greedy(theirs, prompt, NEW) for prompt in prompts]
     of_model = (f"model.path={tmp_path}", "model.dtype=float32")
     with running_cluster(small_config(*of_model, *SMALL, "prefill.chunk_tokens=96", processes)) as cluster:
         assert workers_of(cluster.pids["prefill-0"], module), "the node computes alone"

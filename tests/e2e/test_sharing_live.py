@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+from direct_nodes import run_prefill
 from drive import ask, wait_idle
 from live import running_cluster, small_config
 from sharing_model import GRAPHS, write_sharing_model
@@ -18,7 +19,7 @@ from kvstore.node import StoreNode
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.rpc import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
 from prefill_node.node import PrefillNode
@@ -84,16 +85,6 @@ async def test_bytes_on_the_wire_and_in_the_pool_fall_by_what_is_shared(tmp_path
         await channels.close()
         for node in reversed(nodes):
             await node.stop()
-
-
-async def run_prefill(
-    channels: Channels, address: str, request: prefill_pb2.PrefillRequest
-) -> common_pb2.PrefillReport:
-    stub = prefill_pb2_grpc.PrefillStub(channels.get(address))
-    async for response in stub.Run(request, timeout=60):
-        if response.HasField("report"):
-            return response.report
-    raise AssertionError("prefill ended without a report")
 
 
 async def answer(channels: Channels, address: str, common: dict[str, object]) -> None:

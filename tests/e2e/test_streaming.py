@@ -9,10 +9,11 @@ import time
 
 import numpy as np
 import pytest
+from direct_nodes import run_prefill
 
 from decode_node.node import DecodeNode
 from mooncake.config import Config, load_config
-from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.rpc.server import Channels
 from mooncake.sampling import SamplingParams
@@ -118,14 +119,6 @@ def record_layers(node: PrefillNode) -> dict[int, float]:
     computed_s: dict[int, float] = {}
     node.streamer.listeners.append(lambda layer: computed_s.__setitem__(layer, time.monotonic()))
     return computed_s
-
-
-async def run_prefill(channels: Channels, address: str, request: prefill_pb2.PrefillRequest):  # type: ignore[no-untyped-def]
-    stub = prefill_pb2_grpc.PrefillStub(channels.get(address))
-    async for response in stub.Run(request, timeout=60):
-        if response.HasField("report"):
-            return response.report
-    raise AssertionError("prefill ended without a report")
 
 
 async def first_two_tokens(channels: Channels, address: str, request: decode_pb2.DecodeRequest) -> float:

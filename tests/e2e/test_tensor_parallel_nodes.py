@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
+from greedy import greedy
 from live import command_of, running_cluster, small_config, workers_of
 from tiny_mixtures import WIDE
 from tiny_model import LATENT, write_tiny_model
@@ -35,14 +36,6 @@ FAMILIES = {
 
 def prompts_of(*lengths: int) -> list[list[int]]:
     return [np.random.default_rng(length).integers(3, 320, length).tolist() for length in lengths]
-
-
-@torch.no_grad()
-def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(NEW):
-        tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[len(prompt) :]
 
 
 def write_model(folder: Path, family: str) -> torch.nn.Module:
@@ -74,7 +67,7 @@ async def test_nodes_of_any_number_of_ranks_answer_as_transformers_does(
 ) -> None:
     model = write_model(tmp_path, family)
     prompts = prompts_of(105, 41, 3)
-    wanted = [greedy(model, prompt) for prompt in prompts]
+    wanted = [greedy(model, prompt, NEW) for prompt in prompts]
     with running_cluster(config_of(tmp_path, *settings)) as cluster:
         for role in ("prefill", "decode"):
             if f"{role}.tensor_parallel=2" in settings:
@@ -96,9 +89,9 @@ async def test_prefixes_in_the_pool_serve_nodes_of_other_numbers_of_ranks(tmp_pa
     layer by layer while both ranks wait for it."""
     model = write_model(tmp_path, "qwen3")
     [prompt] = prompts_of(100)
-    first = greedy(model, prompt)
+    first = greedy(model, prompt, NEW)
     turn = prompt + first + [7, 8, 9]
-    wanted = greedy(model, turn)
+    wanted = greedy(model, turn, NEW)
     block_gb = open_checkpoint(str(tmp_path)).kv_layout(8, "float32").block_bytes / 1e9
     with running_cluster(config_of(tmp_path, PREFILL, f"prefill.kv_gb={20.5 * block_gb}")) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:

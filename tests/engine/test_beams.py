@@ -157,7 +157,7 @@ def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
     reservation = target.reserve(hash_sequence("r", prompt, beams(max_tokens), eos_ids=(3,)))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
         target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
-    source.release("r")
+    source.abort("r")
     with pytest.raises(InvalidRequest, match="no candidates"):
         target.start_reserved("r", [SampledToken(0, output.token.token_id)])
     target.start_reserved("r", [output.token])

@@ -38,9 +38,7 @@ def run_path(pool: BlockPool, path: str) -> list[int]:
 
 
 def seal_path(pool: BlockPool, path: str, table: list[int]) -> None:
-    keys = keys_of(path)
-    for i, block_id in enumerate(table):
-        pool.seal(block_id, keys[i], keys[i - 1] if i else b"")
+    pool.seal(table, keys_of(path), 0, len(table))
 
 
 def test_a_released_prefix_is_found_again_and_tails_go_first() -> None:
@@ -130,7 +128,7 @@ def test_mistakes_of_the_caller_change_nothing() -> None:
     with pytest.raises(OutOfBlocks):
         pool.allocate(2)
     with pytest.raises(InternalError):
-        pool.seal(2, BlockKey(b"k"), b"")
+        pool.seal([2], [BlockKey(b"k")], 0, 1)
     with pytest.raises(InternalError):
         pool.retain([2])
     with pytest.raises(InternalError):
@@ -292,7 +290,7 @@ def churn(num_operations: int, seed: int) -> None:
             if table:
                 key = keys[int(draw.integers(200))]
                 with contextlib.suppress(InternalError):  # sealed already, under another name
-                    pool.seal(table[-1], key, b"")
+                    pool.seal(table[-1:], [key], 0, 1)
         elif kind == 5 and tables:
             pool.release(tables.pop(int(draw.integers(len(tables)))))
         if operation % 10_000 == 0:

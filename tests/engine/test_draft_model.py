@@ -17,8 +17,8 @@ from mooncake.config import load_config
 from mooncake.engine.backend import BackendSpec, CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.configured import plan_cache
-from mooncake.engine.contract import NO_HOOK, EngineConfig, StepOutput
-from mooncake.engine.decoding.draft_model import CausalModel, DraftModel
+from mooncake.engine.contract import NO_HOOK, CausalModel, EngineConfig, StepOutput
+from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Engine
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence

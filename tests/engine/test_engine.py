@@ -233,14 +233,14 @@ def test_an_aborted_sequence_leaves_nothing_behind_in_any_state() -> None:
     assert is_empty(engine)
 
 
-def test_held_blocks_stay_until_they_are_released() -> None:
+def test_held_blocks_stay_until_the_request_is_aborted() -> None:
     engine = hash_engine()
     engine.add(hash_sequence("r", random_prompt(9, 0), num_to_sample=1, hold_blocks=True))
     [output] = run_all(engine)
     assert output.finish_reason is FinishReason.LENGTH
     assert engine.block_pool.num_in_use == 3
-    engine.release("r")
-    engine.release("r")
+    engine.abort("r")
+    engine.abort("r")
     assert is_empty(engine) and not engine.take_ended()
 
 
@@ -398,7 +398,7 @@ def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: Sampli
     reservation = target.reserve(hash_sequence(name, prompt, sampling))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
         target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
-    source.release(name)
+    source.abort(name)
     target.start_reserved(name, [output.token for output in outputs])
 
 

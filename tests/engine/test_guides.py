@@ -188,7 +188,7 @@ def test_an_answer_whose_guide_fails_on_the_way_ends_with_an_error_and_the_other
     assert {output.request_id for output in outputs} == {"wide", "several", "held", "city"}  # each had begun
     check_city(llm.tokenizer.decode(city.tokens[len(prompt) :], skip_special=True))
     assert held.state is engine_sequence.SequenceState.HELD  # someone may be reading its blocks
-    llm.engine.release("held")
+    llm.engine.abort("held")
 
 
 def test_a_grammar_that_reads_a_text_in_ever_more_ways_ends_before_it_holds_up_the_others(llm: LLM) -> None:

@@ -195,7 +195,7 @@ def test_a_failed_step_leaves_blocks_that_others_may_be_reading(thread: EngineTh
     thread.add(hash_sequence("r", random_prompt(9, 0), hold_blocks=True), inbox)
     assert isinstance(inbox.next(), InternalError)
     assert in_use(thread) == 3
-    thread.call(lambda engine: engine.release("r")).result(WAIT_S)
+    thread.call(lambda engine: engine.abort("r")).result(WAIT_S)
     assert in_use(thread) == 0
 
 

@@ -175,19 +175,21 @@ def test_a_sequence_that_is_handed_over_joins_without_a_pause() -> None:
 
 def test_blocks_of_a_step_under_way_are_given_to_nobody() -> None:
     """However a sequence leaves: another node writes into free blocks before the step is computed."""
-    for how in ("stop", "abort", "end_choice", "release"):
+    for how in ("stop", "abort", "end_choice", "held"):
         prompt = random_prompt(9, 0)
         free = true_answer(prompt, 12)
         engine, model = lazy_engine(num_blocks=12)
         stop = () if how in ("abort", "end_choice") else (free[2],)
-        engine.add(hash_sequence("r", prompt, GREEDY, eos_ids=stop, hold_blocks=how == "release"))
+        engine.add(hash_sequence("r", prompt, GREEDY, eos_ids=stop, hold_blocks=how == "held"))
         engine.add(hash_sequence("other", random_prompt(5, 1), SamplingParams(max_tokens=20, temperature=0.0)))
         outputs = []
         while len(answers(outputs).get("r", [])) < 3:
             outputs += engine.step()
         [step] = model.pending
-        if how != "stop":
-            getattr(engine, how)("r", *([0] if how == "end_choice" else []))
+        if how == "end_choice":
+            engine.end_choice("r", 0)
+        elif how != "stop":
+            engine.abort("r")
         written: list[int] = []
         hand_over(engine, "new", random_prompt(8, 2), GREEDY, written)
         assert written and not set(written) & step.touched, how
@@ -350,13 +352,13 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_:
             gone.add(name)
         for name in held & finished:
             if random.random() < 0.5:
-                engine.release(name)
+                engine.abort(name)
         if engine.has_work:
             take(engine.step(hook))
         engine.block_pool.check()
     take(run_all(engine, hook))
     for name in held:
-        engine.release(name)
+        engine.abort(name)
     for name, tokens in wanted.items():
         mine = got.get(name, [])
         assert mine == (tokens[: len(mine)] if name.split("#")[0] in gone else tokens), name

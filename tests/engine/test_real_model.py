@@ -132,7 +132,7 @@ def test_decode_goes_on_from_blocks_that_another_engine_computed(
         reservation = decode.reserve(sequence(label + name, prompt, sampling))
         for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
             decode.cache.memory[block_id] = prefill.cache.memory[source.blocks.block_table[index]]
-        prefill.release(label + name)
+        prefill.abort(label + name)
         decode.start_reserved(label + name, [output.token])
     got = answers(run_all(decode))
     assert got == {label + name: alone[label + name] for name in prompts}

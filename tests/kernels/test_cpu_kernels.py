@@ -17,7 +17,6 @@ from mooncake.kernels.cpu_library import check_mirrors
 from mooncake.kernels.cpu_threads import threads_for
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.pages import layer_pages
-from mooncake.model.parallel.context_attention import positions_from
 from mooncake.precision import Coding, cpu_features
 
 PAGES = pytest.mark.parametrize(
@@ -342,7 +341,7 @@ def test_parts_of_a_context_merge_to_the_whole(
                 part_tables,
                 batch.query_starts,
                 part_lens.int(),
-                positions_from((histories - first).clamp(min=0), batch.query_starts).int(),
+                reference.positions_from((histories - first).clamp(min=0), batch.query_starts),
                 batch.query.shape[2] ** -0.5,
                 softcap,
             )
@@ -378,7 +377,7 @@ def test_queries_may_have_any_positions(cpu: CpuKernels, dtype: torch.dtype) -> 
     whole = batch.attend(cpu)
     some = torch.tensor([0, 1, 7, 120, 121, 299, 301, 330, *range(341, 430, 3), 429])
     starts = torch.searchsorted(some, batch.query_starts.long()).int()
-    positions = positions_from(torch.tensor([0, 0, 500]), batch.query_starts)[some].int()
+    positions = reference.positions_from(torch.tensor([0, 0, 500]), batch.query_starts)[some]
     given = (batch.block_tables, starts, batch.context_lens, positions)
     for kernels in (cpu, reference):
         output, _ = kernels.partial_attention(

@@ -83,7 +83,7 @@ def test_tensor_parallel_three_to_one_decodes_the_same_tokens(model: CausalLM, c
             numbers(rows(form, own), form.dtype)[:] = block[:, :, heads.start : heads.stop]
         sums = [range_checksums(segment.block(slot), form.num_layers) for slot in range(len(computed))]
         shards[rank] = Shard(server.address, range(len(computed)), sums)
-    prefill.release("r")
+    prefill.abort("r")
 
     reservation = decode.reserve(sequence())
     assert reservation.first_block == 0

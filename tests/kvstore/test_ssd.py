@@ -17,6 +17,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
+from waiting import until
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
@@ -396,12 +397,6 @@ class MoodyDisk(PlainIO):
 def moody_tier(path: Path, disk: MoodyDisk, capacity: int = 64 * MIB, segment_bytes: int = MIB) -> SsdTier:
     files = SsdLog(path, segment_bytes, io=disk)
     return SsdTier(files, SsdIndex(capacity, segment_bytes, make_policy("lru", 1024)), first_sequence=1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
 
 
 async def test_what_was_dropped_stays_away_though_the_disk_fails_at_the_time(tmp_path: Path) -> None:

@@ -10,23 +10,20 @@ import numpy as np
 import pytest
 import torch
 from context_pair import Pair
+from greedy import NEW_TOKENS
 from safetensors.torch import load_file, save_file
 from tiny_alibi import ALIBI
-from tiny_families import NEW_TOKENS, VOCAB, Published
-from tiny_mixtures import answers
+from tiny_families import VOCAB, Published
+from tiny_mixtures import answers_of
 from tiny_model import write_tokenizer
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from mooncake import LLM, BeamSearchParams, SamplingParams
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
-from mooncake.kernels import choose_kernels, reference
-from mooncake.model.load import load_model
 from mooncake.model.parallel.context_plan import Method
-from mooncake.precision import FLOAT32
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (150, 1, 30, 12, 5, 50, 3, 7)]
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
@@ -40,9 +37,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
     """Prompts in chunks, then all in one batch."""
-    kernels = reference if use_reference else choose_kernels()
-    model = load_model(published.checkpoint, FLOAT32, kernels=kernels)
-    found = answers(model, KVCache(published.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    found = answers_of(published.checkpoint, PROMPTS, use_reference=use_reference)
     assert found == published.greedy_all(PROMPTS, found)
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
 
@@ -50,10 +45,9 @@ def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool
 def test_without_slopes_they_are_others(published: Published) -> None:
     """Otherwise the tokens above would be no evidence of them."""
     checkpoint, tokens = published.checkpoint, []
-    layout = checkpoint.kv_layout(16, "float32")
     for config in (checkpoint.config, replace(checkpoint.config, alibi_slopes=())):
         checkpoint.config = config
-        tokens.append(answers(load_model(checkpoint, FLOAT32), KVCache(layout, 60), PROMPTS))
+        tokens.append(answers_of(checkpoint, PROMPTS))
     assert tokens[0] != tokens[1]
 
 
@@ -103,7 +97,7 @@ def test_mpt_says_how_steep_its_slopes_are(tmp_path: Path) -> None:
     published.rewrite(attn_config={"alibi_bias_max": 16})
     checkpoint = published.checkpoint
     assert checkpoint.digest != before, "blocks of one are not those of the other"
-    found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    found = answers_of(checkpoint, PROMPTS)
     assert found == published.greedy_all(PROMPTS, found)
 
 
@@ -126,7 +120,7 @@ def test_mpts_heads_may_share_keys_and_its_layers_have_biases(tmp_path: Path) ->
     attention = {"attn_type": "grouped_query_attention", "kv_n_heads": 2}
     published.rewrite(no_bias=False, attn_config=attention)
     checkpoint = published.checkpoint
-    found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    found = answers_of(checkpoint, PROMPTS)
     assert checkpoint.config.num_kv_heads == 2 and found == published.greedy_all(PROMPTS, found)
     published.rewrite(attn_config=attention | {"attn_type": "multiquery_attention"})
     with pytest.raises(ModelError, match=r"attn\.Wqkv\.\w+ has the shape"):
@@ -141,7 +135,7 @@ def test_bloom_is_the_same_in_the_keys_and_names_of_its_publisher(tmp_path: Path
     save_file({name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}, file)
     checkpoint = published.checkpoint
     assert checkpoint.config == expected and expected.max_model_len == 2048
-    found = answers(load_model(checkpoint, FLOAT32), KVCache(checkpoint.kv_layout(16, "float32"), 60), PROMPTS[2:3])
+    found = answers_of(checkpoint, PROMPTS[2:3])
     assert found == [published.greedy(PROMPTS[2])]
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA3N, GEMMA4, LARGE, MIXTURE, WHOLE, text
-from tiny_mixtures import answers
+from tiny_mixtures import answers, answers_of
 from tiny_model import write_tokenizer
 from transformers import PreTrainedModel
 
@@ -21,7 +21,6 @@ from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError, MooncakeError
-from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.gemma4 import Gemma4
 from mooncake.model.load import load_model
@@ -38,15 +37,13 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Published(request.param, tmp_path_factory.mktemp(request.param), FAMILIES)
 
 
-def greedy(folder: Published, use_reference: bool = False, kv_dtype: str = "float32") -> list[list[int]]:
-    kernels = reference if use_reference else choose_kernels()
-    model = load_model(folder.checkpoint, FLOAT32, kernels=kernels)
-    return answers(model, KVCache(folder.checkpoint.kv_layout(16, kv_dtype), 60), PROMPTS)
+def greedy(folder: Published, **how: Any) -> list[list[int]]:
+    return answers_of(folder.checkpoint, PROMPTS, **how)
 
 
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
-    found = greedy(published, use_reference)
+    found = greedy(published, use_reference=use_reference)
     assert found == published.greedy_all(PROMPTS, found)
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
 

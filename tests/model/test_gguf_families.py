@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 from converted import CHANGES, Converted, Kind, cache_for_weights, plain
-from tiny_families import NEW_TOKENS, VOCAB
-from tiny_mixtures import answers
+from greedy import NEW_TOKENS
+from tiny_families import VOCAB
+from tiny_mixtures import answers_of
 
 from mooncake import LLM
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
-from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.parts import open_gguf
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.model.load import load_model
 from mooncake.model.weights import load_weights
 from mooncake.precision import KeptGroups, WeightFormat
 from mooncake.sampling_params import SamplingParams
@@ -39,8 +38,7 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def greedy(checkpoint: Checkpoint, keeps_groups: KeptGroups = "") -> list[list[int]]:
-    model = load_model(checkpoint, WeightFormat("float32", keeps_groups=keeps_groups))
-    return answers(model, KVCache(checkpoint.kv_layout(16, "float32"), 80), PROMPTS)
+    return answers_of(checkpoint, PROMPTS, WeightFormat("float32", keeps_groups=keeps_groups))
 
 
 WRITTEN_AS = {

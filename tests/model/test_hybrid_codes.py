@@ -9,7 +9,8 @@ import pytest
 import torch
 from converted import Kind, cache_for_weights
 from converted_hybrid import SIZES, ConvertedHybrid
-from published import NEW_TOKENS, Published
+from greedy import NEW_TOKENS
+from published import Published
 from quantised import packed
 from tiny_hybrid import STATES, answers, hybrid_engine, prompt_of, run, sequence, their_answers, write_hybrid
 

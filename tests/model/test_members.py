@@ -11,12 +11,11 @@ from ranks import ranks_of
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, YARN, Published
 from tiny_members import GROWING, MEMBERS
-from tiny_mixtures import answers
+from tiny_mixtures import answers, answers_of
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
-from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32
@@ -29,16 +28,10 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Published(request.param, tmp_path_factory.mktemp(request.param), MEMBERS)
 
 
-def greedy(folder: Published, use_reference: bool = False) -> list[list[int]]:
-    kernels = reference if use_reference else choose_kernels()
-    model = load_model(folder.checkpoint, FLOAT32, kernels=kernels)
-    return answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
-    found = greedy(published, use_reference)
+    found = answers_of(published.checkpoint, PROMPTS, use_reference=use_reference)
     assert found == published.greedy_all(PROMPTS, found)
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
 
@@ -80,7 +73,7 @@ def test_queries_grow_with_their_position(family: str, tmp_path: Path) -> None:
     folder = Published(family, tmp_path, MEMBERS)
     wanted = [folder.greedy(prompt) for prompt in PROMPTS]
     folder.rewrite(rope_parameters=GROWING | {"llama_4_scaling_beta": 0.0})
-    assert greedy(folder) != wanted
+    assert answers_of(folder.checkpoint, PROMPTS) != wanted
 
 
 @pytest.mark.parametrize(
@@ -96,7 +89,7 @@ def test_what_llama_4_says_of_attention_matters(change: dict[str, object], is_th
     folder = Published("llama-4", tmp_path, MEMBERS)
     wanted = [folder.greedy(prompt) for prompt in PROMPTS]
     folder.rewrite(**change)
-    assert (greedy(folder) == wanted) == is_the_same
+    assert (answers_of(folder.checkpoint, PROMPTS) == wanted) == is_the_same
 
 
 def test_layers_that_guess_tokens_are_left_out(tmp_path: Path) -> None:

@@ -9,16 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
-from tiny_mixtures import answers
+from tiny_mixtures import answers_of
 from tiny_multimodal import KIMI, MULTIMODAL, QWEN3_VL_MOE
 from transformers import AutoModelForImageTextToText
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
 from mooncake.kernels.reference import quantise_rows
-from mooncake.model.load import load_model
-from mooncake.precision import FLOAT32
 
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3, 7)]
 
@@ -28,8 +25,7 @@ def published(family: str, folder: Path) -> Published:
 
 
 def greedy(folder: Published) -> list[list[int]]:
-    model = load_model(folder.checkpoint, FLOAT32)
-    return answers(model, KVCache(folder.checkpoint.kv_layout(16, "float32"), 60), PROMPTS)
+    return answers_of(folder.checkpoint, PROMPTS)
 
 
 @pytest.mark.parametrize("family", MULTIMODAL)

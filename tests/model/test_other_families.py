@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_families import FAMILIES, NEW_TOKENS, VOCAB, YARN, Published
+from greedy import NEW_TOKENS
+from tiny_families import FAMILIES, VOCAB, YARN, Published
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache

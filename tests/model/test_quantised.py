@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from greedy import greedy
-from published import NEW_TOKENS, SHAPE, Published, logits_of
+from greedy import NEW_TOKENS, greedy
+from published import SHAPE, Published, logits_of
 from quantised import (
     INT8,
     Format,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import NEW_TOKENS, Published
+from greedy import NEW_TOKENS
+from published import Published
 from quantised import Format, awq, int8, packed
 
 from mooncake import LLM, SamplingParams

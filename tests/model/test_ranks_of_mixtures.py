@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from ranks import ranks_of
-from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers
+from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers, answers_of
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint
@@ -48,8 +48,7 @@ def published(request: pytest.FixtureRequest, tmp_path: Path) -> Published:
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_give_the_tokens_of_one_process_and_of_transformers(published: Published, size: int) -> None:
     """With four ranks experts do not divide evenly, and KV heads are on two ranks each."""
-    cache = KVCache(published.checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
-    found = answers(load_model(published.checkpoint, FLOAT32), cache)
+    found = answers_of(published.checkpoint)
     assert found == published.greedy_all(PROMPTS, found)
     assert len({token for tokens in found for token in tokens}) >= 6, "a model that repeats itself proves nothing"
     with ranks_of(str(published.folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from node_pair import BLOCK, NEW_TOKENS, NodePair, node_pair, pair_config, until
+from node_pair import BLOCK, NEW_TOKENS, NodePair, node_pair, pair_config
 from tiny_model import write_tiny_model
+from waiting import until
 
 from mooncake.errors import ModelError
 from mooncake.hashing import extend_chain
@@ -68,7 +69,7 @@ async def test_what_is_blended_is_told_and_kept_from_others(tmp_path: Path) -> N
         answer, report = await nodes.ask(shown)
         assert report.blended_tokens == 0
         assert nodes.num_known(nodes.decode, shown + answer) == (len(shown) + NEW_TOKENS - 1) // BLOCK
-        await until(lambda: has_chunk(nodes, first[: 3 * BLOCK]) and has_chunk(nodes, second[: 3 * BLOCK]))
+        await until(lambda: has_chunk(nodes, first[: 3 * BLOCK]) and has_chunk(nodes, second[: 3 * BLOCK]), 30)
 
         mixed = some_tokens(10) + second + first + question
         answer, report = await nodes.ask(mixed)
@@ -86,7 +87,7 @@ async def test_other_tenants_and_who_measures_the_prompt_get_none(tmp_path: Path
     async with pair(tmp_path / "model") as nodes:
         chunk, question = separator(nodes) + some_tokens(3 * BLOCK), separator(nodes) + some_tokens(5)
         await nodes.ask(some_tokens(10) + chunk + question)
-        await until(lambda: has_chunk(nodes, chunk[: 3 * BLOCK]))
+        await until(lambda: has_chunk(nodes, chunk[: 3 * BLOCK]), 30)
         _, report = await nodes.ask(some_tokens(10) + chunk + question, salt="another")
         assert report.blended_tokens == 0
         _, report = await nodes.ask(some_tokens(10) + chunk + question, prompt_logprobs=1)
@@ -102,7 +103,7 @@ async def test_many_prompts_in_a_small_cache_do_not_hold_each_other_up(tmp_path:
         chunks = [separator(nodes) + some_tokens(4 * BLOCK) for _ in range(3)]
         question = separator(nodes) + some_tokens(5)
         await nodes.ask([*some_tokens(10), *chain(*chunks), *question])
-        await until(lambda: has_chunk(nodes, chunks[0][: 4 * BLOCK]))
+        await until(lambda: has_chunk(nodes, chunks[0][: 4 * BLOCK]), 30)
         prompts = [[*some_tokens(10), *chain(*RNG.permutation(chunks).tolist()), *question] for _ in range(8)]
         answers = await asyncio.gather(*map(nodes.ask, prompts))
         assert [len(answer) for answer, _ in answers] == [NEW_TOKENS] * len(prompts)

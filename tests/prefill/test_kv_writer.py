@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.requests import Request
+from kvstore.transfer.transport import Priority
 from mooncake.errors import HandoffFailed, InternalError
 from mooncake.types import KVLayout, SegmentAddress
 from prefill_node.kv_writer import LAYERS_PER_TURN, Destination, KVWriter, LayerBlocks, WriteStream
@@ -99,6 +101,25 @@ def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Ow
     finally:
         writer.stop()
         transfer.close()
+
+
+def test_what_a_step_was_abandoned_with_is_not_written_beside_what_replaces_it() -> None:
+    """Ranges of one request travel in any order, and the blocks of an abandoned step may have other sequences' KV."""
+    memory = np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, 1)
+    address, submitted = SegmentAddress("decode-t", 1, "h", "", "", LAYOUT.block_bytes, NUM_BLOCKS), []
+
+    class Submitting:
+        def submit(self, requests: list[Request]) -> list[object]:
+            submitted.extend(requests)
+            return [object()]
+
+    stream = WriteStream("anew", LAYOUT, time.monotonic() + 300, None)  # type: ignore[arg-type]
+    stream.open(Destination(address, {page: (page, EPOCH) for page in range(3)}))
+    for blocks in ((7, 8), (1, 2, 3)):
+        stream.push(LayerBlocks(0, 0, blocks))
+    stream.start_turn(Submitting(), memory, Priority.NORMAL)  # type: ignore[arg-type]
+    [request] = submitted
+    assert [(written.block, bytes(written.data)[0]) for written in request.ranges] == [(0, 1), (1, 2), (2, 3)]
 
 
 @pytest.mark.timeout(120)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,15 +11,18 @@ import numpy as np
 import pytest
 from tiny_hybrid import BLOCK, hybrid_engine, prompt_of, sequence, write_hybrid
 
+from kvstore.checksum import range_checksums
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.cache.sequence_blocks import SequenceBlocks
 from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import StepEntry, StepPlan
+from mooncake.engine.step_plan import BlockToLoad, StepEntry, StepPlan
+from mooncake.errors import KVLoadFailed
 from mooncake.hashing import Chain
 from mooncake.page_groups import one_group
 from mooncake.sampling import SamplingParams
-from mooncake.types import KVLayout
+from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.kv_writer import LayerBlocks
+from prefill_node.loader import LeasedPrefix, PrefixLoad
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 
 BLOCK_TOKENS = 4
@@ -103,6 +108,53 @@ def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
     streamer.begin_step(plan)
     streamer.after_layer(0)
     assert pile.blocks(0) == [7, 7, 3]
+
+
+class SlowTransfer:
+    """Reads that take as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+        self.num_begun = self.num_ended = 0
+
+    def read(self, *_: object) -> None:
+        self.num_begun += 1
+        self.has_begun.set()
+        assert self.may_end.wait(20)
+        self.num_ended += 1
+
+
+def test_blocks_are_given_up_when_none_of_their_sequences_loads_reads_into_them() -> None:
+    """A prefix that is gone from the pool, while a variant's KV of the tokens behind it is still being read: the engine
+    gives both their blocks to others once it is told."""
+    layout, transfer = KVLayout(3, 1, BLOCK_TOKENS, 16, "float32"), SlowTransfer()
+    cache = KVCache(layout, 16)
+    sums = range_checksums(cache.memory[0].data, layout.num_layers)
+    deadline = time.monotonic() + 20
+
+    def gone() -> LeasedPrefix:
+        raise KVLoadFailed("it is gone")
+
+    def lease() -> LeasedPrefix:
+        return LeasedPrefix(SegmentAddress("s", 1, "h", "", "", 0, 0), [1], deadline, [5], [sums])
+
+    prefix, variant = (
+        PrefixLoad("a", [BlockToLoad(0, block, BlockKey(b"k"))], how, lambda *_: None, layout, deadline)
+        for block, how in ((7, gone), (3, lease))
+    )
+    streamer = LayerStreamer(BLOCK_TOKENS)
+    streamer.prompts["a"] = StreamedPrompt(lambda _: prefix, [], lambda: None, load=prefix, variant_load=variant)
+    plan = StepPlan(variant_entries=[StepEntry(sequence_of("a", 10, [7, 3, 9]), 4, 4)])
+    loader = threading.Thread(target=lambda: [load.run(transfer, None, cache) for load in (prefix, variant)])  # type: ignore
+    loader.start()
+    assert transfer.has_begun.wait(20)
+    streamer.begin_step(plan)
+    threading.Timer(0.1, transfer.may_end.set).start()
+    with pytest.raises(KVLoadFailed, match="it is gone"):
+        streamer.before_layer(0)
+    assert transfer.num_ended == transfer.num_begun == 1, "another sequence has these blocks now"
+    loader.join(20)
+    assert transfer.num_begun == 1
 
 
 def test_all_rows_of_a_layer_leave_with_it() -> None:

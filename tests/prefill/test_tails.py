@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_model import write_tiny_model
+from waiting import until
 
 from kvstore.node import StoreNode
 from mooncake.checkpoint import open_checkpoint
@@ -89,12 +90,6 @@ async def answer(node: PrefillNode, store: StoreNode, channels: Channels, number
     return [response.first_token.token_id for response in responses if response.HasField("first_token")]
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.002)
-
-
 async def stored(node: PrefillNode, store: StoreNode) -> np.ndarray:
     """The stored blocks, as numbers, ordered by the first of them."""
     await asyncio.wait_for(node.drained(), 10)
@@ -117,8 +112,8 @@ async def test_blocks_that_a_slow_pool_has_not_got_yet_survive_their_sequences_p
             answers = []
             for number in range(2):
                 answers.append(asyncio.create_task(answer(node, store, channels, number)))
-                await until(lambda most=number * len(PROMPTS[0]): node.host.engine.load().context_tokens > most)
-            await until(lambda: answers[1].done() or node.host.engine.is_stalled)
+                await until(lambda most=number * len(PROMPTS[0]): node.host.engine.load().context_tokens > most, 60)
+            await until(lambda: answers[1].done() or node.host.engine.is_stalled, 60)
             assert node.host.engine.load().preemptions > 0
             pool_writes.end()
             assert await asyncio.wait_for(asyncio.gather(*answers), 60) == expected

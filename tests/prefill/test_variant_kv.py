@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from node_pair import BLOCK, NEW_TOKENS, NodePair, node_pair, pair_config, until
+from node_pair import BLOCK, NEW_TOKENS, NodePair, node_pair, pair_config
 from tiny_model import write_tiny_model
+from waiting import until
 
 from kvstore.node import StoreNode
 from mooncake.checkpoint import open_checkpoint
@@ -65,7 +66,7 @@ class Family:
         return dict(self.receiver.prefill.host.load().counters)
 
     async def stored(self, num_blocks: int) -> None:
-        await until(lambda: self.store.store.counts.sealed >= num_blocks)
+        await until(lambda: self.store.store.counts.sealed >= num_blocks, 30)
 
 
 @contextlib.asynccontextmanager

@@ -98,7 +98,7 @@ def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkp
     decode.start_reserved("r", [first.token])
     got = answers(run_all(decode))
 
-    prefill.release("r")
+    prefill.abort("r")
     writer.stop()
     transfer.close()
     server.stop()

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from converted_metadata import ConvertedMetadata, falcon_kv_heads
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH, MODEL_ARCH_NAMES
-from greedy import greedy
+from greedy import Answering
 from safetensors.torch import load_file, save_file
 from tiny_alibi import ALIBI
-from tiny_families import FAMILIES, NEW_TOKENS, Published
+from tiny_families import FAMILIES, Published
 from tiny_gemma4 import GEMMA4
 from tiny_gguf import add_metadata, finish
 from tiny_members import LLAMA3, MEMBERS
@@ -140,7 +140,7 @@ _SMALL = (
 _TURNED = ("mixtral", "ministral3", "arcee", "granite", "granitemoe", "granitemoehybrid", "smollm3")
 
 
-class Converted:
+class Converted(Answering):
     """``kind`` is that of the matrices, ``expert_kind`` of stacked experts; those that do not fit become float16."""
 
     models: ClassVar[Mapping[str, Callable[[], Any]]] = MODELS
@@ -182,12 +182,6 @@ class Converted:
         kind = type(self.published.theirs)
         found: PreTrainedModel = kind.from_pretrained(self.published.folder, dtype=torch.float32).eval()
         return found
-
-    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> list[int]:
-        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
-
-    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
-        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
     # Numbers
 

@@ -18,6 +18,15 @@ from mooncake.sampling import SamplingParams
 from prefill_node.node import PrefillNode
 
 
+async def run_prefill(
+    channels: Channels, address: str, request: prefill_pb2.PrefillRequest
+) -> common_pb2.PrefillReport:
+    stub = prefill_pb2_grpc.PrefillStub(channels.get(address))
+    reports = [response.report async for response in stub.Run(request, timeout=60) if response.HasField("report")]
+    assert len(reports) == 1
+    return reports[0]
+
+
 class Nodes:
     """A store, a decode node and prefill nodes without a conductor, so that what one request moved can be counted."""
 
@@ -58,14 +67,8 @@ class Nodes:
             "pools": pools,
         }
         answering = asyncio.create_task(self._answer(common))
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(prefill.control_address))
-        report: common_pb2.PrefillReport | None = None
-        async for response in stub.Run(
-            prefill_pb2.PrefillRequest(decode_address=self.decode.control_address, **common), timeout=60
-        ):
-            if response.HasField("report"):
-                report = response.report
-        assert report is not None
+        request = prefill_pb2.PrefillRequest(decode_address=self.decode.control_address, **common)
+        report = await run_prefill(self._channels, prefill.control_address, request)
         return await answering, report
 
     async def _answer(self, common: dict[str, Any]) -> list[int]:

@@ -108,17 +108,17 @@ async def wait_idle(channel: grpc.aio.Channel, within_s: float = 30.0) -> float:
         await asyncio.sleep(0.02)
 
 
-async def wait_running(channel: grpc.aio.Channel, requests: int, within_s: float = 30.0) -> None:
+async def wait_running(channel: grpc.aio.Channel, requests: int) -> None:
     """Wait until the conductor has this many requests running."""
     started_s = time.monotonic()
     while (running := (await status(channel)).requests_running) < requests:
-        assert time.monotonic() - started_s < within_s, f"only {running} of {requests} requests are running"
+        assert time.monotonic() - started_s < 30, f"only {running} of {requests} requests are running"
         await asyncio.sleep(0.02)
 
 
-async def computing_node(channel: grpc.aio.Channel, role: str, within_s: float = 60.0) -> str:
+async def computing_node(channel: grpc.aio.Channel, role: str) -> str:
     """The first node of this role that says, in a heartbeat, that it has a sequence."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(60):
         while True:
             for node in (await status(channel)).nodes:
                 if node.info.role == role and node.load.running:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+NEW_TOKENS = 12  # of an answer
+
 
 @torch.no_grad()
 def greedy(model: Any, prompt: Sequence[int], count: int, guess: Sequence[int] = ()) -> list[int]:
@@ -25,3 +27,15 @@ def greedy(model: Any, prompt: Sequence[int], count: int, guess: Sequence[int] =
         if chosen == found:
             return found
         found = chosen
+
+
+class Answering:
+    """What has transformers' model, ``theirs``, beside ours."""
+
+    theirs: Any
+
+    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> list[int]:
+        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
+
+    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
+        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +15,20 @@ from conductor.node import ConductorNode
 from mooncake.app.directory import open_directory
 from mooncake.app.role_main import Node
 from mooncake.config import Config, load_config
+from mooncake.engine_node import EngineNode
 
 N = TypeVar("N", bound=Node)
+
+
+@contextlib.contextmanager
+def held(node: EngineNode) -> Iterator[None]:
+    """Block the node's engine until the end of the context."""
+    go_on = threading.Event()
+    node.host.thread.call(lambda engine: go_on.wait(60))
+    try:
+        yield
+    finally:
+        go_on.set()
 
 
 class InProcessCluster:

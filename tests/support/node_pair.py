@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import until
 
 from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
@@ -100,16 +101,10 @@ async def node_pair(
         yield NodePair(prefill, decode, channels, pool)
         await prefill.drained()
         for node in (prefill, decode):
-            await until(lambda pool=node.host.engine.block_pool: pool.num_in_use == 0)  # type: ignore[misc]
+            await until(lambda pool=node.host.engine.block_pool: pool.num_in_use == 0, 30)  # type: ignore[misc]
             checked = node.host.thread.call(lambda engine: engine.block_pool.check())
             await asyncio.wrap_future(checked)
     finally:
         await channels.close()
         await prefill.stop()
         await decode.stop()
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not is_so():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)

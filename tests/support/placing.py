@@ -25,9 +25,9 @@ def incarnation(node_id: str) -> int:
     return int.from_bytes(node_id.encode(), "little")
 
 
-def node(node_id: str, role: Role, host: str = "h", max_sequences: int = 0) -> NodeInfo:
+def node(node_id: str, role: Role, host: str = "h") -> NodeInfo:
     segment = SegmentAddress(node_id, 1, host, "@x", "127.0.0.1:1", 1 << 20, 100)
-    return NodeInfo(node_id, role, incarnation(node_id), f"{node_id}:1", segment, "kv", 64, max_sequences)
+    return NodeInfo(node_id, role, incarnation(node_id), f"{node_id}:1", segment, "kv", 64)
 
 
 @dataclass

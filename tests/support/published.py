@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from greedy import greedy
+from greedy import NEW_TOKENS, greedy
 from quantised import Format, write_quantised
 from safetensors.torch import load_file, save_file
 from tiny_model import write_tiny_model
@@ -19,7 +19,6 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "initializer_range": 0.2}
-NEW_TOKENS = 12
 
 
 class Published:

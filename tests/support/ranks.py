@@ -20,12 +20,10 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def ranks_of(
-    path: str, size: int, num_blocks: int, block_tokens: int, max_model_len: int = 256, kv_dtype: str = "float32"
-) -> Iterator[Ranks]:
+def ranks_of(path: str, size: int, num_blocks: int, block_tokens: int, max_model_len: int = 256) -> Iterator[Ranks]:
     """Of the float32 model at ``path``, with one thread each."""
-    checkpoint, precision = open_checkpoint(path), resolve_precision("float32", kv_dtype)
-    cache_size = CacheSize(checkpoint.kv_layout(block_tokens, kv_dtype), num_blocks, max_model_len, num_places=4)
+    checkpoint, precision = open_checkpoint(path), resolve_precision("float32")
+    cache_size = CacheSize(checkpoint.kv_layout(block_tokens, "float32"), num_blocks, max_model_len, num_places=4)
     processes = Processes(tensor=size, threads=1)
     spec = BackendSpec(checkpoint, precision, cache_size, processes=processes, context=max_model_len)
     with contextlib.closing(over_ranks(spec)) as backend:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from greedy import greedy
+from greedy import Answering
 from transformers import (
     Cohere2Config,
     Cohere2ForCausalLM,
@@ -89,7 +89,6 @@ from transformers import (
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 
 VOCAB = 97
-NEW_TOKENS = 12
 IDS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": None}
 EVEN = {"vocab_size": VOCAB, "hidden_size": 96, "num_hidden_layers": 3, "num_attention_heads": 6, **IDS}
 GATED = {**EVEN, "intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512}
@@ -462,7 +461,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 }
 
 
-class Published:
+class Published(Answering):
     """A random model of transformers', and the folder that its publisher would upload."""
 
     def __init__(
@@ -494,12 +493,6 @@ class Published:
     @property
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(str(self.folder))
-
-    def greedy(self, prompt: list[int], guess: Sequence[int] = ()) -> list[int]:
-        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
-
-    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
-        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
 
 def is_flat(parameter: torch.Tensor) -> bool:

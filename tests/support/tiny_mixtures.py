@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Tokens
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from greedy import greedy
+from greedy import NEW_TOKENS, Answering
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import Cache, CausalModel, EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
+from mooncake.kernels import choose_kernels, reference
+from mooncake.model.load import load_model
+from mooncake.precision import FLOAT32, WeightFormat
 from mooncake.sampling import SamplingParams
 
-BLOCK_TOKENS, NUM_BLOCKS, NEW_TOKENS = 16, 60, 12
+BLOCK_TOKENS, NUM_BLOCKS = 16, 60
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((70, 5, 33))]
 
 WIDE = {"initializer_range": 0.2, "num_experts_per_tok": 2}
@@ -55,7 +58,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-class Published:
+class Published(Answering):
     """A random mixture model of transformers, and its folder as published."""
 
     def __init__(self, name: str, folder: Path) -> None:
@@ -66,12 +69,6 @@ class Published:
     @property
     def checkpoint(self) -> Checkpoint:
         return open_checkpoint(self.folder)
-
-    def greedy(self, prompt: list[int], guess: Tokens[int] = ()) -> list[int]:
-        return greedy(self.theirs, prompt, NEW_TOKENS, guess)
-
-    def greedy_all(self, prompts: list[list[int]], guesses: list[list[int]]) -> list[list[int]]:
-        return [self.greedy(*pair) for pair in zip(prompts, guesses, strict=True)]
 
 
 def answers(model: CausalModel, cache: Cache, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
@@ -86,3 +83,15 @@ def answers(model: CausalModel, cache: Cache, prompts: list[list[int]] = PROMPTS
         for output in engine.step():
             found[int(output.request_id)].append(output.token.token_id)
     return found
+
+
+def answers_of(
+    checkpoint: Checkpoint,
+    prompts: list[list[int]] = PROMPTS,
+    form: WeightFormat = FLOAT32,
+    use_reference: bool = False,
+    kv_dtype: str = "float32",
+) -> list[list[int]]:
+    """The same, by the model that is loaded from there, over a cache of its own."""
+    model = load_model(checkpoint, form, kernels=reference if use_reference else choose_kernels())
+    return answers(model, KVCache(checkpoint.kv_layout(BLOCK_TOKENS, kv_dtype), 80), prompts)

@@ -83,7 +83,7 @@ class _HandOff:
         """Compute the prompt and ``num_to_sample`` tokens (None: all)."""
         self._prefill.add(self._sequence(name, num_to_sample))
         outputs = _run(self._prefill, hook)
-        self._prefill.release(name)
+        self._prefill.abort(name)
         self._prefill.drop_cached()
         return outputs
 

@@ -39,9 +39,9 @@ class HostCache:
         lacking = keys[len(held) :]
         table = held + pool.take_prefix(lacking, pool.match(lacking))
         known = len(table)
-        new = pool.allocate(min(len(keys) - known, pool.num_available))
-        pool.seal_chain(new, keys[known : known + len(new)], keys[known - 1] if known else b"")
-        pool.release(table + new)
+        table += pool.allocate(min(len(keys) - known, pool.num_available))
+        pool.seal(table, keys, known, len(table))
+        pool.release(table)
 
     def release(self, held: list[int]) -> None:
         self.pool.release(held)

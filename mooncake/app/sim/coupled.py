@@ -157,7 +157,7 @@ class CoupledMachine:
         first = blocks.num_sealed
         end = min(sequence.num_computed // self._block_tokens, len(keys))
         if first < end:
-            self.pool.seal_chain(blocks.block_table[first:end], keys[first:end], keys[first - 1] if first else b"")
+            self.pool.seal(blocks.block_table, keys, first, end)
             blocks.num_sealed = end
 
     def _token(self, sequence: CountedSequence, now: float) -> None:

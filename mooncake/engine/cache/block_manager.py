@@ -178,7 +178,7 @@ class BlockManager:
         for group, table in enumerate(blocks.tables):
             begin = max(blocks.num_sealed, blocks.first_held[group])
             if group == 0:
-                self.pool.seal_chain(table[begin:end], keys[begin:end], keys[begin - 1] if begin else b"")
+                self.pool.seal(table, keys, begin, end)
             else:
                 self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
         blocks.num_sealed = end

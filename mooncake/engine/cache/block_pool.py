@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 from mooncake.errors import InternalError, OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey
@@ -60,11 +61,7 @@ class BlockPool:
 
     def match(self, keys: Sequence[BlockKey]) -> int:
         """Length of the leading run of ``keys`` that is here. From another thread it is only a hint."""
-        known = self._by_key
-        for count, key in enumerate(keys):
-            if key not in known:
-                return count
-        return len(keys)
+        return sum(takewhile(bool, map(self._by_key.__contains__, keys)))
 
     def has(self, key: BlockKey) -> bool:
         return key in self._by_key
@@ -108,17 +105,14 @@ class BlockPool:
         self._num_in_use += count
         return block_ids
 
-    def seal(self, block_id: int, key: BlockKey, parent: bytes) -> None:
-        """The block is full and will not change: others may share it as ``key``. ``parent`` is b"" for a first block.
+    def seal(self, table: Sequence[int], keys: Sequence[BlockKey], first: int, end: int) -> None:
+        """A table's blocks ``first`` ≤ i < ``end`` are full and will not change: others may share them as ``keys``.
 
-        If another block already has the key, that one keeps it and this one stays anonymous.
+        If another block already has a key, that one keeps it and this one stays anonymous.
         """
-        self.seal_chain((block_id,), (key,), parent)
-
-    def seal_chain(self, block_ids: Sequence[int], keys: Sequence[BlockKey], parent: bytes) -> None:
-        """Like ``seal``, for consecutive blocks; ``parent`` is that of the first."""
         references, sealed, parents, known = self._references, self._keys, self._parents, self._by_key
-        for block_id, key in zip(block_ids, keys, strict=True):
+        parent = keys[first - 1] if first else b""
+        for block_id, key in zip(table[first:end], keys[first:end], strict=True):
             if references[block_id] == 0:
                 raise InternalError(f"block {block_id} was sealed while nobody held it")
             if key not in known:

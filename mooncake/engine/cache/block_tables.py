@@ -30,7 +30,7 @@ class BlockTables:
         self.num_changes += 1
         return row
 
-    def set_block(self, row: int, index: int, block_id: int, group: int = 0) -> None:
+    def set_block(self, row: int, index: int, block_id: int, group: int) -> None:
         self.of_groups[group][row, index] = block_id
         self.num_changes += 1
 

@@ -9,23 +9,18 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import takewhile
+from operator import eq
 
 import torch
 
 from mooncake.engine.cache.block_pool import BlockPool
-from mooncake.engine.contract import Cache
+from mooncake.engine.contract import Cache, CausalModel
 from mooncake.engine.decoding.speculation import DraftMemory
 from mooncake.engine.sequence import Sequence
-from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
+from mooncake.model.batch import ForwardBatch, NoHook
 
 log = logging.getLogger(__name__)
-
-
-class CausalModel(Protocol):
-    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        """Float32 logits [R, V]."""
-        ...
 
 
 @dataclass(slots=True)
@@ -134,9 +129,8 @@ class DraftModel:
     def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
         """Share the blocks that contain only the sequence's tokens, no draft tokens."""
         sequence.extend_keys(self._block_tokens)
-        first, end = drafted.num_sealed, drafted.num_read // self._block_tokens
-        keys = sequence.block_keys[:end]
-        self._pool.seal_chain(drafted.table[first:end], keys[first:], keys[first - 1] if first else b"")
+        end = drafted.num_read // self._block_tokens
+        self._pool.seal(drafted.table, sequence.block_keys, drafted.num_sealed, end)
         drafted.num_sealed = end
 
     def _make_room(self, drafted: _Drafted, num_tokens: int) -> bool:
@@ -154,5 +148,4 @@ class DraftModel:
 
 def _num_common(draft: list[int], tokens: list[int]) -> int:
     """Length of the common prefix."""
-    pairs = enumerate(zip(draft, tokens, strict=False))
-    return next((place for place, (drafted, token) in pairs if drafted != token), min(len(draft), len(tokens)))
+    return sum(takewhile(bool, map(eq, draft, tokens)))

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from mooncake.kernels import HostKernels
-from mooncake.kernels.reference import merge_attention
+from mooncake.kernels.reference import merge_attention, positions_from
 from mooncake.model.parallel.context_home import Home, Rows
 from mooncake.model.parallel.context_plan import ContextPlan, Ints, Method, Run, Shape, Sight
 from mooncake.model_config import ModelConfig
@@ -399,12 +399,6 @@ def _pages(rows: Rows) -> torch.Tensor:
     num_kinds, num_heads, count, width = rows.shape
     kind, head, token, _ = rows.stride()
     return rows.as_strided((count, num_kinds, num_heads, 1, width), (token, kind, head, width, 1))
-
-
-def positions_from(firsts: torch.Tensor, query_starts: torch.Tensor) -> torch.Tensor:
-    """Int32 [T]: those of runs that begin at ``firsts`` [B]."""
-    counts = query_starts.diff()
-    return torch.repeat_interleave(firsts - query_starts[:-1], counts) + torch.arange(int(query_starts[-1])).int()
 
 
 def _query_starts(runs: Sequence[Run]) -> torch.Tensor:

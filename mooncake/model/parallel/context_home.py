@@ -24,7 +24,6 @@ class Home:
     def __init__(self, plan: ContextPlan, batch: ForwardBatch, cache: torch.Tensor) -> None:
         self.batch = batch
         self.layers = cache.unbind(1)
-        self._plan = plan
         self._block_tokens = cache.shape[4]
         self._rows_of: dict[object, torch.Tensor] = {}
         residents = plan.residents
