@@ -40,20 +40,27 @@ class HandoffSender:
         self.stream = WriteStream(f"hand-off {request.handoff_id}", self._layout, deadline.at_s, node.handoff_writer)
 
     async def open(self) -> None:
-        """Reserve blocks on the decode node and start sending what is computed."""
+        """Reserve blocks on the decode node and start sending what is computed. What goes wrong fails the stream: who
+        waits for it would otherwise wait until the deadline."""
+        try:
+            await self._open()
+        except grpc.aio.AioRpcError as error:
+            self.stream.fail(error_from_rpc(error, "decode node"))
+        except InternalError as error:
+            self.stream.fail(error)
+        except Exception as error:
+            log.exception("%s cannot be opened", self.stream.name)
+            self.stream.fail(InternalError(f"{self.stream.name} cannot be opened: {error!r}"))
+
+    async def _open(self) -> None:
         request = decode_pb2.OpenHandoffRequest(
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._node.transfer.writer_id
         )
-        try:
-            response = await self._decode_node.OpenHandoff(request, timeout=self._deadline.left_s)
-        except grpc.aio.AioRpcError as error:
-            self.stream.fail(error_from_rpc(error, "decode node"))
-            return
+        response = await self._decode_node.OpenHandoff(request, timeout=self._deadline.left_s)
         spans = self._groups.spans_behind(self._num_tokens, response.first_block, self._layout.block_tokens)
         self._pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
         if len(self._pages) != len(response.block_ids):
-            self.stream.fail(InternalError(f"{self.stream.name}: the decode node parts layers into other groups"))
-            return
+            raise InternalError(f"{self.stream.name}: the decode node parts layers into other groups")
         slots = {
             page: (block_id, self._request.epoch)
             for page, block_id in zip(self._pages, response.block_ids, strict=True)

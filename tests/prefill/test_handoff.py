@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from kvstore.checksum import digest
+from mooncake.errors import InternalError
 from mooncake.page_groups import UNIFORM
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc, prefill_pb2
@@ -17,6 +22,7 @@ from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer
 from mooncake.types import KVLayout, SegmentAddress
 from prefill_node.deadline import Deadline
 from prefill_node.handoff import HandoffSender
+from prefill_node.kv_writer import WriteStream
 from prefill_node.resources import NodeResources
 
 LAYOUT = KVLayout(num_layers=126, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float16")
@@ -43,26 +49,44 @@ class DecodeNode(decode_pb2_grpc.DecodeServicer):
         return pb.CommitHandoffResponse()
 
 
-async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
-    sums = np.arange(NUM_BLOCKS * LAYOUT.num_layers, dtype=np.uint64).reshape(NUM_BLOCKS, LAYOUT.num_layers)
-    assert sums.nbytes > MAX_MESSAGE_BYTES
-    node, server, channels = DecodeNode(), RpcServer(), Channels()
+@contextlib.asynccontextmanager
+async def sender(node: DecodeNode, kick: Callable[[WriteStream], None]) -> AsyncIterator[HandoffSender]:
+    server, channels = RpcServer(), Channels()
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, node, "mooncake.v1.Decode")
     port = await server.start("127.0.0.1", 0)
     try:
         resources = SimpleNamespace(
             host=SimpleNamespace(cache_size=SimpleNamespace(layout=LAYOUT, groups=UNIFORM)),
             transfer=SimpleNamespace(writer_id="prefill"),
-            handoff_writer=SimpleNamespace(kick=lambda stream: None),
+            handoff_writer=SimpleNamespace(kick=kick),
             channels=channels,
         )
         request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
-        handoff = HandoffSender(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+        yield HandoffSender(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
+    finally:
+        await channels.close()
+        await server.stop()
+
+
+async def test_a_million_tokens_are_committed_in_one_small_message() -> None:
+    sums = np.arange(NUM_BLOCKS * LAYOUT.num_layers, dtype=np.uint64).reshape(NUM_BLOCKS, LAYOUT.num_layers)
+    assert sums.nbytes > MAX_MESSAGE_BYTES
+    node = DecodeNode()
+    async with sender(node, lambda stream: None) as handoff:
         await handoff.open()
         handoff.stream.checksums = dict(enumerate(sums))
         handoff.stream.done.set_result(None)
         await handoff.commit([], None)
         assert [message.digest for message in node.committed] == [digest([sums.ravel()])]
-    finally:
-        await channels.close()
-        await server.stop()
+
+
+async def test_a_hand_off_that_cannot_be_opened_fails_at_once() -> None:
+    """Whatever the reason, such as our own bug: nobody waits for it until the deadline."""
+
+    def kick(stream: WriteStream) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async with sender(DecodeNode(), kick) as handoff:
+        await handoff.open()
+        with pytest.raises(InternalError, match="cannot be opened: ZeroDivisionError"):
+            await asyncio.wait_for(handoff.commit([], None), 5)
