@@ -27,6 +27,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
     ChecksumMismatch,
     HandoffFailed,
+    InternalError,
     InvalidRequest,
     MooncakeError,
     NodeUnavailable,
@@ -287,7 +288,9 @@ def _start(engine: Engine, entry: _OpenHandoff, first_tokens: Rows[SampledToken]
     entry.sequence.reused.num_exact = num_exact
     try:
         engine.start_reserved(handoff.handoff_id, first_tokens)
-    except MooncakeError as error:
-        entry.on_output(error)
+    except Exception as error:
+        unexpected = InternalError(f"hand-off {handoff.handoff_id} cannot start: {error!r}")
+        entry.on_output(error if isinstance(error, MooncakeError) else unexpected)
         engine.cancel_reserved(handoff.handoff_id)
+        engine.abort(handoff.handoff_id)  # if it runs already
         raise

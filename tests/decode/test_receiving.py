@@ -104,6 +104,30 @@ async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_bloc
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("broken", ["_checks.check_first_tokens", "_processor.start_answers"])
+async def test_a_sequence_that_a_bug_of_ours_keeps_from_starting_leaves_no_block_behind(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who waits for it is told at once."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels = Channels()
+
+    def fail(*given: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async with pair(tmp_path / "model") as (prefill, decode):
+        part, _, function = broken.partition(".")
+        monkeypatch.setattr(getattr(decode.host.engine, part), function, fail)
+        for call in ask(channels, prefill, decode):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+        await until(lambda: decode.host.engine.block_pool.num_in_use == 0, 30)
+        await channels.close()
+
+
+@pytest.mark.timeout(120)
 async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
     channels, begun, may_go_on = Channels(), asyncio.Event(), threading.Event()
