@@ -106,6 +106,14 @@ def tree(cls: type[MooncakeError]) -> list[type[MooncakeError]]:
     return [cls, *below] if cls.__module__ == errors.__name__ else below
 
 
+async def test_a_call_that_takes_too_long_is_told_as_such(live: Live) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await live.stub.Detokenize(pb.DetokenizeRequest(), timeout=0.05)
+    told = error_from_rpc(failed.value, "host:1")
+    assert type(told) is errors.DeadlineExceeded
+    assert told.message == "host:1: no answer came in the time that the call allows"
+
+
 GROUPS = (MooncakeError, errors.CallerError, errors.RetryElsewhere, errors.TryLater)
 RAISED = [cls for cls in tree(MooncakeError) if cls not in GROUPS]
 
