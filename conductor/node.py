@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 from conductor.api import DRAIN_S
@@ -65,6 +66,7 @@ class ConductorNode:
         core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))
         if config.conductor.calibration:
             core.costs.start_from(read_calibration(Path(config.conductor.calibration)))
+        longest = longest_sequence(config, checkpoint)
         cluster = ClusterServicer(core, config.model.name or checkpoint.name)
         server = self._server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")
@@ -75,7 +77,7 @@ class ConductorNode:
             core.dispatcher,
             cluster.status,
             core.dispatcher.stats,
-            capacity_tokens=core.registry.capacity_tokens,
+            capacity_tokens=lambda: longest(core.registry.most_pages()),
             adapters=core.adapter_loader,
         )
         ingress.add_grpc(server)
@@ -109,6 +111,14 @@ class ConductorNode:
             await self._server.stop(STOP_GRACE_S)
         if self._core is not None:
             await self._core.stop()
+
+
+def longest_sequence(config: Config, checkpoint: Checkpoint) -> Callable[[int], int]:
+    """From the pages of a decode node to the tokens of the longest sequence that it can hold: layers with windows need
+    few of a long one, and where layers are in several groups, each takes pages of its own."""
+    groups, context = config.page_groups(checkpoint.config), checkpoint.config.context(config.model.max_model_len)
+    at_once = config.decode.chunk_tokens or context
+    return lru_cache(lambda num_pages: groups.max_model_len(num_pages, at_once, config.block.tokens, context))
 
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:

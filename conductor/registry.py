@@ -270,10 +270,10 @@ class Registry:
                 return found
         return [node for node in of_role if node.state is NodeState.LIVE]
 
-    def capacity_tokens(self) -> int:
-        """KV tokens that the decode node with the most memory can hold: the longest sequence; 0 while unknown."""
+    def most_pages(self) -> int:
+        """KV pages of the decode node with the most memory; 0 while unknown."""
         nodes = (node for node in self._nodes.values() if node.info.role is Role.DECODE)
-        return max((node.load.blocks_total for node in nodes), default=0) * self.block_tokens
+        return max((node.load.blocks_total for node in nodes), default=0)
 
     def _move(self, node: Node, event: NodeEvent) -> None:
         before, node.state = node.state, TRANSITIONS[node.state, event]

@@ -18,8 +18,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> str:
-    """Returns an address from outside: a person, a message. Raises InvalidRequest for an invalid one."""
-    host, _, port = address.rpartition(":")
+    """Returns an address from outside: a person, a message. Raises InvalidRequest for an invalid one, also None."""
+    host, _, port = str(address).rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         raise InvalidRequest(f"an address is HOST:PORT, such as 127.0.0.1:50051; got {address!r}", "address")
     return address

@@ -316,10 +316,12 @@ def _chat(messages: Messages) -> pb.ChatMessages:
 
 @contextlib.contextmanager
 def _refusing_what_cannot_be_sent() -> Iterator[None]:
-    """Converts errors of protobuf and gRPC about values that cannot be sent into ours."""
+    """Converts errors of protobuf and gRPC about values that cannot be sent, or a closed channel, into ours."""
     try:
         yield
     except (TypeError, ValueError) as error:
+        if str(error).startswith("Cannot invoke RPC"):  # gRPC's words for a channel that is closed
+            raise InvalidRequest("this client is closed") from None
         raise InvalidRequest(f"a value of the request cannot be sent: {error}") from None
 
 

@@ -29,6 +29,8 @@ class RoleRequests:
         if node.info.role is role:
             self.withdraw(node_id)
             return
+        if Role.STORE in (node.info.role, role):
+            raise InvalidRequest(f"{node_id} stays a {node.info.role} node: stores do not change their role", "node_id")
         if not node.info.can_switch or role not in (Role.PREFILL, Role.DECODE):
             raise InvalidRequest(f"{node_id} cannot become a {role} node (start it with cluster.switchable)", "node_id")
         others = [other.info.node_id for other in self._registry.usable(node.info.role)]

@@ -197,7 +197,7 @@ def project_version() -> str:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path[:_MAX_SHOWN_PATH]
-    refused = refusal if path.startswith(f"{MESSAGES}/") else error_response
+    refused = _refusal_at(path)
     if reason := refused_because(path.rstrip("/")):
         return refused(NoSuchRoute(f"{path}: {reason}"))
     routes = [route.path for route in request.app.routes if "{" not in route.path]
@@ -207,10 +207,15 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _wrong_method(request: Request, error: Exception) -> Response:
-    response = error_response(_wrong(request))
+    response = _refusal_at(request.url.path)(_wrong(request))
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
     return response
+
+
+def _refusal_at(path: str) -> Callable[[MooncakeError], Response]:
+    """Who answers with an error there, in the form of the path's API."""
+    return refusal if path == MESSAGES or path.startswith(f"{MESSAGES}/") else error_response
 
 
 def _wrong(request: Request) -> MooncakeError:

@@ -69,6 +69,8 @@ def content_text(content: str | list[ContentPart] | None, where: str) -> str:
     if isinstance(content, str):
         return content
     for part in content:
-        if part.type != "text" or part.text is None:
+        if part.type != "text":
             raise InvalidRequest(f"only text parts are supported, this one is {shown(part.type)}", where)
+        if part.text is None:
+            raise InvalidRequest("a part of the type text needs text", where)
     return "\n".join(part.text or "" for part in content)

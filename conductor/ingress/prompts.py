@@ -159,9 +159,10 @@ class Prompts:
     def check_room(self, num_prompt: int, requested: int | None, param: str) -> None:
         """Raises ContextTooLong when the context leaves fewer tokens than ``requested``: clients of OpenAI's API
         rely on getting them, and should not wait for a truncated answer."""
-        room = self.model.max_model_len - num_prompt
+        context_len = self.context_len
+        room = context_len - num_prompt
         if requested is not None and requested > room:
-            left = f"leaves {room} of the context of {self.model.max_model_len}"
+            left = f"leaves {room} of the context of {context_len}"
             raise ContextTooLong(f"{param} is {shown(requested)}, and a prompt of {num_prompt} tokens {left}", param)
 
     def close(self) -> None:
@@ -190,7 +191,7 @@ class Prompts:
             raise InvalidRequest("the prompt is empty", param)
         if keep is not None:
             tokens = keep.of(tokens)
-        if len(tokens) >= self.model.max_model_len:
+        if len(tokens) >= self.context_len:
             raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
         return tokens
 

@@ -40,7 +40,14 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
     without_effect: ClassVar = frozenset({"strict"})
     name: str
     description: str | None = None
-    parameters: dict[str, object] | None = None
+    parameters: dict[str, object] | None = None  # None: it takes none, as with OpenAI
+
+    @property
+    def form_of_arguments(self) -> dict[str, object]:
+        """Their schema."""
+        if self.parameters is None:
+            return {"type": "object", "additionalProperties": False}
+        return self.parameters or {"type": "object"}
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -184,7 +191,7 @@ def _form_of_call(function: Function, place: str = "") -> dict[str, object]:
         "type": "object",
         "properties": {
             "name": {"const": function.name},
-            "arguments": _at(f"{place}/properties/arguments", function.parameters or {"type": "object"}),
+            "arguments": _at(f"{place}/properties/arguments", function.form_of_arguments),
         },
         "required": ["name", "arguments"],
         "additionalProperties": False,

@@ -14,12 +14,14 @@ _ALWAYS = "it is always so, leave it out"
 _POOL = "every cluster has a pool: --set store.dram_gb=GB, --set store.ssd_path=FOLDER"
 _LORA = "--lora NAME=FOLDER"
 _ANY_LORA = "adapters of any number and rank are loaded, leave it out"
+_TEXT_ALONE = "models generate text, leave it out"
 _WITH_MODEL = "the model's own is used, from its folder"
 _NO_DOWNLOAD = "nothing is fetched here: `hf download NAME` prints the folder to give as the model"
 
 COUNTERPARTS = {
     "--gpu-memory-utilization": _KV_GB,
     "--kv-cache-memory-bytes": _KV_GB,
+    "--num-gpu-blocks-override": _KV_GB,
     "--kv-cache-dtype": "--set model.kv_dtype=TYPE",
     "--block-size": "--set block.tokens=N",
     "--max-num-seqs": "--set prefill.max_sequences=N --set decode.max_sequences=N",
@@ -64,18 +66,28 @@ COUNTERPARTS = {
     "--enable-request-id-headers": _ALWAYS,
     "--enable-server-load-tracking": _ALWAYS,
     "--enable-tokenizer-info-endpoint": _ALWAYS,
+    "--disable-uvicorn-access-log": _ALWAYS,
     "--enable-log-requests": "--log-level INFO",
     "--disable-log-requests": _ALWAYS,
     "--disable-log-stats": "metrics cost nothing until /metrics is read, leave it out",
     "--uvicorn-log-level": "--log-level LEVEL",
     "--allowed-origins": "--allowed-origin ORIGIN, once for each",
     "--no-enable-prefix-caching": "it cannot be turned off; a new cache_salt in each request finds nothing cached",
+    "--no-enable-chunked-prefill": "--set prefill.chunk_tokens=0 computes each prompt in one step",
+    "--device": "--set prefill.device=DEVICE --set decode.device=DEVICE",
+    "--task": _TEXT_ALONE,
+    "--runner": _TEXT_ALONE,
+    "--structured-outputs-config": "llguidance makes sure of structured outputs, leave it out",
+    "--compilation-config": "kernels are compiled where they are needed, leave it out",
+    "--async-scheduling": "there is nothing to choose, leave it out",
     "--kv-events-config": "the conductor follows its nodes' caches by itself",
     "--limit-mm-per-prompt": "models take text alone, leave it out",
 }
 
 
 _SHORT = {
+    **{f"-O{level}": "--compilation-config" for level in ("", 0, 1, 2, 3)},
+    "-cc": "--compilation-config",
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size",
@@ -86,6 +98,6 @@ _SHORT = {
 def refuse_flags_of_vllm(arguments: Sequence[str]) -> None:
     """Raises ConfigError, with its counterpart, for a flag of ``serve`` that is vLLM's alone."""
     for flag in (argument.partition("=")[0] for argument in arguments):
-        long = _SHORT.get(flag, flag)
+        long = _SHORT.get(flag, flag.replace("_", "-"))  # vLLM takes either spelling
         if long in COUNTERPARTS:
             raise ConfigError(f"{flag} is a flag of vLLM's; here: {COUNTERPARTS[long]}")

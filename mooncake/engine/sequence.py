@@ -195,7 +195,8 @@ class Sequence:
     def limit_length(self, max_model_len: int) -> None:
         """Raises ContextTooLong when not even one token can follow."""
         if self.num_tokens >= max_model_len:
-            raise ContextTooLong(f"{self.num_tokens} tokens leave no room for an answer in {max_model_len}", "prompt")
+            allowed = f"max_model_len and kv_gb allow {max_model_len}"
+            raise ContextTooLong(f"{self.num_tokens} tokens leave no room for an answer: {allowed}", "prompt")
         self._full_length = min(self._full_length, max_model_len)
 
     def move(self, state: SequenceState) -> None:

@@ -80,6 +80,8 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     message = handshake_trouble(error) or error.details() or str(error.code())
     if message.startswith(_NOT_GRPC):
         message = f"who answers there does not speak gRPC ({message})"
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and CODE_KEY not in metadata:  # gRPC: "Stream removed (…)"
+        message = "no answer came in the time that the call allows"
     cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
     if CODE_KEY not in metadata and peer:
         message = f"{peer}: {message}"

@@ -95,6 +95,12 @@ TRACE = "\n".join(
         (["serve", "--dtype", "float8"], 2, "dtype"),
         (["serve", "--tensor-parallel-size=2"], 2, "is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
         (["serve", "-tp", "2"], 2, "-tp is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
+        (
+            ["serve", "--gpu_memory_utilization=0.9"],
+            2,
+            "--gpu_memory_utilization is a flag of vLLM's; here: --set pref",
+        ),
+        (["serve", "-O3"], 2, "-O3 is a flag of vLLM's; here: kernels are compiled where they are needed"),
         (["serve", "--trust-remote-code"], 2, "no code of a model's is ever run, leave it out"),
         (["serve", "--override-generation-config", "{"], 2, "model.generation_overrides is not JSON"),
         (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -104,6 +106,45 @@ async def live() -> AsyncIterator[Live]:
 def tree(cls: type[MooncakeError]) -> list[type[MooncakeError]]:
     below = [leaf for child in cls.__subclasses__() for leaf in tree(child)]
     return [cls, *below] if cls.__module__ == errors.__name__ else below
+
+
+async def test_a_call_that_takes_too_long_is_told_as_such(live: Live) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await live.stub.Detokenize(pb.DetokenizeRequest(), timeout=0.05)
+    told = error_from_rpc(failed.value, "host:1")
+    assert type(told) is errors.DeadlineExceeded
+    assert told.message == "host:1: no answer came in the time that the call allows"
+
+
+ENDED_BY_ITS_PEER = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+
+import mooncake.rpc
+
+server = grpc.server(ThreadPoolExecutor(1), options=[("grpc.http2.max_ping_strikes", 1)])
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+states, ended = [], threading.Event()
+
+def changed(state):
+    states.append(state)
+    if states[-2:-1] == [grpc.ChannelConnectivity.READY]:
+        ended.set()
+
+pings = [("grpc.keepalive_time_ms", 100), ("grpc.keepalive_permit_without_calls", 1)]
+channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=[*pings, ("grpc.http2.max_pings_without_data", 0)])
+channel.subscribe(changed, try_to_connect=True)
+print(ended.wait(20))
+"""
+
+
+def test_a_connection_that_its_peer_ends_is_no_news_on_stderr() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDED_BY_ITS_PEER], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True\n"
+    assert [line for line in done.stderr.splitlines() if not line.startswith("E")] == []  # errors of gRPC's are shown
 
 
 GROUPS = (MooncakeError, errors.CallerError, errors.RetryElsewhere, errors.TryLater)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -128,7 +128,16 @@ def test_a_client_refuses_what_cannot_be_sent(wishes: dict[str, Any], words: str
     assert refused.value.message.startswith(words)
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", ":50051", "http://here"])
+def test_a_client_that_is_closed_says_so() -> None:
+    client = Client("127.0.0.1:9")
+    client.close()
+    with pytest.raises(InvalidRequest, match="this client is closed"):
+        client.generate("x")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:50051", "127.0.0.1", "127.0.0.1:", ":50051", "http://here", cast(str, None)]
+)
 def test_a_client_wants_host_and_port(address: str) -> None:
     with pytest.raises(InvalidRequest, match="an address is HOST:PORT"):
         Client(address)

@@ -15,10 +15,13 @@ import pytest_asyncio
 from direct_nodes import Nodes
 from drive import ask_all, leaks, status, wait_idle
 from greedy import greedy
+from in_process import InProcessCluster
 from live import running_cluster, small_config
 from tiny_model import write_tiny_model
 
+from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
+from mooncake.rpc import inference_pb2, inference_pb2_grpc
 
 BLOCK, WINDOW, NEW = 8, 16, 20
 SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
@@ -90,6 +93,25 @@ async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_gro
     for node in (cluster.first, cluster.second):
         assert node.host.engine.block_pool.num_in_use == 0
         node.host.engine.block_pool.check()
+
+
+async def test_the_context_that_is_told_is_what_a_node_can_hold(tmp_path: Path) -> None:
+    """Each of the 7 groups takes pages of its own."""
+    write_model(tmp_path)
+    cluster = InProcessCluster(tmp_path, "block.tokens=8", "decode.kv_gb=0.0001", "decode.chunk_tokens=8")
+    await cluster.start()
+    node = await cluster.join(DecodeNode, "decode-0")
+    try:
+        stub = inference_pb2_grpc.InferenceStub(cluster.channel)
+        size = node.host.cache_size
+        async with asyncio.timeout(10):
+            while not (await status(cluster.channel)).nodes[0].load.blocks_total:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.02)
+        told = (await stub.ListModels(inference_pb2.ListModelsRequest())).models[0].max_model_len
+        assert told == size.max_model_len < size.num_blocks * BLOCK // 2
+    finally:
+        await node.stop()
+        await cluster.stop()
 
 
 async def test_a_prefix_whose_windows_are_gone_is_computed(nodes: tuple[Nodes, Any]) -> None:

@@ -208,7 +208,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         engine.add(hash_sequence("r", [1], SamplingParams(logit_bias=((VOCAB, 1.0),))))
     with pytest.raises(ContextTooLong):
         engine.add(hash_sequence("r", random_prompt(200, 0), max_model_len=300))
-    with pytest.raises(ContextTooLong):
+    with pytest.raises(ContextTooLong, match="200 tokens leave no room for an answer: max_model_len and kv_gb allow"):
         hash_sequence("r", random_prompt(200, 0))
     with pytest.raises(InvalidRequest, match="complete already"):
         hash_sequence("r", random_prompt(20, 0), num_prompt=8)

@@ -225,6 +225,18 @@ async def test_the_context_is_what_the_nodes_have_memory_for_if_that_is_less(ope
     assert f"the context is {context} tokens" in refused["error"]["message"]
 
 
+async def test_an_answer_that_the_nodes_have_no_memory_for_is_refused_before_it_begins(open_front):
+    async with open_front(capacity_tokens=640) as front:
+        fits = await front.http.post("/v1/completions", json={"prompt": "x" * 600, "max_tokens": 40})
+        more = await front.http.post("/v1/completions", json={"prompt": "x" * 600, "max_tokens": 41})
+        full = await front.http.post("/v1/completions", json={"prompt": "x" * 640, "max_tokens": 1})
+
+    assert [response.status_code for response in (fits, more, full)] == [200, 400, 400]
+    assert len(front.script.asked) == 1
+    assert more.json()["error"]["message"].endswith("a prompt of 600 tokens leaves 40 of the context of 640")
+    assert full.json()["error"]["message"].endswith("leaves no room for an answer: the context is 640 tokens")
+
+
 async def test_open_requests_have_a_bound_and_health_does_not_count(open_front):
     async with open_front(max_requests=1) as front:
         front.script.first_delay_s = 60

@@ -197,6 +197,13 @@ async def test_what_cannot_be_is_refused_in_its_words(front, wishes, status, kin
     assert (body["type"], body["error"]["type"]) == ("error", kind) and body["error"]["message"].startswith(sentence)
 
 
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_a_wrong_method_is_refused_in_its_words(front, path):
+    refused = await front.http.get(path)
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert refused.json()["type"] == "error"
+
+
 async def test_arguments_that_utf_8_cannot_say_are_no_error_of_ours(front):
     front.script.text = CALL.replace("Bern", "Bern \\ud800")
     [block] = (await ask(front, tools=[WEATHER])).json()["content"]

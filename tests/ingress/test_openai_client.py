@@ -335,6 +335,13 @@ async def test_a_wrong_value_is_named(front, client, body, param):
     assert front.script.asked == []
 
 
+async def test_a_text_part_without_text_is_told_what_it_lacks(client):
+    with pytest.raises(openai.BadRequestError, match="a part of the type text needs text"):
+        await client.chat.completions.create(
+            model="bytes", messages=[{"role": "user", "content": [{"type": "text", "content": "x"}]}]
+        )
+
+
 @pytest.mark.parametrize(
     ("wish", "param"),
     [({"n": 65}, "n"), ({"best_of": 65}, "best_of"), ({"n": 2, "best_of": 128}, "best_of"), ({"n": 128}, "n")],

@@ -328,6 +328,8 @@ async def test_a_call_is_held_to_what_its_parameters_refer_to(front, client, cho
     assert takes('{"name": "book_flight", "arguments": {"flight": {"gate": 3}, "then": {"flight": {"gate": 4}}}}')
     assert not takes('{"name": "book_flight", "arguments": {"flight": {"city": "Bern"}}}')
     assert takes('{"name": "book_room", "arguments": {"room": {"city": "Bern"}}}') == (choice == "required")
+    assert takes('{"name": "get_time", "arguments": {}}') == (choice == "required")
+    assert not takes('{"name": "get_time", "arguments": {"zone": "UTC"}}'), "it is described without any"
 
 
 async def test_none_calls_nothing_and_tells_nothing(front, client):
