@@ -322,15 +322,16 @@ async def test_a_process_that_starts_where_another_ended_is_reached_at_once(
 ) -> None:
     """Others of our process have called the one that ended, so that gRPC waits before it tries the address for them."""
     server, waiting, channels = rpc_server(), Channels(), Channels()
-    port = await server.start("127.0.0.1", 0)
-    address = f"127.0.0.1:{port}"
+    host = "127.0.0.8"  # where no server of another test can get the port meanwhile
+    port = await server.start(host, 0)
+    address = f"{host}:{port}"
     await server.stop(0)
     for _ in range(8):
         with pytest.raises(grpc.aio.AioRpcError):
             await health_pb2_grpc.HealthStub(waiting.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
         await asyncio.sleep(0.15)
     successor = rpc_server()
-    assert await successor.start("127.0.0.1", port) == port
+    assert await successor.start(host, port) == port
     await health_pb2_grpc.HealthStub(channels.get(address)).Check(health_pb2.HealthCheckRequest(), timeout=20)
     await asyncio.gather(waiting.close(), channels.close())
 
