@@ -102,7 +102,8 @@ class HostMirror:
         self.settle()
         if self._is_pinned:
             self._is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+            with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]
+                torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
 
     def _runs(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages`` ``[N, layers, K|V, Hkv, block_tokens, D]`` as ``[runs, ...]`` over the same memory."""
@@ -126,7 +127,8 @@ class HostMirror:
     def _pin(self) -> None:
         size = self.memory.nbytes
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = runtime.cudaHostRegister(self.memory.ctypes.data, size, _PORTABLE_AND_MAPPED)
+        with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]  # else it would take memory of GPU 0
+            error = runtime.cudaHostRegister(self.memory.ctypes.data, size, _PORTABLE_AND_MAPPED)
         if int(error):
             raise ConfigError(
                 f"CUDA cannot pin {size / 1e9:.2f} GB of host memory for the cache's mirror ({error}): lower kv_gb"
