@@ -198,8 +198,10 @@ class _Lane:
             if self._stream is None:
                 copy_pages(source, target, *self._places(block_ids, count))
                 return HERE
-            computing = torch.cuda.current_stream(self._stream.device)
-            with torch.cuda.stream(self._stream):
+            device = self._stream.device
+            computing = torch.cuda.current_stream(device)
+            # Most threads' own GPU is the first: without the guard, leaving the stream would take some of its memory.
+            with torch.cuda.device(device), torch.cuda.stream(self._stream):
                 if is_behind:
                     self._stream.wait_stream(computing)
                 copy_pages(source, target, *self._places(block_ids, count))
