@@ -82,7 +82,7 @@ gpu:
 # into a folder to take there.
 GPU_VERSION ?= 3.12
 GPU_NEEDS ?= msgspec grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf llguidance gguf \
-    starlette uvicorn httptools pytest-asyncio requests
+    starlette uvicorn httptools pytest-asyncio requests prometheus-client xxhash
 gpu-site:
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps --no-compile --upgrade --target build/gpu-site \
 	    --only-binary=:all: --python-version $(GPU_VERSION) --implementation cp \

@@ -54,6 +54,14 @@ pip() { "$VENV/bin/python" -m pip "$@"; }
 command -v g++ >/dev/null || get g++ ||
     say "note: there is no g++, so the slower reference kernels are used; install g++ for the fast ones"
 
+# With a C compiler and these, Triton builds the module that starts kernels when a process first uses a GPU.
+if [ "$TORCH" = cuda ]; then
+    headers=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    package="${headers##*/}-dev"
+    [ -e "$headers/Python.h" ] || get "$package" ||
+        say "note: GPUs need the headers of Python, which are not in $headers; install the package $package"
+fi
+
 # torch first and by itself: PyPI's own Linux build is the CUDA one, of several GB.
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 have=$("$VENV/bin/python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true)

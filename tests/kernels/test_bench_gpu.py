@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
@@ -173,3 +176,59 @@ def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: in
     assert run.returncode == status
     assert "no GPU that torch can use" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_what_a_machine_without_packages_gets_is_all_that_the_benchmark_imports() -> None:
+    makefile = (bench_gpu.ROOT / "Makefile").read_text()
+    [given] = re.findall(r"^GPU_NEEDS \?= ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
+    there = _with_what_they_need("torch", "triton", "transformers", "pytest") | set(given.replace("\\", "").split())
+    modules = [part.work.partition(":")[0] for part in bench_gpu.PARTS if part.work]
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            IMPORT,
+            *modules,
+            "mooncake.app.bench.gpu_handoff",
+            "mooncake.app.local",
+            "conductor.node",
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(bench_gpu.ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sources = [Path(file).read_text() for file in run.stdout.splitlines()]
+    owners = packages_distributions()
+    for name in {name for source in sources for name in re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)}:
+        needed = {_normal(owner) for owner in owners.get(name, [])}
+        ours = (bench_gpu.ROOT / name).exists()
+        assert ours or not needed or needed & there, f"GPU_NEEDS lacks {needed}, which has {name}"
+
+
+IMPORT = """
+import importlib, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+ours = sys.modules["mooncake"].__path__[0].removesuffix("mooncake")
+for module in list(sys.modules.values()):
+    file = getattr(module, "__file__", None) or ""
+    if file.startswith(ours) and "/.venv/" not in file:
+        print(file)
+"""
+
+
+def _with_what_they_need(*names: str) -> set[str]:
+    found, left = set[str](), list(names)
+    while left:
+        name = _normal(left.pop())
+        if name not in found:
+            found.add(name)
+            with contextlib.suppress(PackageNotFoundError):  # what another system or Python needs
+                given = [each for each in requires(name) or [] if "extra ==" not in each]
+                left += [re.split(r"[^\w.-]", each)[0] for each in given]
+    return found
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -6,6 +6,7 @@ Each part gets the device, a report to add to, and the bytes per second that the
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
 MOST_ERROR = 0.02  # of the norm of attention's output: bfloat16 weights cost some thousandths
+PRODUCT_LAYERS = 4  # one's 59 MB of codes would stay in the L2 in part, and twice as many bytes of bfloat16 would not
 COPY_LAUNCHES = ((COPY_PROGRAMS, COPY_WORDS), (8, 2048), (16, 2048), (16, 4096))  # programs, words
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -302,15 +304,19 @@ def int8_products(gpu: Gpu, report: Report, _: float) -> None:
     for tokens in (1, 64, 4096):
         tokens = gpu.scale.size(tokens, min(tokens, 8))
         inputs, outputs = gpu.scale.size(4096, 64), gpu.scale.size(14_336, 96)
-        weight = torch.randn(outputs, inputs, device=gpu.device, dtype=gpu.dtype) * 0.02
+        shape = (PRODUCT_LAYERS, outputs, inputs)
+        weights = torch.randn(shape, device=gpu.device, dtype=gpu.dtype).mul_(0.02).unbind()
         hidden = torch.randn(tokens, inputs, device=gpu.device, dtype=gpu.dtype)
-        coded_layer = Int8Linear(weight)
-        ours = gpu.timed_s(lambda _, c=coded_layer, h=hidden: c(h), captured=True)  # type: ignore[misc]
-        plain = gpu.timed_s(lambda _, w=weight, h=hidden: torch.nn.functional.linear(h, w), captured=True)  # type: ignore[misc]
+        ours = _products_s(gpu, [Int8Linear(weight) for weight in weights], hidden)
+        plain = _products_s(gpu, [reference.Linear(weight) for weight in weights], hidden)
         amount = 2.0 * tokens * inputs * outputs / 1e12
         report.add(rate("ours", "W8A8 product", "TFLOP/s", amount, ours, tokens=tokens))
         report.add(rate("torch", "bf16 product", "TFLOP/s", amount, plain, tokens=tokens))
         report.ratios[f"w8a8_{tokens}_vs_bf16"] = min(plain) / min(ours)
+
+
+def _products_s(gpu: Gpu, layers: Sequence[Int8Linear | reference.Linear], hidden: torch.Tensor) -> tuple[float, ...]:
+    return gpu.timed_s(lambda index: layers[index](hidden), len(layers), captured=True)
 
 
 def page_copies(gpu: Gpu, report: Report, _: float) -> None:

@@ -102,7 +102,8 @@ class HostMirror:
         self.settle()
         if self._is_pinned:
             self._is_pinned = False
-            torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+            with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]
+                torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
 
     def _runs(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages`` ``[N, layers, K|V, Hkv, block_tokens, D]`` as ``[runs, ...]`` over the same memory."""
@@ -126,7 +127,8 @@ class HostMirror:
     def _pin(self) -> None:
         size = self.memory.nbytes
         runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = runtime.cudaHostRegister(self.memory.ctypes.data, size, _PORTABLE_AND_MAPPED)
+        with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]  # else it would take memory of GPU 0
+            error = runtime.cudaHostRegister(self.memory.ctypes.data, size, _PORTABLE_AND_MAPPED)
         if int(error):
             raise ConfigError(
                 f"CUDA cannot pin {size / 1e9:.2f} GB of host memory for the cache's mirror ({error}): lower kv_gb"
@@ -196,8 +198,10 @@ class _Lane:
             if self._stream is None:
                 copy_pages(source, target, *self._places(block_ids, count))
                 return HERE
-            computing = torch.cuda.current_stream(self._stream.device)
-            with torch.cuda.stream(self._stream):
+            device = self._stream.device
+            computing = torch.cuda.current_stream(device)
+            # Most threads' own GPU is the first: without the guard, leaving the stream would take some of its memory.
+            with torch.cuda.device(device), torch.cuda.stream(self._stream):
                 if is_behind:
                     self._stream.wait_stream(computing)
                 copy_pages(source, target, *self._places(block_ids, count))
