@@ -31,7 +31,7 @@ from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import SegmentAddress
 
 BOXES_AHEAD = 4  # in flight while one is converted
-COPIED_AT_ONCE = 32 << 20  # bytes between two looks at the clock
+JOBS_AT_ONCE = 64  # between two looks at the clock, and near each other in the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,15 +252,13 @@ def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], d
 
 
 def _alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Jobs of one box each, ``COPIED_AT_ONCE`` bytes at most; one by one, if they are verified: what has been verified
-    is then in a cache when it is copied."""
-    by_box: dict[int, list[_Job]] = {}
-    for job in jobs:
-        by_box.setdefault(id(job.box), []).append(job)
-    for alike in by_box.values():
-        most = 1 if alike[0].is_verifiable else max(COPIED_AT_ONCE // alike[0].box.nbytes, 1)
-        for start in range(0, len(alike), most):
-            yield alike[start : start + most]
+    """Of ``JOBS_AT_ONCE`` those of the same box; one by one, if they are verified: what has been verified is then in a
+    cache when it is copied."""
+    for start in range(0, len(jobs), JOBS_AT_ONCE):
+        by_box: dict[int, list[_Job]] = {}
+        for job in jobs[start : start + JOBS_AT_ONCE]:
+            by_box.setdefault(id(job) if job.is_verifiable else id(job.box), []).append(job)
+        yield from by_box.values()
 
 
 def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None]) -> list[_Job]:
