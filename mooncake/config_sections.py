@@ -210,7 +210,7 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coupled: int = 0  # nodes that do both, by [prefill], instead of all others: a baseline without hand-offs
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node its own cores, as many as it has threads
-    decode_nice: int = 10  # nice value of decode relative to prefill where they share cores; 0: none
+    decode_nice: int = 5  # nice value of decode relative to prefill where they share cores; 0: none
 
     @property
     def num_prefill(self) -> int:

@@ -233,7 +233,7 @@ def test_a_process_stays_on_the_cores_it_was_given() -> None:
 def test_decode_gives_way_only_where_it_shares_cores_with_prefill() -> None:
     cores = available_cores()
     shared = [f"prefill.threads={cores}", f"decode.threads={cores}"]
-    assert niceness("decode", load_config(overrides=shared)) == 10
+    assert niceness("decode", load_config(overrides=shared)) == 5
     assert niceness("prefill", load_config(overrides=shared)) == 0
     assert niceness("decode", load_config(overrides=[*shared, "cluster.decode_nice=0"])) == 0
     assert niceness("decode", load_config(overrides=[*shared, "cluster.switchable=true"])) == 0
