@@ -69,6 +69,7 @@ BENCHES = {
     "context": "a long prompt over several processes, compared with one",
     "engine": "one engine against this machine's limits and other engines",
     "gpu": "GPU kernels against the limits of the card",
+    "http": "OpenAI servers under load: a cluster, a coupled node, vLLM's server",
     "layout": "KV read into another layout",
     "pipeline": "prompts through pipeline stages, compared with one process",
     "quality": "what narrow formats cost in perplexity",

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import random
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -23,7 +21,7 @@ from rich.progress import Progress
 from mooncake.app.bench.engine_options import MAX_MODEL_LEN, Options, parse
 from mooncake.app.bench.kernels import SPIN_S, Memory, decode_attention_s, gemm_s, shared_prefix_s, weight_bytes
 from mooncake.app.bench.peers.engine import PeerEngine
-from mooncake.app.bench.peers.hf_folder import write_hf_folder
+from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.extras import require
@@ -130,11 +128,7 @@ def _peer(name: str, checkpoint: Checkpoint, options: Options, stack: ExitStack,
         return PeerEngine(name, sys.executable, model, options.dtype, options.threads)
     if name == "llama.cpp":
         return PeerEngine(name, options.llama_python, str(checkpoint.path), options.dtype, options.threads)
-    model = options.peer_model or str(checkpoint.path)
-    if model.endswith(".gguf"):
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-")))
-        write_hf_folder(checkpoint.path, folder, options.vllm_dtype)
-        model = str(folder)
+    model = stack.enter_context(hf_folder(checkpoint.path, options.vllm_dtype, options.peer_model))
     return PeerEngine(name, options.vllm_python, model, options.vllm_dtype, options.threads)
 
 

@@ -7,7 +7,6 @@ separation shows in TBT; throughput here can at best equal that of the single en
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from msgspec.structs import replace
 from rich.progress import Progress
 
 from mooncake.app.bench.peers.engine import PeerEngine
-from mooncake.app.bench.peers.hf_folder import write_hf_folder
+from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.bench.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
@@ -293,12 +292,10 @@ def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
     checkpoint = open_checkpoint(options.config.model.path)
     traffic = Traffic(checkpoint.config.vocab_size, options.seed)
     with ExitStack() as stack:
-        model = options.peer_model or str(checkpoint.path)
-        if model.endswith(".gguf"):
-            model = stack.enter_context(tempfile.TemporaryDirectory(prefix="mooncake-bench-"))
-            write_hf_folder(checkpoint.path, Path(model), options.config.model.dtype)
+        dtype = options.config.model.dtype
+        model = stack.enter_context(hf_folder(checkpoint.path, dtype, options.peer_model))
         tell(shown, "starting vllm")
-        peer = PeerEngine("vllm", options.vllm_python, model, options.config.model.dtype, available_cores())
+        peer = PeerEngine("vllm", options.vllm_python, model, dtype, available_cores())
         stack.enter_context(peer)
         peer.run([traffic.prompt(64)], 4)
         cold, hit = [], []

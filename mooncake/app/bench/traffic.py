@@ -91,9 +91,7 @@ class ServedByCluster:
                     on_token(len(times))
         except grpc.RpcError as error:
             raise error_from_rpc(error, self._address) from None
-        return _whole(
-            Answer(sent_s, tuple(times), time.monotonic(), report_from_wire(last.timings.prefill)), max_tokens
-        )
+        return whole(Answer(sent_s, tuple(times), time.monotonic(), report_from_wire(last.timings.prefill)), max_tokens)
 
     async def close(self) -> None:
         await self._channels.close()
@@ -126,13 +124,14 @@ class ServedByEngine:
             if on_token is not None:
                 on_token(len(times))
             if output.finish_reason is not None:
-                return _whole(Answer(sent_s, tuple(times), times[-1]), max_tokens)
+                return whole(Answer(sent_s, tuple(times), times[-1]), max_tokens)
 
     async def close(self) -> None:
         await asyncio.to_thread(self._thread.stop)
 
 
-def _whole(answer: Answer, max_tokens: int) -> Answer:
+def whole(answer: Answer, max_tokens: int) -> Answer:
+    """Raises InternalError when not exactly so many tokens came."""
     if len(answer.token_times_s) != max_tokens:
         raise InternalError(f"{len(answer.token_times_s)} tokens came, {max_tokens} were requested")
     return answer
@@ -161,7 +160,7 @@ class Run:
 class Traffic:
     """Random prompts from one seed, none repeated."""
 
-    def __init__(self, vocab_size: int, seed: int) -> None:
+    def __init__(self, vocab_size: int, seed: int | str) -> None:
         self._vocab_size = vocab_size
         self._draw = random.Random(seed)
 

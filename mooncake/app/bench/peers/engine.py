@@ -39,9 +39,9 @@ class PeerEngine(PeerProcess):
         self.has_prefix_cache = name != "transformers"
         self.versions: dict[str, str] = {}
         self.start_s = 0.0
-        self.preload = (ctypes.util.find_library("tcmalloc_minimal") or "") if name == "vllm" else ""
+        self.preload = vllm_preload() if name == "vllm" else ""
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        if self.preload:  # recommended by vLLM for CPUs
+        if self.preload:
             environment["LD_PRELOAD"] = self.preload
         command = [python, str(SCRIPT), name, model, "--dtype", dtype, "--threads", str(threads)]
         super().__init__(name, command, environment, TIMEOUT_S)
@@ -59,3 +59,8 @@ class PeerEngine(PeerProcess):
     def run(self, prompts: Prompts, new: int) -> float:
         """Seconds to generate exactly ``new`` tokens for each prompt."""
         return self.ask({"prompts": [list(map(int, prompt)) for prompt in prompts], "new": new}, Done).s
+
+
+def vllm_preload() -> str:
+    """The allocator that vLLM recommends on CPUs; "" where it is not installed."""
+    return ctypes.util.find_library("tcmalloc_minimal") or ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -9,7 +12,19 @@ import torch
 from mooncake.app.extras import require
 
 
-def write_hf_folder(gguf: Path, folder: Path, dtype: str) -> None:
+@contextmanager
+def hf_folder(model: Path, dtype: str, given: str = "") -> Iterator[str]:
+    """An HF folder of ``model``: the ``given`` one, itself, or a temporary one for a .gguf file. Raises
+    MissingDependency."""
+    if given or model.suffix != ".gguf":
+        yield given or str(model)
+        return
+    with tempfile.TemporaryDirectory(prefix="mooncake-bench-") as folder:
+        _write_hf_folder(model, Path(folder), dtype)
+        yield folder
+
+
+def _write_hf_folder(gguf: Path, folder: Path, dtype: str) -> None:
     """Dequantise a .gguf file into ``folder``: configuration, weights, tokenizer. Raises MissingDependency."""
     require("transformers", "test", "converting a .gguf file for another engine")
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

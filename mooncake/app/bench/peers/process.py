@@ -58,7 +58,7 @@ class PeerProcess:
             self._process = self._start(self._log)
             stack.callback(_end_group, self._process)
             self.greeting = self._line()
-            _signal_group(self._process, signal.SIGSTOP)
+            signal_group(self._process, signal.SIGSTOP)
             self._ending = stack.pop_all()
         return self
 
@@ -77,7 +77,7 @@ class PeerProcess:
         """Send a task, and let the process run until it has answered."""
         pipe = self.process.stdin
         assert pipe is not None
-        _signal_group(self.process, signal.SIGCONT)
+        signal_group(self.process, signal.SIGCONT)
         try:
             pipe.write(msgspec.json.encode(task) + b"\n")
             pipe.flush()
@@ -85,7 +85,7 @@ class PeerProcess:
         except BrokenPipeError:
             raise NodeUnavailable(f"{self.name} ended: {self._last_words()}") from None
         finally:
-            _signal_group(self.process, signal.SIGSTOP)
+            signal_group(self.process, signal.SIGSTOP)
 
     def decode(self, line: bytes, kind: type[Answer]) -> Answer:
         try:
@@ -128,21 +128,21 @@ class PeerProcess:
         return lines[-1] if lines else "without a word"
 
 
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, number)
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Close its input to end it, then kill every process that it started."""
-    _signal_group(process, signal.SIGCONT)
+    signal_group(process, signal.SIGCONT)
     with process:
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_GRACE_S)
-        _signal_group(process, signal.SIGKILL)
+        signal_group(process, signal.SIGKILL)
 
 
 def _read_line(pipe: IO[bytes], deadline: float) -> bytes | None:

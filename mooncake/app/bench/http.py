@@ -1,0 +1,241 @@
+"""``mooncake bench http``: OpenAI servers under the same load, as clients of their HTTP API see them.
+
+A cluster of ours with separate prefill and decode nodes, one with a coupled node that does both, and vLLM's server, in
+turns on the same cores. Only one of them runs at a time; clients share its cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+from rich.progress import Progress
+
+from mooncake.app.bench.http_client import ServedByHttp
+from mooncake.app.bench.peers.hf_folder import hf_folder
+from mooncake.app.bench.peers.server import PeerServer
+from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.traffic import Served, Traffic
+from mooncake.app.flags import Flags, numbers
+from mooncake.app.latency import percentile
+from mooncake.app.local import LocalCluster
+from mooncake.app.preflight import available_cores
+from mooncake.app.role_main import run_async, unless_stopped
+from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.config import Config, EngineSection, load_config, toml_value
+from mooncake.errors import ConfigError
+
+CLUSTER, COUPLED, VLLM = "cluster", "coupled", "vllm"
+MODEL_NAME = "model"
+MAX_MODEL_LEN = 4096
+FIRST_TOKENS = 4  # of requests that measure TTFT or warm up: enough to include the hand-off
+NOTES = (
+    "output: tokens a second of all clients, each sending its next request when it has its answer",
+    "one server runs at a time, on all cores, which clients share; ratios of rates are better above 1, of times below",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    config: Config
+    concurrency: tuple[int, ...]
+    prompt_tokens: int
+    new_tokens: int
+    long_tokens: int
+    requests: int  # per client and turn
+    reps: int
+    vllm_python: str
+    peer_model: str
+    seed: int
+    json: Path | None
+
+
+def main(args: list[str]) -> None:
+    """Raises MooncakeError for a wrong option, an unreadable model, or a server that does not start or fails.
+
+    Raises Cancelled after Ctrl-C, once the results so far are reported.
+    """
+    options = parse(args)
+    checkpoint = open_checkpoint(options.config.model.path, options.config.model.max_model_len)
+    dtype = options.config.precision(checkpoint.coding).weights.dtype
+    report = Report("http", _config(options, dtype), options.seed, notes=list(NOTES))
+    found = _Found()
+    with report.measuring("measuring") as shown, ExitStack() as stack:
+        peer = _start_vllm(options, checkpoint, dtype, stack, report, shown) if options.vllm_python else None
+        run_async(unless_stopped(_HttpBench(options, checkpoint, peer, found, shown).run()))
+    report.add(*found.figures())
+    compare(report, options)
+    report.finish(options.json)
+
+
+def parse(args: list[str]) -> Options:
+    flags = Flags("bench http", __doc__)
+    add = flags.add
+    add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
+    flags.overrides()
+    flags.model("")  # default: the configuration's model
+    add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
+    add("--prompt", type=int, default=256, metavar="TOKENS", help="length of each prompt")
+    add("--new", type=int, default=48, metavar="TOKENS", help="tokens of each answer")
+    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
+    add("--requests", type=int, default=2, help="requests per client in a turn, one after the other")
+    flags.reps(3, "turns of each server")
+    flags.vllm_python("compare with the server of vLLM in this interpreter's environment")
+    flags.peer_model()
+    flags.seed()
+    flags.quick("a minute instead of ten: 1 and 4 clients, short prompts, one turn")
+    flags.json_file()
+    given = flags.read(args)
+    if given.quick:
+        given.concurrency, given.prompt, given.new, given.long = "1,4", 64, 8, 512
+        given.requests, given.reps = 1, 1
+    overrides = [*given.set, *([f"model.path={toml_value(given.model)}"] if given.model else [])]
+    concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
+    if given.requests < 1 or given.new < 2:
+        raise ConfigError("--requests must be at least 1, --new at least 2")
+    config = load_config(given.config, overrides)
+    longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
+    needed = max(given.long + FIRST_TOKENS, given.prompt + given.new)
+    if min(given.prompt, given.long) < 1 or needed > longest:
+        raise ConfigError(
+            f"--prompt plus --new, or --long, would be up to {needed} tokens; there is room for 1 to {longest}"
+        )
+    conductor = replace(config.conductor, http_port=0, grpc_port=0, ssl_certfile="", ssl_keyfile="")
+    return Options(
+        config=replace(
+            config, model=replace(config.model, max_model_len=longest, name=MODEL_NAME), conductor=conductor
+        ),
+        concurrency=concurrency,
+        prompt_tokens=given.prompt,
+        new_tokens=given.new,
+        long_tokens=given.long,
+        requests=given.requests,
+        reps=given.reps,
+        vllm_python=given.vllm_python,
+        peer_model=given.peer_model,
+        seed=given.seed,
+        json=given.json,
+    )
+
+
+def _config(options: Options, dtype: str) -> dict[str, object]:
+    """Everything that affects the results, without paths."""
+    config = options.config
+    return {
+        "model": Path(config.model.path).name,
+        "dtype": dtype,
+        "prefill_nodes": config.cluster.prefill,
+        "decode_nodes": config.cluster.decode,
+        "chunk_tokens": config.prefill.chunk_tokens,
+        "block_tokens": config.block.tokens,
+        "prompt_tokens": options.prompt_tokens,
+        "new_tokens": options.new_tokens,
+        "long_tokens": options.long_tokens,
+        "requests": options.requests,
+        "reps": options.reps,
+    }
+
+
+def _start_vllm(
+    options: Options, checkpoint: Checkpoint, dtype: str, stack: ExitStack, report: Report, shown: Progress
+) -> PeerServer:
+    tell(shown, "starting vllm")
+    peer = PeerServer(
+        options.vllm_python,
+        stack.enter_context(hf_folder(checkpoint.path, dtype, options.peer_model)),
+        MODEL_NAME,
+        dtype,
+        threads=available_cores(),
+        max_model_len=options.config.model.max_model_len,
+    )
+    stack.enter_context(peer)
+    report.config[VLLM] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+    return peer
+
+
+@dataclass(slots=True)
+class _Found:
+    """Values by what was measured, one from each turn."""
+
+    values: dict[tuple[str, str, str, bool, tuple[tuple[str, Value], ...]], list[float]] = field(default_factory=dict)
+
+    def add(
+        self, subject: str, name: str, unit: str, value: float, shape: Mapping[str, Value], *, more: bool = False
+    ) -> None:
+        self.values.setdefault((subject, name, unit, more, tuple(shape.items())), []).append(value)
+
+    def figures(self) -> Iterator[Figure]:
+        for (subject, name, unit, more, shape), values in self.values.items():
+            yield Figure(subject, name, unit, tuple(values), more, dict(shape))
+
+
+@dataclass(slots=True)
+class _HttpBench:
+    """Measures every server once in each turn, with new prompts of the same lengths."""
+
+    options: Options
+    checkpoint: Checkpoint
+    peer: PeerServer | None
+    found: _Found
+    shown: Progress
+
+    async def run(self) -> None:
+        for turn in range(self.options.reps):
+            for name in (CLUSTER, COUPLED, *([VLLM] if self.peer else [])):
+                self._tell(name, turn, "starting")
+                async with self._served(name) as served:
+                    await self._measure(served, turn)
+
+    @asynccontextmanager
+    async def _served(self, name: str) -> AsyncIterator[Served]:
+        if name == VLLM:
+            assert self.peer is not None
+            with self.peer.awake():
+                yield ServedByHttp(name, self.peer.port, MODEL_NAME)
+            return
+        config = self.options.config
+        if name == COUPLED:
+            config = replace(config, cluster=replace(config.cluster, coupled=1, switchable=False))
+        async with LocalCluster(config) as cluster:
+            yield ServedByHttp(name, cluster.config.conductor.http_port, MODEL_NAME)
+
+    async def _measure(self, served: Served, turn: int) -> None:
+        options = self.options
+        traffic = Traffic(self.checkpoint.config.vocab_size, f"{options.seed} {turn}")  # the same for every server
+        self._tell(served.name, turn, "warming up")
+        for _ in range(2):
+            await served.ask(traffic.prompt(options.prompt_tokens), FIRST_TOKENS)
+        for clients in options.concurrency:
+            self._tell(served.name, turn, f"{clients} clients")
+            await self._measure_load(served, traffic, clients)
+        self._tell(served.name, turn, "long prompts")
+        prompt, shape = traffic.prompt(options.long_tokens), {"prompt": options.long_tokens}
+        for kind in ("cold", "repeated"):
+            answer = await served.ask(prompt, FIRST_TOKENS)
+            self.found.add(served.name, f"TTFT, {kind}", "ms", answer.ttft_ms, shape)
+
+    async def _measure_load(self, served: Served, traffic: Traffic, clients: int) -> None:
+        options, shape = self.options, {"clients": clients}
+        run = await traffic.closed_loop(served, clients, options.requests, options.prompt_tokens, options.new_tokens)
+        self.found.add(served.name, "output", "tok/s", run.tokens_per_s, shape, more=True)
+        firsts_ms, gaps_ms = sorted(answer.ttft_ms for answer in run.answers), sorted(run.gaps_ms)
+        for share, name in ((0.5, "p50"), (0.99, "p99")):
+            self.found.add(served.name, f"TTFT {name}", "ms", percentile(firsts_ms, share), shape)
+            self.found.add(served.name, f"TBT {name}", "ms", percentile(gaps_ms, share), shape)
+
+    def _tell(self, name: str, turn: int, what: str) -> None:
+        tell(self.shown, f"turn {turn + 1} of {self.options.reps}: {name}, {what}")
+
+
+def compare(report: Report, options: Options) -> None:
+    """Add the ratios to the report."""
+    for ours in (CLUSTER, COUPLED):
+        for clients in options.concurrency:
+            for ratio, name in (("output", "output"), ("ttft_p50", "TTFT p50"), ("tbt_p99", "TBT p99")):
+                found = (report.find(subject, name, clients=clients) for subject in (ours, VLLM))
+                report.compare(f"{ratio}_{clients}_{ours}_vs_vllm", *found)
+        for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+            report.compare(f"{ratio}_{ours}_vs_vllm", report.find(ours, name), report.find(VLLM, name))

@@ -1,0 +1,103 @@
+"""``bench http``: servers answer over real sockets; what they send is counted, and what they break is said."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import commands
+import pytest
+from tiny_model import write_tiny_model
+
+from mooncake.app.bench import http
+from mooncake.app.bench.http_client import ServedByHttp
+from mooncake.errors import ConfigError, InternalError, NodeUnavailable
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+def piece(text: str) -> bytes:
+    return f"{len(text):x}\r\n{text}\r\n".encode()
+
+
+def event(tokens: int) -> str:
+    return "data: " + json.dumps({"choices": [{"text": "a"}], "usage": {"completion_tokens": tokens}}) + "\n\n"
+
+
+@asynccontextmanager
+async def answering(*parts: bytes) -> AsyncIterator[tuple[ServedByHttp, list[bytes]]]:
+    """A server that answers any request with these bytes and hangs up, and the requests it got: heads and bodies."""
+    got: list[bytes] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        got.append(head)
+        length = re.search(rb"Content-Length: (\d+)", head)
+        assert length is not None
+        got.append(await reader.readexactly(int(length[1])))
+        writer.writelines(parts)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield ServedByHttp("theirs", server.sockets[0].getsockname()[1], "model"), got
+
+
+async def test_tokens_are_counted_by_usage_however_events_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_API_KEY", "sesame")
+    first, rest = event(1), event(2) + event(2) + event(4) + "data: [DONE]\n\n"
+    counts: list[int] = []
+    async with answering(OK, piece(first[:9]), piece(first[9:]), piece(rest) + END) as (served, got):
+        answer = await served.ask([5, 6, 7], 4, counts.append)
+
+    assert counts == [1, 2, 4]
+    assert len(answer.token_times_s) == 4 and answer.token_times_s[2] == answer.token_times_s[3]
+    assert answer.sent_s < answer.token_times_s[0] <= answer.token_times_s[1]
+    assert b"authorization: bearer sesame" in got[0].lower()
+    asked = json.loads(got[1])
+    assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"]) == ([5, 6, 7], 4, True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "words"),
+    [
+        ((OK, piece(event(1))), NodeUnavailable, "hung up before the end"),
+        ((OK, piece(event(1)) + END), InternalError, "1 tokens came, 2 were requested"),
+        ((b"HTTP/1.1 404 Not Found\r\nContent-Length: 8\r\n\r\nno model",), InternalError, "answered 404: no model"),
+        ((b"SSH-2.0\r\n",), InternalError, "does not speak HTTP"),
+    ],
+)
+async def test_a_broken_answer_is_an_error(parts: tuple[bytes, ...], kind: type[Exception], words: str) -> None:
+    async with answering(*parts) as (served, _):
+        with pytest.raises(kind, match=words):
+            await served.ask([5], 2)
+
+
+async def test_a_server_that_is_gone_is_an_error(unused_tcp_port: int) -> None:
+    with pytest.raises(NodeUnavailable, match="theirs cannot be asked"):
+        await ServedByHttp("theirs", unused_tcp_port, "model").ask([5], 2)
+
+
+def test_more_than_the_model_takes_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="would be up to 4100 tokens; there is room for 1 to 4096"):
+        http.main(["--long", "4096"])
+
+
+@pytest.mark.slow
+def test_a_cluster_and_a_coupled_node_get_the_same_load(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", max_position_embeddings=1024)
+    line = tmp_path / "line.json"
+    run = commands.run("bench", "http", "--quick", "--model", str(tmp_path / "tiny"), "--json", str(line), timeout=240)
+    assert run.returncode == 0, run.stderr
+    report = json.loads(line.read_text())
+    measured = {(row["subject"], row["name"], row.get("clients")) for row in report["results"]}
+    names = {"output", "TTFT p50", "TTFT p99", "TBT p50", "TBT p99"}
+    servers = ("cluster", "coupled")
+    assert {(server, name, clients) for server in servers for name in names for clients in (1, 4)} <= measured
+    assert {(server, f"TTFT, {kind}", None) for server in servers for kind in ("cold", "repeated")} <= measured
+    assert str(tmp_path) not in line.read_text(), "a path of this machine is in the line"
