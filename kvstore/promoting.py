@@ -100,7 +100,7 @@ class Promoting:
 
     def _keep(self, key: BlockKey, held: contextlib.ExitStack) -> bool:
         """Keep a block in place until ``held`` is closed. False when it is not in DRAM."""
-        if (block := self._index.hold(key)) is None:
+        if (block := self._index.keep(key, time.monotonic())) is None:
             return False
         held.callback(self._index.let_go, block)
         return True

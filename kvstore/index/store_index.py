@@ -270,6 +270,12 @@ class StoreIndex:
         index = self._table.sealed.get(key)
         return None if index is None else self._room.hold(index)
 
+    def keep(self, key: BlockKey, now: float) -> Held | None:
+        """``hold`` for somebody who is about to read the block: it does not leave meanwhile, even if it was to."""
+        if (index := self._table.sealed.get(key)) is not None:
+            self._room.rescue(index, now)
+        return self.hold(key)
+
     def let_go(self, held: Held) -> None:
         """It was saved, or could not be: if it had to leave, its slot may be reused unless it has been read
         meanwhile."""

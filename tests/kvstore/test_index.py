@@ -240,6 +240,20 @@ def test_a_corrupt_block_goes_at_once_though_it_is_leased() -> None:
     index.release(again.lease_id)
 
 
+def test_a_block_about_to_leave_stays_for_somebody_who_is_about_to_read_it() -> None:
+    index = make(2)
+    store(index, chain("a")), store(index, chain("b"))
+    index.prepare(2, 0.0)  # both may go at once
+    kept = index.keep(key("a"), 0.0)
+    assert kept is not None
+    store(index, chain("c"))
+    assert stored(index, "a", "b", "c") == [True, False, True]
+    index.let_go(kept)
+    store(index, chain("d")), store(index, chain("e"))
+    assert stored(index, "a", "c") == [False, False]
+    index.check()
+
+
 def test_blocks_that_claim_each_other_as_parents_can_still_be_evicted() -> None:
     index = make(2)
     store(index, [BlockName(key("a"), key("b")), BlockName(key("b"), key("a"))])

@@ -177,6 +177,19 @@ async def test_what_was_loaded_stays_until_its_readers_have_it(tmp_path: Path, m
         assert node.store.give_up([BlockKey(name(0))]) == 1  # nobody holds it any more
 
 
+async def test_what_memory_has_is_not_given_up_for_what_is_loaded_beside_it(tmp_path: Path) -> None:
+    """Some blocks are always saved in advance, and might leave at once."""
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(24):
+            assert await client.put(name(i), data(i), durable=True)
+        rng = np.random.default_rng(1)
+        for turn in range(50):
+            keys = [name(i) for i in rng.permutation(24)[:5]]  # for which there is room in eight slots
+            lease = await client.acquire(keys, scattered=True)
+            assert all(block.length for block in lease.blocks), turn
+            await client.release([lease])
+
+
 async def test_what_is_cheaper_to_compute_is_not_loaded(tmp_path: Path) -> None:
     async with store(tmp_path) as node, await join(node) as client:
         for i in range(20):

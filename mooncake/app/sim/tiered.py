@@ -131,9 +131,9 @@ class TieredCache:
         if not found.lacking:
             return None
         headers = [block.header for block in map(disk.index.get, found.lacking) if block is not None]
-        held = [held for held in map(index.hold, found.run) if held is not None]
+        kept = [index.keep(key, now) for key in found.run]
         names = deque(BlockName(header.key, header.parent) for header in headers)
-        loading = Loading(on_end, names, held, now + LEASE_S)
+        loading = Loading(on_end, names, [held for held in kept if held is not None], now + LEASE_S)
         self._agenda.at(now, self._advance, loading)
         return loading
 
@@ -161,7 +161,7 @@ class TieredCache:
         now, names = self._agenda.now, loading.names
         if self._is_dead:
             return
-        while names and (held := self.index.hold(names[0].key)) is not None:
+        while names and (held := self.index.keep(names[0].key, now)) is not None:
             names.popleft()
             loading.held.append(held)
             loading.num_blocks += 1
