@@ -23,6 +23,7 @@ from mooncake.errors import KVLoadFailed, OutOfBlocks
 from mooncake.types import BlockKey
 
 PROMOTER = f"{OWN}ssd"  # the writer of blocks loaded from the SSD
+READERS_WAIT_S = 1.0  # while all slots are being read
 
 
 @dataclass(slots=True)
@@ -65,9 +66,13 @@ class Promoting:
         self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool, held: contextlib.ExitStack
     ) -> None:
         """Load what DRAM lacks of ``keys`` (of their leading run), as far as that is worthwhile. What is there then
-        stays in place until ``held`` is closed."""
+        stays in place until ``held`` is closed. Who has nothing yet waits a moment for others to have read; who has
+        something does not, because two such callers would wait for each other."""
+        readers_deadline = time.monotonic() + READERS_WAIT_S
         for key in self._worth_loading(keys, recompute_ms, scattered):
-            if not (await self._have(key, held) or scattered):
+            if await self._have(key, readers_deadline, held):
+                readers_deadline = 0.0
+            elif not scattered:
                 break
 
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
@@ -76,14 +81,14 @@ class Promoting:
         self._index.counters["promotions_not_worth_it"] += found.was_cut
         return found.run if found.lacking and self._ssd.is_readable else []
 
-    async def _have(self, key: BlockKey, held: contextlib.ExitStack) -> bool:
+    async def _have(self, key: BlockKey, readers_deadline: float, held: contextlib.ExitStack) -> bool:
         """Whether the block is in DRAM, after loading it if necessary."""
         if self._keep(key, held):
             return True
         load = self._loading.get(key)
         if load is None:
             load = self._loading[key] = _Load()
-            load.task = asyncio.create_task(self._load(key, load))
+            load.task = asyncio.create_task(self._load(key, readers_deadline, load))
             load.task.add_done_callback(lambda _: self._loading.pop(key, None))
         assert load.task is not None
         load.num_waiting += 1
@@ -105,13 +110,13 @@ class Promoting:
         held.callback(self._index.let_go, block)
         return True
 
-    async def _load(self, key: BlockKey, load: _Load) -> bool:
-        is_here = await self._promote(key)
+    async def _load(self, key: BlockKey, readers_deadline: float, load: _Load) -> bool:
+        is_here = await self._promote(key, readers_deadline)
         if is_here and load.num_waiting:
             load.held = self._index.hold(key)
         return is_here
 
-    async def _promote(self, key: BlockKey) -> bool:
+    async def _promote(self, key: BlockKey, readers_deadline: float) -> bool:
         """Load a block from the SSD into a slot. False when that fails; the SSD may have lost it then."""
         header = self._ssd.get(key)
         if not self._ssd.is_readable or header is None or header.length > self._block_bytes:
@@ -130,7 +135,8 @@ class Promoting:
                 grant = offer.grant
             except OutOfBlocks:
                 self._saving.save_leaving()
-                if not await self._saving.wait_for_room(deadline):
+                is_read = self._index.counts.leases > 0
+                if not await self._saving.wait_for_room(deadline, readers_deadline if is_read else 0.0):
                     return False
         self._saving.save_leaving()
         try:

@@ -42,11 +42,14 @@ class Saving:
         """A slot may have become free."""
         self._room.set()
 
-    async def wait_for_room(self, deadline: float) -> bool:
+    async def wait_for_room(self, deadline: float, idle_deadline: float = 0.0) -> bool:
         """For a caller that found no room. Returns whether to try again: something that was being saved has left, or
-        may leave now, or the disk has come to a halt, so that blocks may leave unsaved."""
+        may leave now, or the disk has come to a halt, so that blocks may leave unsaved. While nothing is being saved,
+        waits until ``idle_deadline`` at most."""
+        if not self._demotion.is_busy:
+            deadline = min(deadline, idle_deadline)
         left = deadline - time.monotonic()
-        if left <= 0 or not self._demotion.is_busy:
+        if left <= 0:
             return False
         self._room.clear()
         try:

@@ -190,6 +190,26 @@ async def test_what_memory_has_is_not_given_up_for_what_is_loaded_beside_it(tmp_
             await client.release([lease])
 
 
+async def test_what_the_ssd_has_is_waited_for_while_all_slots_are_being_read(tmp_path: Path) -> None:
+    async with store(tmp_path, num_blocks=4) as node, await join(node) as client:
+        for i in range(6):
+            assert await client.put(name(i), data(i), durable=True)
+        leases = [await client.acquire([name(i)]) for i in range(4)]
+        getting = asyncio.create_task(client.get(name(4)))
+        await asyncio.sleep(0.1)
+        assert not getting.done()
+        await client.release([leases[0]])
+        assert await getting == data(4)
+        full, asked_s = await client.acquire([name(4)]), time.monotonic()
+        assert await client.get(name(5)) is None
+        waited_s = time.monotonic() - asked_s
+        assert 0.5 < waited_s < 5
+        both = await client.acquire([name(4), name(5)], scattered=True)  # who has something does not wait
+        assert [block.length for block in both.blocks] == [BLOCK, 0]
+        assert time.monotonic() - asked_s - waited_s < 0.9
+        await client.release([*leases[1:], full, both])
+
+
 async def test_what_is_cheaper_to_compute_is_not_loaded(tmp_path: Path) -> None:
     async with store(tmp_path) as node, await join(node) as client:
         for i in range(20):
