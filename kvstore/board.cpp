@@ -319,9 +319,10 @@ Reader* board_open(int board_fd, int mailbox_fd, int segment_fd, int sock) {
     if (!head) return nullptr;
     const bool is_known = head->magic == kMagic && head->num_cells == cells_for(head->num_slots);
     const uint32_t num_slots = head->num_slots;
-    const size_t bytes = board_bytes(num_slots), segment_bytes = num_slots * head->block_bytes;
+    const uint64_t block_bytes = head->block_bytes;
     munmap(head, sizeof(Head));
-    if (!is_known) return nullptr;
+    if (!is_known) return nullptr;  // and its numbers may be any
+    const size_t bytes = board_bytes(num_slots), segment_bytes = num_slots * block_bytes;
     void* memory = map(board_fd, bytes, false);
     void* mailbox = map(mailbox_fd, sizeof(Mailbox), true);
     void* segment = map(segment_fd, segment_bytes, true);

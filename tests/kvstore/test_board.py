@@ -25,6 +25,7 @@ from descriptors import no_file_descriptors
 import kvstore
 from kvstore.board import Board
 from kvstore.board_door import BoardDoor
+from kvstore.board_library import load_board
 from kvstore.board_reader import BoardReader, Outcome
 from kvstore.checksum import range_checksums
 from kvstore.client.near import RETURN_AHEAD_AFTER_S
@@ -277,6 +278,18 @@ async def test_a_door_without_file_descriptors_says_so_once_and_goes_on_when_it_
         os.close(fd)
     assert greeting.startswith(b"board") and len(files) == 3
     assert caplog.text.count("cannot accept a connection: [Errno 24]") == 1
+
+
+def test_a_board_of_another_version_is_none():
+    library = load_board()
+    with os.fdopen(os.memfd_create("another-board"), "wb") as file:
+        file.write(b"\xff" * (1 << 16))
+        file.flush()
+        fd, opened = file.fileno(), []
+        opening = threading.Thread(target=lambda: opened.append(library.board_open(fd, fd, fd, fd)), daemon=True)
+        opening.start()
+        opening.join(20)
+        assert opened == [None]
 
 
 async def test_a_reader_without_file_descriptors_finds_no_board(desk):
