@@ -167,8 +167,10 @@ Book* board_create(int fd, uint32_t num_slots, uint64_t block_bytes, uint64_t in
     return nullptr;
 }
 
+// Readers find it closed from now on.
+void board_end(Book* book) { book->board.head->is_closed.store(1, std::memory_order_release); }
+
 void board_close(Book* book) {
-    book->board.head->is_closed.store(1, std::memory_order_release);
     munmap(book->board.head, book->board.bytes());
     delete book;
 }

@@ -31,6 +31,20 @@ from kvstore.transfer.native_owner import Arrival, Landed
 log = logging.getLogger(__name__)
 
 
+class _Book:
+    """The store's side in memory, and the eventfd that it writes to. Both live as long as anyone references this:
+    threads of the data plane may still list blocks while the board is being closed, and calls of theirs come later."""
+
+    def __init__(self, library: ctypes.CDLL, at: int, wake_fd: int) -> None:
+        self.at = at
+        self._library = library
+        self._wake_fd = wake_fd
+
+    def __del__(self) -> None:
+        self._library.board_close(self.at)
+        os.close(self._wake_fd)
+
+
 class Board:
     """The store's side, on one thread; the data plane's threads list blocks that arrive. ``wake_fd`` becomes
     readable when a block has arrived or someone waits for a slot. ``create`` returns None where a board is
@@ -53,6 +67,7 @@ class Board:
             os.close(self._read_only)
             os.close(self.wake_fd)
             raise OSError("no address space for the board")
+        self._book = _Book(library, self._board, self.wake_fd)
         self._arrived = (Arrival * MAX_ARRIVED)()
         self._unlisted: dict[int, bytes] = {}  # keys of blocks that are stored but not listed
         self._mailboxes: dict[int, int] = {}  # mailbox addresses by file number
@@ -155,12 +170,11 @@ class Board:
         return slots
 
     def close(self) -> None:
-        """Readers find it closed, however long they keep it mapped."""
+        """Readers find it closed, however long they keep it mapped. Calls that come later are harmless."""
         for number in list(self._mailboxes):
             self.drop_mailbox(number)
-        self._library.board_close(self._board)
+        self._library.board_end(self._board)
         os.close(self._read_only)
-        os.close(self.wake_fd)
 
 
 def _sealed_memory(name: str, size: int) -> int:

@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "board_max_notes": (_U64, []),
     "board_max_gifts": (_U64, []),
     "board_create": (ADDRESS, [ctypes.c_int, _U32, _U64, _U64, ctypes.c_int]),
+    "board_end": (None, [ADDRESS]),
     "board_close": (None, [ADDRESS]),
     "board_show": (ctypes.c_int, [ADDRESS, _U32, _U64, ctypes.c_char_p, _U32, _U32, ADDRESS, _U32]),
     "board_hide": (None, [ADDRESS, _U32]),

@@ -62,6 +62,7 @@ class StoreNode:
         self._settings = settings or {}
         self._join_cluster = join_cluster
         self._puts: WirePuts | None = None  # if there is a board
+        self._hears_data_plane = True
         self._membership: Membership | None = None
         self._cleanup = contextlib.AsyncExitStack()
 
@@ -124,13 +125,13 @@ class StoreNode:
             self.node_id,
             config.transfer.transports,
             config.node.host,
-            on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._store.writer_gone, peer),
+            on_peer_gone=lambda peer: loop.call_soon_threadsafe(self._gone, peer),
             secret=transfer_secret(config),
             listing=board,
             advertise=config.node.advertise,
             on_put=(lambda put: loop.call_soon_threadsafe(self._came, put)) if ahead_slots else None,
         )
-        cleanup.callback(self._segment_server.stop)
+        cleanup.callback(self._stop_data_plane)
         self._store = Store(
             self._segment,
             self._segment_server,
@@ -255,9 +256,18 @@ class StoreNode:
                 log.exception("hearing what has been read failed")
             pause_s = hear_again_s(pause_s, store.num_heard - before, time.thread_time() - started_s)
 
+    def _stop_data_plane(self) -> None:
+        """What its threads have said just before is heard later, when there is no store any more."""
+        self._hears_data_plane = False
+        self._segment_server.stop()
+
     def _came(self, put: Put) -> None:
-        if self._puts is not None:
+        if self._puts is not None and self._hears_data_plane:
             self._puts.came(put)
+
+    def _gone(self, peer: str) -> None:
+        if self._hears_data_plane:
+            self._store.writer_gone(peer)
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         counts, traffic = self._store.counts, self._segment_server.stats()

@@ -75,6 +75,13 @@ class Promoting:
             elif not scattered:
                 break
 
+    async def close(self) -> None:
+        """Return once nothing is being loaded. Call after the SSD was closed: what it has not read by then hangs."""
+        loads = [load.task for load in self._loading.values() if load.task is not None]
+        for task in loads:
+            task.cancel()
+        await asyncio.gather(*loads, return_exceptions=True)
+
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
         """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile."""
         found = promotion(keys, self._index.exists(keys), self._ssd.length, self._ssd.load_s, recompute_ms, scattered)
@@ -96,7 +103,7 @@ class Promoting:
             while not (await asyncio.wait((load.task,), timeout=RECHECK_S))[0]:
                 if not self._ssd.is_readable:  # what memory has need not wait for it
                     return False
-            return load.task.result() and self._keep(key, held)
+            return not load.task.cancelled() and load.task.result() and self._keep(key, held)
         finally:
             load.num_waiting -= 1
             if load.held is not None and not load.num_waiting:

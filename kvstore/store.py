@@ -280,10 +280,11 @@ class Store:
         """Save what is only in DRAM and would have been saved on leaving, then close the SSD. Either step ends when
         the SSD makes no progress for this long; the interpreter's own exit still waits for a hanging write."""
         self.ahead.catch_up()
-        if self._ssd is None:
+        if self._ssd is None or self._promoting is None:
             return
         await self._saving.finish(timeout_s)
         await self._ssd.close(timeout_s)
+        await self._promoting.close()
 
     # Accounts
 

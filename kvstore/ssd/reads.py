@@ -13,6 +13,7 @@ from functools import partial
 
 from kvstore.ssd.index import SsdBlock
 from kvstore.ssd.log import BlockRead, SsdLog
+from mooncake.errors import KVLoadFailed
 
 READ_THREADS = 4
 MAX_READS_A_TRIP = 8
@@ -33,19 +34,29 @@ class SsdReads:
         self._waiting: deque[_Reading] = deque()
         self._busy = 0  # threads
         self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
+        self._is_closed = False
 
     def read(self, block: SsdBlock, into: memoryview) -> asyncio.Future[bool]:
-        """Whether the bytes match their checksums; otherwise OSError or KeyError (its segment was deleted)."""
+        """Whether the bytes match their checksums; otherwise OSError, KeyError (its segment was deleted) or
+        KVLoadFailed (nobody reads any more)."""
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Reading(block, into, answer))
         self._start()
         return answer
 
+    def close(self) -> None:
+        """Start no further reads: those that wait, or come later, fail."""
+        self._is_closed = True
+        self._start()
+
     def shut(self) -> None:
-        """Return once no thread reads any more."""
+        """After ``close``: return once no thread reads any more."""
         self._threads.shutdown()
 
     def _start(self) -> None:
+        while self._is_closed and self._waiting:
+            if not (answer := self._waiting.popleft().answer).done():
+                answer.set_exception(KVLoadFailed("the SSD is closed"))
         while self._waiting and self._busy < READ_THREADS:
             share = -(-len(self._waiting) // (READ_THREADS - self._busy))
             batch = [self._waiting.popleft() for _ in range(min(share, MAX_READS_A_TRIP))]

@@ -277,6 +277,7 @@ class SsdTier:
         for pending in self._saving.copy().values():
             self._answer(pending, False)
         self._refuse_waiting()
+        self._reads.close()
         _answer_all(self._commits, False)
         if is_answering:
             await asyncio.to_thread(self._shut)

@@ -121,6 +121,7 @@ class NativeOwner:
         """``grants`` is the table of epochs, one uint64 per block. Without a ``listing`` nothing can be found by key
         or put."""
         self._library = library
+        self._listing = listing  # whose book is used for as long as a thread serves
         maps = [grants, *(listing.map_for_owner() if listing is not None else ())]
         self._kept = [segment.array, *(np.frombuffer(memory, dtype=np.uint8) for memory in maps)]
         segment_at, grants_at, *listing_at = (memory.ctypes.data for memory in self._kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import os
 import random
 import resource
@@ -231,6 +232,29 @@ async def test_memory_is_unmapped_when_the_last_one_who_reads_has_done(desk):
     assert maps().count("mooncake-mailbox") == 2, "the store's and the reader's"
     del segment
     assert maps().count("mooncake-mailbox") == 1
+
+
+async def test_the_store_may_still_use_a_board_that_it_has_closed():
+    """What threads said before is heard after."""
+
+    def num_boards() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("mooncake-board")
+
+    before = num_boards()
+    segment = Segment.create("desk", SLOT_BYTES, SLOTS)
+    board = Board.create(segment)
+    assert board is not None
+    board.show(0, 1, b"key", SLOT_BYTES, range_checksums(bytes(SLOT_BYTES), 1))
+    board.close()
+    board.mark(b"other", True)
+    board.hide(0)
+    with board.held():
+        assert board.take_arrived() == [] and board.take_notes() == []
+    assert num_boards() == before + 1
+    del board
+    assert num_boards() == before
+    segment.close()
 
 
 async def test_a_block_comes_in_one_call_into_any_memory_that_holds_it(desk):

@@ -450,6 +450,41 @@ async def write(to: Store, segment: Segment, i: int, durable: bool = False) -> l
     return await to.seal([Sealing(offer.grant, range_checksums(data(i), 1))], durable)
 
 
+async def test_a_stop_ends_loads_that_are_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with store(tmp_path, 40) as node, await join(node) as client:
+        for i in range(70):
+            assert await client.put(name(i), data(i), durable=True)
+        read = SsdLog.read_blocks
+
+        def read_slowly(log: SsdLog, reads: Any) -> Any:
+            time.sleep(0.1)
+            return read(log, reads)
+
+        monkeypatch.setattr(SsdLog, "read_blocks", read_slowly)
+        keys = [BlockKey(name(i)) for i in range(70)]
+        lacking = [key for key, is_here in zip(keys, node.store._index.exists(keys), strict=True) if not is_here]
+        acquiring = [asyncio.create_task(node.store.acquire([key])) for key in lacking[:30]]
+        await asyncio.sleep(0.05)
+    leases = await asyncio.wait_for(asyncio.gather(*acquiring), 10)
+    assert sum(len(lease.blocks) for lease in leases) < 30
+    assert not [record for record in caplog.records if record.name == "asyncio"], caplog.text
+
+
+async def test_what_the_data_plane_says_after_a_stop_is_not_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with store(tmp_path) as node:
+        [offer] = await node.store.reserve([BlockName(BlockKey(name(0)))], "writer", BLOCK, 1)
+        assert offer.grant is not None
+    told = node._segment_server.on_peer_gone
+    assert told is not None
+    told("writer")
+    await asyncio.sleep(0.01)
+    assert not [record for record in caplog.records if record.name == "asyncio"], caplog.text
+
+
 async def test_a_disk_that_hangs_holds_up_a_stop_for_a_bounded_time(tmp_path: Path) -> None:
     disk = HangingDisk()
     with store_on(disk, tmp_path) as (store_, segment, ssd):
