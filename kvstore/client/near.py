@@ -41,19 +41,18 @@ class NearStore:
         self._far = far
         self._tenant = tenant
         self.board: BoardReader | None = None
-        self._has_ssd = True
+        self.has_ssd = True  # as far as we know; set by whoever asked the store
         self._spare: list[Reservation] = []  # slots we got and did not need
         self._timer: asyncio.TimerHandle | None = None
         self._last_put_s = 0.0
         self._unheard_until_s = 0.0  # until then slots may arrive from a call whose answer we missed
         self._ask_ahead_after_s = 0.0
 
-    async def open(self, stats: pb.StatsResponse) -> None:
-        self._has_ssd = stats.ssd_capacity_bytes > 0
-        if not stats.board_path or self.board is not None:
+    async def open(self, board_path: str) -> None:
+        if not board_path or self.board is not None:
             return
         opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # its own thread: opening may take seconds
-        opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, stats.board_path)
+        opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, board_path)
         try:
             await to_its_end(opening)
         finally:
@@ -77,7 +76,7 @@ class NearStore:
     def exists(self, keys: Sequence[bytes]) -> list[bool | None]:
         """Whether each is stored; None for what the board cannot tell."""
         board = self.board
-        lists_all = board is not None and board.lists_all and not self._has_ssd
+        lists_all = board is not None and board.lists_all and not self.has_ssd
         here = board.exists(keys) if board is not None else None
         if here is None:  # no board, or the store is gone
             self.close()

@@ -28,7 +28,7 @@ from kvstore.client.ranges import RangeClient
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, WriteRange
-from mooncake.errors import ChecksumMismatch, InvalidRequest, OutOfBlocks, StaleEpoch
+from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, OutOfBlocks, StaleEpoch
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
@@ -248,10 +248,31 @@ class StoreClient(RangeClient):
         else:
             lengths = await self._near.read(keys, room)
         for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
-            asked, _ = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
+            await self._get_missing(keys, missing, room, lengths, deadline)
+        return lengths
+
+    async def _get_missing(
+        self,
+        keys: Sequence[bytes],
+        missing: Sequence[int],
+        room: Callable[[int, int], memoryview],
+        lengths: list[int | None],
+        deadline: float,
+    ) -> None:
+        """Read one batch under leases. A store with an SSD may have more of it than memory for it: as long as some of
+        it comes, the rest is asked for again."""
+        has_begun = False
+        while missing:
+            try:
+                asked, _ = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
+            except DeadlineExceeded:
+                if has_begun:
+                    return
+                raise
             for index, length in zip(missing, asked, strict=True):
                 lengths[index] = length
-        return lengths
+            has_begun = any(asked)
+            missing = [index for index in missing if lengths[index] is None] if has_begun and self._near.has_ssd else []
 
     async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
         [length], corrupt = await self._get_leased([key], room, time.monotonic() + timeout_s)
@@ -332,9 +353,10 @@ class StoreClient(RangeClient):
         if self._life != response.segment.incarnation:
             self._near.close()  # the board of an earlier incarnation
             self._life = response.segment.incarnation
+        self._near.has_ssd = response.ssd_capacity_bytes > 0
         await self._calls.open_fast_rpc(response.fast_rpc_port)
         if self._copies_inline:
-            await self._near.open(response)
+            await self._near.open(response.board_path)
         if self._far is not None and response.HasField("segment"):
             self._far.open(segment_from_wire(response.segment))
         return stats_from_wire(response)

@@ -190,6 +190,18 @@ async def test_what_memory_has_is_not_given_up_for_what_is_loaded_beside_it(tmp_
             await client.release([lease])
 
 
+@pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
+async def test_a_call_for_more_than_memory_holds_gets_all_of_it(tmp_path: Path, transports: tuple[str, ...]) -> None:
+    async with (
+        store(tmp_path) as node,
+        await kvstore.Client.connect(node.control_address, transports=transports) as pool,
+    ):
+        for i in range(20):
+            assert await pool.put(name(i), data(i), durable=True)
+        names = [name(i) for i in range(21)]
+        assert await pool.get_batch(names) == [*(data(i) for i in range(20)), None]
+
+
 async def test_what_the_ssd_has_is_waited_for_while_all_slots_are_being_read(tmp_path: Path) -> None:
     async with store(tmp_path, num_blocks=4) as node, await join(node) as client:
         for i in range(6):
