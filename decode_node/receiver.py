@@ -184,7 +184,10 @@ class Receiver:
             await self._apply_and_wait(entry, HandoffEvent.CANCEL, is_late=is_late)
 
     def peer_gone(self, writer_id: str) -> None:
-        """A writer's last connection ended: its hand-offs can be neither written nor committed any more."""
+        """A writer's last connection ended: its hand-offs can be neither written nor committed any more, unless it is
+        back."""
+        if self._server.is_connected(writer_id):
+            return
         for entry in list(self._handoffs.values()):
             if entry.handoff.writer_id != writer_id:
                 continue

@@ -272,7 +272,9 @@ class Store:
         return writer in self.ahead or self._server.maps_memory(writer)
 
     def writer_gone(self, writer: str) -> None:
-        """Its last connection ended: it writes no more."""
+        """Its last connection ended: it writes no more, unless it is back."""
+        if self._server.is_connected(writer):
+            return
         self._server.revoke(grant.slot for grant in self._index.reservations.writer_gone(writer))
         self._saving.room_came()
 

@@ -4,9 +4,9 @@ A write carries an epoch, and lands only if the block is granted to that epoch. 
 ``revoke`` has returned, no TCP write can land any more. Over shared memory the writer itself checks the grants table
 before and after each copy, and the owner cannot stop a copy in progress. So the rule for owners is: after ``revoke``, a
 block may be reused at once if ``maps_memory(writer)`` is False, and otherwise only after the writer has said that it is
-done (seal, commit, abort, close) or ``on_peer_gone`` has named it. RDMA is fenced by its own hardware: see
-``Exporter.revoke``. What peers send is handled in ``server_frames``. This module knows neither what blocks hold nor why
-they are granted.
+done (seal, commit, abort, close), or once ``on_peer_gone`` has named it, unless it ``is_connected`` again. RDMA is
+fenced by its own hardware: see ``Exporter.revoke``. What peers send is handled in ``server_frames``. This module knows
+neither what blocks hold nor why they are granted.
 """
 
 from __future__ import annotations
@@ -174,6 +174,11 @@ class SegmentServer:
         """Whether this peer has the segment mapped, so that one of its copies could still be in progress."""
         with self._changed:
             return any(each.peer == peer and each.is_local for each in self._connections)
+
+    def is_connected(self, peer: str) -> bool:
+        """Ask before you act on ``on_peer_gone``: by then it may be back, and in the middle of a copy."""
+        with self._changed:
+            return any(each.peer == peer for each in self._connections)
 
     def stats(self) -> ServerStats:
         total = Counts()

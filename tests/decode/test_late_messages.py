@@ -318,6 +318,24 @@ async def test_over_shared_memory_blocks_wait_for_a_writer_that_may_be_copying()
         assert handoff.outcome is Outcome.FAILED and not inbox.told
 
 
+async def test_a_writer_that_is_connected_again_before_its_end_was_heard_goes_on() -> None:
+    """The event loop is busy meanwhile. Over its new connection it may be in the middle of a copy."""
+    async with a_node() as node:
+        _, inbox = node.announce("h")
+        handoff = await node.open("h")
+        await node.write(handoff)
+        node.writer.forget("decode-t")
+        while node.server.stats().connections:
+            time.sleep(0.001)  # noqa: ASYNC251
+        write = WriteRange(handoff.block_ids[0], 0, kv_of(PROMPT)[0], handoff.epoch)
+        node.writer.write(node.server.address, [write], time.monotonic() + WAIT_S)
+        await asyncio.sleep(0.05)
+        assert handoff.state is HandoffState.RESERVED and not inbox.told
+        node.writer.forget("decode-t")
+        await until(lambda: inbox.told)
+        await node.all_is_free()
+
+
 async def test_who_waits_is_told_that_the_writer_has_given_up() -> None:
     async with a_node() as node:
         _, inbox = node.announce("h")

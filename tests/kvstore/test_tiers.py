@@ -484,6 +484,28 @@ async def test_a_stop_ends_loads_that_are_under_way(
     assert not [record for record in caplog.records if record.name == "asyncio"], caplog.text
 
 
+async def test_a_writer_that_is_connected_again_before_its_end_was_heard_keeps_its_slots(tmp_path: Path) -> None:
+    """The event loop is busy meanwhile. Over its new connection it may be in the middle of a copy."""
+    async with store(tmp_path) as node, await join(node) as client:
+        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        assert slot is not None
+        halves = [data(0)[: BLOCK // 2], data(0)[BLOCK // 2 :]]
+        for part, half in enumerate(halves):
+            write = WriteRange(slot.index, part * BLOCK // 2, half, slot.epoch)
+            client._transfer.write(slot.segment, [write], time.monotonic() + 10)
+            if part == 0:
+                client._transfer.forget(slot.segment.node_id)
+                while node._segment_server.is_connected(client.writer_id):
+                    time.sleep(0.001)  # noqa: ASYNC251
+        await asyncio.sleep(0.05)
+        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [True]
+        [slot] = await client.reserve([(name(1), b"")], BLOCK, 1)
+        client._transfer.forget(node.segment_address.node_id)
+        async with asyncio.timeout(10):
+            while node.store.counts.reserved:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
 async def test_what_the_data_plane_says_after_a_stop_is_not_heard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
