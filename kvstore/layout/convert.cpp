@@ -91,9 +91,10 @@ constexpr Rows kRows[kTypes][kTypes] = {
 }  // namespace
 
 // Shape: layers, 2, heads, tokens; strides in bytes of its first three axes. Tokens lie behind one another, and where parts
-// of an axis do, too, on both sides, they are a single run. The same for each of `count` boxes.
-extern "C" void convert(const uint8_t *const *sources, uint8_t *const *targets, int64_t count, int64_t from, int64_t to,
-                        int64_t dim, const int64_t *shape, const int64_t *in, const int64_t *out) {
+// of an axis do, too, on both sides, they are a single run. The same for each of `count` boxes: `together` at a time, run
+// by run in turns. Of boxes that lie beside one another a source is then read as it lies in memory.
+extern "C" void convert(const uint8_t *const *sources, uint8_t *const *targets, int64_t count, int64_t together, int64_t from,
+                        int64_t to, int64_t dim, const int64_t *shape, const int64_t *in, const int64_t *out) {
     int64_t rows = shape[3], axes = 3;
     const auto lie_together = [&](int64_t axis) {
         return shape[axis] == 1 || (in[axis] == rows * row_bytes(from, dim) && out[axis] == rows * row_bytes(to, dim));
@@ -106,11 +107,15 @@ extern "C" void convert(const uint8_t *const *sources, uint8_t *const *targets, 
         for (int64_t axis = axes - 1; axis >= 0; run /= shape[axis--]) bytes += run % shape[axis] * strides[axis];
         return bytes;
     };
-    for (int64_t box = 0; box < count; ++box) {
-        const uint8_t *source = sources[box], *after = sources[std::min(box + 1, count - 1)];
+    for (int64_t first = 0; first < count; first += together) {
+        const int64_t end = first + together;
         for (int64_t i = 0; i < runs; ++i) {
-            const uint8_t *next = i + 1 < runs ? source + offset(i + 1, in) : after;
-            kRows[from][to](source + offset(i, in), targets[box] + offset(i, out), dim, rows, next);
+            const int64_t there = offset(i, in), here = offset(i, out);
+            const uint8_t *after = i + 1 < runs ? sources[first] + offset(i + 1, in) : sources[std::min(end, count - 1)];
+            for (int64_t box = first; box < end; ++box) {
+                const uint8_t *next = box + 1 < end ? sources[box + 1] + there : after;
+                kRows[from][to](sources[box] + there, targets[box] + here, dim, rows, next);
+            }
         }
     }
     __atomic_thread_fence(__ATOMIC_SEQ_CST);  // streamed stores are not ordered with what is published after them

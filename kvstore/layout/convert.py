@@ -11,12 +11,14 @@ import ctypes
 import logging
 from collections.abc import Sequence
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore.layout.layout import numbers, rows, scales
+from kvstore.pointers import address_of
 from mooncake.native import BuildFailed, load_native
 from mooncake.types import KVLayout
 
@@ -55,22 +57,43 @@ class Converter:
 
     def __call__(self, sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
         """From each source into its target: contiguous blocks of each format, or longer buffers that begin with one."""
-        if self._library is None:
-            for source, target in zip(sources, targets, strict=True):
-                there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
-                convert(there, here, self._source.dtype, self._target.dtype)
-            return
-        assert all(source.nbytes >= self._source.block_bytes for source in sources)
-        assert all(target.nbytes >= self._target.block_bytes for target in targets)
-        places = _addresses(sources, self._source_at), _addresses(targets, self._target_at)
-        self._library.convert(*places, len(sources), *self._how)
+        convert_in_turns([self], sources, targets)
+
+    def _convert_plainly(self, source: Bytes, target: Bytes) -> None:
+        there, here = rows(self._source, source)[self._there], rows(self._target, target)[self._here]
+        convert(there, here, self._source.dtype, self._target.dtype)
+
+
+def convert_in_turns(converters: Sequence[Converter], sources: Sequence[Bytes], targets: Sequence[Bytes]) -> None:
+    """As calling them, with one source and target each, over and over again: boxes of one shape in blocks of the same
+    formats. Those of one round are converted run by run, in turns, so that neighbours in a block are read as they lie
+    there."""
+    first, num_blocks = converters[0], len(sources)
+    assert num_blocks == len(targets) and num_blocks % len(converters) == 0
+    if first._library is None:
+        for converter, source, target in zip(cycle(converters), sources, targets, strict=False):
+            converter._convert_plainly(source, target)
+        return
+    assert all(source.nbytes >= first._source.block_bytes for source in sources)
+    assert all(target.nbytes >= first._target.block_bytes for target in targets)
+    places = (
+        _addresses(sources, [converter._source_at for converter in converters]),
+        _addresses(targets, [converter._target_at for converter in converters]),
+    )
+    first._library.convert(*places, num_blocks, len(converters), *first._how)
 
 
 _Numbers = ctypes.c_int64 * 4
 
 
-def _addresses(blocks: Sequence[Bytes], first: int) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(blocks))(*(block.ctypes.data + first for block in blocks))
+def _addresses(blocks: Sequence[Bytes], firsts: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    places: list[int] = []
+    last, start = None, 0
+    for block, first in zip(blocks, cycle(firsts), strict=False):
+        if block is not last:  # asking again would cost more than the rest of this
+            last, start = block, address_of(block)
+        places.append(start + first)
+    return (ctypes.c_void_p * len(places))(*places)
 
 
 def _lies(block: KVLayout, first: Place) -> tuple[int, ctypes.Array[ctypes.c_int64]]:
@@ -94,7 +117,7 @@ def _load() -> ctypes.CDLL | None:
         log.warning("converting KV in Python, at several times the cost: %s", error)
         return None
     number, memory = ctypes.c_int64, ctypes.c_void_p
-    library.convert.argtypes = (memory, memory, number, number, number, number, memory, memory, memory)
+    library.convert.argtypes = (memory, memory, number, number, number, number, number, memory, memory, memory)
     library.convert.restype = None
     return library
 

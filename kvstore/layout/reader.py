@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.checksum import Checksums
-from kvstore.layout.convert import Converter
+from kvstore.layout.convert import Converter, convert_in_turns
 from kvstore.layout.plan import BOX_BYTES, Box, Plan
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.piece_table import Lot, Pattern, PieceTable
@@ -31,7 +31,7 @@ from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import SegmentAddress
 
 BOXES_AHEAD = 4  # in flight while one is converted
-JOBS_AT_ONCE = 64  # between two looks at the clock, and near each other in the source
+ROUNDS_AT_ONCE = 64  # between two looks at the clock, and near each other in the source
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,11 @@ class LayoutReader:
                 return False
             blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
             view.check()
+            rounds = _rounds(jobs)
             # In turns: halves lie so far apart that they may be in the same banks of memory all the time.
-            other = self._helper.submit(_copy_all, jobs[::2], plan, blocks, deadline)
+            other = self._helper.submit(_copy_all, rounds[::2], plan, blocks, deadline)
             try:
-                _copy_all(jobs[1::2], plan, blocks, deadline)
+                _copy_all(rounds[1::2], plan, blocks, deadline)
             finally:
                 other.exception()  # until then it writes into the caller's memory
             other.result()
@@ -236,29 +237,50 @@ def _pattern(boxes: tuple[Box, ...]) -> Pattern:
     )
 
 
-def _copy_all(jobs: Sequence[_Job], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
+def _rounds(jobs: Sequence[_Job]) -> list[list[_Job]]:
+    """Jobs that are copied run by run, in turns: those of one source block that are the same but for their tokens, as
+    where blocks are split."""
+    rounds: dict[tuple[object, ...], list[_Job]] = {}
+    for job in jobs:
+        layer, head, _ = job.box.source_first
+        rounds.setdefault((job.slot, layer, head, job.box.count), []).append(job)
+    return list(rounds.values())
+
+
+def _copy_all(rounds: Sequence[Sequence[_Job]], plan: Plan, blocks: npt.NDArray[np.uint8], deadline: float) -> None:
     """Straight from the blocks of the mapped source. Raises ChecksumMismatch or DeadlineExceeded."""
+    converters = _converters(plan)
+    for alike in _alike(rounds):
+        time_left(deadline)
+        sources: list[npt.NDArray[np.uint8]] = []
+        for jobs in alike:
+            source = blocks[jobs[0].slot]
+            sources += [source] * len(jobs)
+            for job in jobs:
+                if job.is_verifiable:
+                    _verify(job, [source.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
+        together = [converters[id(job.box)] for job in alike[0]]
+        convert_in_turns(together, sources, [job.target for jobs in alike for job in jobs])
+
+
+@lru_cache(maxsize=256)
+def _converters(plan: Plan) -> dict[int, Converter]:
+    """By the ``id`` of each box: from its place in a source block to that in a target block."""
     target = plan.target.block(plan.target_rank)
-    converters = {
+    return {
         id(box): Converter(plan.source.block(box.rank), box.source_first, target, box.target_first, box.count)
         for box in plan.boxes
     }
-    for alike in _alike(jobs):
-        time_left(deadline)
-        for job in alike:
-            if job.is_verifiable:
-                _verify(job, [blocks[job.slot].data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
-        converters[id(alike[0].box)]([blocks[job.slot] for job in alike], [job.target for job in alike])
 
 
-def _alike(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
-    """Of ``JOBS_AT_ONCE`` those of the same box; one by one, if they are verified: what has been verified is then in a
-    cache when it is copied."""
-    for start in range(0, len(jobs), JOBS_AT_ONCE):
-        by_box: dict[int, list[_Job]] = {}
-        for job in jobs[start : start + JOBS_AT_ONCE]:
-            by_box.setdefault(id(job) if job.is_verifiable else id(job.box), []).append(job)
-        yield from by_box.values()
+def _alike(rounds: Sequence[Sequence[_Job]]) -> Iterator[list[Sequence[_Job]]]:
+    """Of ``ROUNDS_AT_ONCE`` those of the same boxes; one by one, if they are verified: what has been verified is then
+    in a cache when it is copied."""
+    for start in range(0, len(rounds), ROUNDS_AT_ONCE):
+        by_boxes: dict[tuple[int, ...], list[Sequence[_Job]]] = {}
+        for jobs in rounds[start : start + ROUNDS_AT_ONCE]:
+            by_boxes.setdefault(tuple(id(job if job.is_verifiable else job.box) for job in jobs), []).append(jobs)
+        yield from by_boxes.values()
 
 
 def _jobs(plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None]) -> list[_Job]:

@@ -13,17 +13,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstore.checksum import range_checksums
-from kvstore.layout.convert import Converter, convert
+from kvstore.layout.convert import Converter, convert, convert_in_turns
 from kvstore.layout.layout import ShardedLayout, numbers, rows, scales
 from kvstore.layout.plan import Plan, plan
-from kvstore.layout.reader import LayoutReader, Shard
+from kvstore.layout.reader import LayoutReader, Shard, _jobs, _rounds
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import ChecksumMismatch, InvalidRequest
-from mooncake.types import KVLayout
+from mooncake.types import KVLayout, SegmentAddress
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+NOWHERE = SegmentAddress("", 0, "", "", "", 1, 1)
 WIDER = {"float32": ["float32"], "bfloat16": ["bfloat16", "float32"], "int8": ["int8", "float32"]}
 
 
@@ -255,6 +256,32 @@ def test_native_code_computes_the_same_bits(
     Converter(source_form, first, target_form, (0, 0, 0), count)([source], [natively])
     Converter(source_form, first, target_form, (0, 0, 0), count, is_native=False)([source], [plainly])
     assert np.array_equal(natively, plainly)
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["C++", "Python"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parts_of_a_block_in_turns_are_what_they_are_one_by_one(dtype: str, is_native: bool):
+    random = np.random.default_rng(1)
+    whole, quarter = KVLayout(3, 2, 64, 8, "bfloat16"), KVLayout(3, 2, 16, 8, dtype)
+    sources = [random.integers(0, 120, whole.block_bytes, np.uint8) for _ in range(2)]
+    firsts = [(0, 0, 16 * part) for part in (2, 0, 3)]
+    parts = [Converter(whole, first, quarter, (0, 0, 0), (3, 2, 16), is_native) for first in firsts]
+    together, alone = ([np.zeros(quarter.block_bytes, np.uint8) for _ in range(6)] for _ in range(2))
+    convert_in_turns(parts, [source for source in sources for _ in parts], together)
+    for number, target in enumerate(alone):
+        parts[number % 3]([sources[number // 3]], [target])
+    assert all(map(np.array_equal, together, alone)) and not np.array_equal(alone[0], alone[1])
+
+
+def test_a_block_that_is_split_is_read_as_it_lies_there():
+    """In turns, a run for each of the blocks that it becomes; what is verified is read layer by layer anyway."""
+    split, shards = plan(model(1, 1, 64), model(1, 1, 16), 0), {0: Shard(NOWHERE, [7, 3])}
+    targets = [None if number == 1 else _block(model(1, 1, 16)) for number in range(8)]
+    rounds = _rounds(_jobs(split, shards, targets))
+    assert {tuple(job.slot for job in jobs) for jobs in rounds} == {(7,) * 3, (3,) * 4}
+    assert [job.box.source_first[2] for job in rounds[0]] == [0, 32, 48]
+    joined = plan(model(1, 1, 16), model(1, 1, 64), 0)
+    assert all(len(jobs) == 1 for jobs in _rounds(_jobs(joined, shards, [_block(model(1, 1, 64))])))
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["C++", "Python"])
