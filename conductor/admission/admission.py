@@ -7,6 +7,7 @@ placement to their end, because they determine how busy decoding will be when a 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -87,9 +88,16 @@ class Admission:
         return self.rule is baseline
 
     def decide(
-        self, query: PlacementQuery, placement: Placement, now: float, max_tokens: int, band: Band = Band.NORMAL
+        self,
+        query: PlacementQuery,
+        placement: Placement,
+        now: float,
+        max_tokens: int,
+        band: Band = Band.NORMAL,
+        may_enter: Callable[[Verdict], bool] = lambda verdict: True,
     ) -> Verdict:
-        """Whether the request fits where it would be placed, without room that is reserved for returning clients."""
+        """Whether the request fits where it would be placed, without room that is reserved for returning clients.
+        One that fits and still has to wait, because it may not ``may_enter``, is not counted: it is decided again."""
         self._check_past_refusals(query, now)
         candidate = self._candidate(query, placement, now, max_tokens)
         verdict = self._predict(candidate)
@@ -101,8 +109,9 @@ class Admission:
         if not is_on_time and band is not Band.URGENT and verdict.is_admitted and self.reservations.is_due(now):
             verdict = verdict._replace(is_admitted=False, is_reserved=True)
         if verdict.is_admitted:
-            self.stats.admitted += 1
-            self.reservations.admitted(client, now)
+            if may_enter(verdict):
+                self.stats.admitted += 1
+                self.reservations.admitted(client, now)
             return verdict
         self.stats.refused += 1
         self.stats.refused_again += is_on_time

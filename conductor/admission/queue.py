@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from conductor.admission.admission import Admission, Mode, Verdict
 from conductor.admission.fair_queue import Band, Entry, FairQueue
@@ -68,8 +69,9 @@ class AdmissionQueue:
         """
         if self.is_unlimited:
             return
-        verdict = self._decide(facts, max_tokens, band)
-        if self._fits(verdict) and self._may_overtake(band, verdict):
+        may_enter = partial(self._may_overtake, band)
+        verdict = self._decide(facts, max_tokens, band, may_enter)
+        if self._fits(verdict) and may_enter(verdict):
             return
         if self.admission.mode is Mode.HARD and band is not Band.BATCH:
             raise Overloaded(_reason(verdict), verdict.retry_after_s)
@@ -104,10 +106,12 @@ class AdmissionQueue:
             self.admission.finished(booking, self._clock(), output_tokens)
             self._admit_next()
 
-    def _decide(self, facts: RequestFacts, max_tokens: int, band: Band) -> Verdict:
+    def _decide(
+        self, facts: RequestFacts, max_tokens: int, band: Band, may_enter: Callable[[Verdict], bool]
+    ) -> Verdict:
         now = self._clock()
         query = self._scheduler.query(facts, now)
-        return self.admission.decide(query, self._scheduler.answer(query), now, max_tokens, band)
+        return self.admission.decide(query, self._scheduler.answer(query), now, max_tokens, band, may_enter)
 
     def _fits(self, verdict: Verdict) -> bool:
         """No request waits for room that even an empty cluster would not have."""
@@ -140,15 +144,15 @@ class AdmissionQueue:
         """Admit the first queued request if it fits now; the next check comes once it is booked. One that finds no node
         leaves the queue, to wait for a node like all others; so does one with too little time left."""
         while (entry := self._queue.peek(is_idle=True)) is not None:
-            queued = entry.item
+            queued, may_enter = entry.item, partial(self._has_capacity, entry.band)
             facts = queued.facts._replace(budget_ms=(entry.deadline - self._clock()) * 1e3)
             try:
-                verdict = self._decide(facts, queued.max_tokens, entry.band)
+                verdict = self._decide(facts, queued.max_tokens, entry.band, may_enter)
             except (NodeUnavailable, Overloaded) as error:
                 self._queue.remove(queued)
                 queued.refuse(error)
                 continue
-            if not (self._fits(verdict) and self._has_capacity(entry.band, verdict)):
+            if not (self._fits(verdict) and may_enter(verdict)):
                 return
             self._queue.pop(is_idle=True)
             if not queued.admitted.done():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from placing import Cluster
 
-from conductor.admission.queue import AdmissionQueue
+from conductor.admission.queue import POLL_S, AdmissionQueue
 from conductor.api import InferenceRequest
 from conductor.ingress.metrics import Metrics
 from conductor.placement.scheduler import Scheduler
@@ -193,6 +193,19 @@ async def test_urgent_requests_go_first_and_batch_work_waits_for_an_idle_cluster
         )
     await asyncio.gather(*running, *asked)
     assert order[0] == -1
+    await cluster.is_quiet()
+
+
+async def test_batch_work_that_fits_and_is_held_back_is_counted_once_it_enters(start_cluster: Any) -> None:
+    """It is decided again and again. Retry times follow from how many enter in a minute."""
+    cluster, running = await full_cluster(start_cluster, tbt_limit_ms=18.0)
+    queue, stats = cluster.core.dispatcher.admission_queue, cluster.core.dispatcher.stats.admission
+    batch = asyncio.create_task(cluster.generate(replace(cluster.request(PROMPT, 2), priority=100)))
+    await cluster.eventually(lambda: queue.num_waiting == 1)
+    await asyncio.sleep(4 * POLL_S)
+    assert (queue.num_waiting, stats.admitted, stats.refused) == (1, 2, 0)
+    await asyncio.gather(batch, *running)
+    assert (stats.admitted, stats.refused) == (3, 0)
     await cluster.is_quiet()
 
 
