@@ -155,14 +155,12 @@ class Answer:
         )
         self._last_id = -1
         self._watch = Stopwatch(job.arrived_at)
-        self._summary = RequestSummary()
+        self.summary = RequestSummary()  # the latest of the request's
         self.num_tokens = 0
         self.is_complete = False
 
     def take(self, delta: Delta, now: float) -> Piece:
         """Raises InternalError when the core lost a token, Cancelled when it gave the answer up."""
-        if delta.summary is not None:
-            self._summary = delta.summary
         if delta.finish_reason is FinishReason.ABORT:
             raise Cancelled("the request was cancelled")
         tokens: list[SampledToken] = []
@@ -199,8 +197,8 @@ class Answer:
 
     def _complete(self, reason: FinishReason, now: float) -> Outcome:
         self.is_complete = True
-        usage = Usage(len(self._job.request.tokens), self.num_tokens, self._summary.report.cached_tokens)
-        outcome = Outcome(reason, usage, self._watch.read(now), self._summary, self._stop_reason(reason))
+        usage = Usage(len(self._job.request.tokens), self.num_tokens, self.summary.report.cached_tokens)
+        outcome = Outcome(reason, usage, self._watch.read(now), self.summary, self._stop_reason(reason))
         self._observer.finished(outcome, prompt_counts=self._choice == 0)
         return outcome
 

@@ -151,6 +151,9 @@ class Pipeline:
             async with contextlib.aclosing(deltas):
                 while unfinished:
                     delta = await self._next(deltas, request.deadline)
+                    if delta.summary is not None:  # of all answers: it comes once, and with those that the core ends
+                        for answer in answers:
+                            answer.summary = delta.summary
                     if delta.choice not in unfinished:
                         continue
                     if delta.prompt_logprobs is not None:  # the prompt is shared by all answers

@@ -112,6 +112,7 @@ class Script:
     refusal: Exception | None = None  # of any request, whatever it asks
     cached_tokens: int = 0
     blended_tokens: int = 0
+    reported_to: int = 0  # the choice whose first token brings the report of the prompt, as the core passes it on once
     asked: list = field(default_factory=list)
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
@@ -204,7 +205,8 @@ class Script:
             timings=Timings(1, 2, 3, 4, 5),
             blended_tokens=self.blended_tokens,
         )
-        summary = RequestSummary(report, "prefill-0", "decode-0") if index == 0 or reason else None
+        has_report = reason is not None or (index, choice) == (0, self.reported_to)
+        summary = RequestSummary(report, "prefill-0", "decode-0") if has_report else None
         return Delta((SampledToken(index, token_id, logprob),), reason, summary, choice)
 
 

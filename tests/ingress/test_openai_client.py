@@ -102,6 +102,15 @@ async def test_a_choice_that_meets_a_stop_string_ends_alone(front, client):
     await front.script.until_closed()
 
 
+@pytest.mark.parametrize("reported_to", [0, 1])
+async def test_choices_that_meet_stop_strings_tell_of_the_cache_whichever_brought_the_report(
+    front, client, reported_to
+):
+    front.script.ends, front.script.cached_tokens, front.script.reported_to = False, 1, reported_to
+    answer = await client.completions.create(model="bytes", prompt="xy", n=2, stop="w", max_tokens=999)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
 async def test_best_of_keeps_the_likeliest_answers(front, client):
     front.script.late_logprob = 0.1
     answer = await client.completions.create(model="bytes", prompt="x", n=2, best_of=4)
