@@ -17,7 +17,7 @@ from typing import ClassVar
 import msgspec
 
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN
-from conductor.ingress.parsers.parts import NOT_JSON, SurrogateFilter
+from conductor.ingress.parsers.parts import NOT_JSON
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import Guide, GuideKind
 from mooncake.text.chat_template import ChatCall, ChatMessage
@@ -219,8 +219,11 @@ def chat_calls(calls: Sequence[SaidCall], where: str) -> tuple[ChatCall, ...]:
 
 
 def _arguments(call: SaidCall, where: str) -> dict[str, object]:
+    text = call.function.arguments or "{}"
     try:
-        arguments = json.loads(SurrogateFilter().take(call.function.arguments or "{}"))
+        arguments = json.loads(text)
+        if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which is no text: a question mark instead
+            arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
     except NOT_JSON:
         raise InvalidRequest("arguments are not JSON", where) from None
     if not isinstance(arguments, dict):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import timeit
 
 import openai
 import pytest
@@ -11,6 +12,7 @@ import pytest_asyncio
 
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN, JsonCallParser
 from conductor.ingress.parsers.parts import CallPart, FirstCallParser, joined_calls
+from conductor.ingress.tools import SaidCall, SaidFunction, chat_calls
 from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.sampling import GuideKind
@@ -116,6 +118,17 @@ async def test_a_call_that_a_stop_string_cuts_asks_for_nothing(front, client):
 
     assert whole.finish_reason == choices[-1].finish_reason == "stop"
     assert whole.message.tool_calls[0].function.arguments == '{"city": "'
+
+
+async def test_a_call_s_arguments_take_little_longer_than_their_json_however_many_escapes_they_have():
+    text = json.dumps({"file": "\n" * 300_000})
+    call = SaidCall(SaidFunction("write", text))
+    parsing, taking = (
+        min(timeit.repeat(work, number=1, repeat=5))
+        for work in (lambda: json.loads(text), lambda: chat_calls([call], "messages[0].tool_calls"))
+    )
+
+    assert taking < 20 * parsing
 
 
 async def test_half_a_surrogate_pair_in_a_call_does_not_lock_its_conversation(front, client):
