@@ -107,7 +107,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         requested = wanted.max_tokens if wanted.HasField("max_tokens") else None
         self._prompts.check_room(len(tokens), requested, "max_tokens")
         wanted.max_tokens = self._prompts.max_tokens(len(tokens), requested, default)
-        bad_words = self._prompts.bad_words(request.bad_words)
+        bad_words = await self._prompts.bad_words(request.bad_words)
         wanted.bad_words.extend(common_pb2.TokenRun(ids=word) for word in bad_words)
         sampling = sampling_from_wire(wanted, self._pipeline.model.sampling)
         await self._prompts.check_guide(sampling.guide)

@@ -97,7 +97,7 @@ class Intake:
         keep = self.prompts.to_keep(fields.truncate_prompt_tokens, fields.truncation_side, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
         max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
-        bad_words = self.prompts.bad_words(fields.bad_words or ())
+        bad_words = await self.prompts.bad_words(fields.bad_words or ())
         tokenizer = self.prompts.tokenizer
         start = self.output_format.start(
             tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening

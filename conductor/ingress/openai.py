@@ -143,7 +143,7 @@ class OpenAIApi:
         extras = self._intake.extras(body, body.logprobs is not None, body.stream_interval)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
         max_new = 1 if is_echo_alone else max_new
-        bad_words = self._prompts.bad_words(body.bad_words or ())
+        bad_words = await self._prompts.bad_words(body.bad_words or ())
         writer = EchoWriter if is_echo_alone else CompletionWriter
         for tokens in prompts:
             self._prompts.check_room(len(tokens), body.max_tokens, "max_tokens")

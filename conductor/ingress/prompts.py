@@ -23,6 +23,7 @@ from mooncake.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from mooncake.types import TokenIds
 
 MAX_MESSAGES = 4096
+MESSAGE_CHARS = 512  # a chat template takes as long for a message as a tokenizer for so many characters, at least
 
 T = TypeVar("T")
 
@@ -99,7 +100,8 @@ class Prompts:
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a conversation of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(
-            len(text), lambda: self.tokenizer.encode_chat(messages, variables, continue_final)
+            len(text) + MESSAGE_CHARS * len(messages),
+            lambda: self.tokenizer.encode_chat(messages, variables, continue_final),
         )
         return self._fitting(tokens, param, keep)
 
@@ -131,9 +133,9 @@ class Prompts:
             raise InvalidRequest(what, "truncate_prompt_tokens")
         return Keep(count, side == "right")
 
-    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    async def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Token sequences of these words. Raises InvalidRequest."""
-        return bad_word_tokens(self.tokenizer, words)
+        return await self._maybe_in_thread(2 * sum(map(len, words)), lambda: bad_word_tokens(self.tokenizer, words))
 
     def as_tokens(self, ids: Sequence[int], param: str) -> TokenIds:
         """Raises InvalidRequest for an id that is not in the vocabulary."""

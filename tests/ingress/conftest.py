@@ -40,6 +40,7 @@ class ByteTokenizer:
 
     def __init__(self):
         self.chats_in = []  # threads
+        self.words_in = []  # likewise
         self.named_tokens = {"eos_token": "<end>"}
 
     @property
@@ -53,6 +54,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
 
     def encode_more(self, text):
+        self.words_in.append(threading.current_thread().name)
         return self.encode(text)
 
     def only_token(self, text):

@@ -424,6 +424,21 @@ async def test_what_a_template_reads_beside_the_messages_counts_as_text(open_fro
         assert beside != loop
 
 
+async def test_many_short_messages_and_long_bad_words_do_not_block_the_event_loop_either(open_front):
+    """A template takes as long for a message of one character as for a longer one."""
+    async with open_front() as front:
+        words = [f"{number}{'x' * 200}" for number in range(400)]  # of too many tokens, as their tokenizing shows
+        for body, status in (
+            ({"bad_words": ["x"]}, 200),
+            ({"messages": CHAT["messages"] * 200, "bad_words": words}, 400),
+        ):
+            assert (await front.http.post("/v1/chat/completions", json=CHAT | body)).status_code == status
+
+        for threads in (front.tokenizer.chats_in, front.tokenizer.words_in):
+            assert threads[0] == threading.current_thread().name
+            assert threads[-1] != threads[0]
+
+
 async def test_health_says_what_the_cluster_waits_for(front):
     assert (await front.http.get("/health/ready")).status_code == 200
 
