@@ -139,11 +139,15 @@ class CostModel:
 
     def take_changed(self, limit: int) -> list[Changed]:
         """Up to ``limit`` changed costs, each reported once. ALL_NODES stands for every node without samples of its
-        own."""
+        own. Each kind has its turn, and within a kind the first to change: many nodes change faster than this is asked.
+        """
+        kinds = (("prefill", self._prefill), ("decode", self._decode), ("transfer", self._transfer))
         changed: list[Changed] = []
-        for kind, fits in (("prefill", self._prefill), ("decode", self._decode), ("transfer", self._transfer)):
-            while fits.changed and len(changed) < limit:
-                node_id, _, peer = fits.changed.popitem()[0].partition(_PAIR)
+        while waiting := [(kind, fits) for kind, fits in kinds if fits.changed][: limit - len(changed)]:
+            for kind, fits in waiting:
+                name = next(iter(fits.changed))
+                del fits.changed[name]
+                node_id, _, peer = name.partition(_PAIR)
                 changed.append(Changed(kind, node_id, peer))
         return changed
 

@@ -175,6 +175,19 @@ def test_each_change_is_returned_once() -> None:
     assert costs.take_changed(10) == []
 
 
+def test_no_change_is_left_out_however_many_others_there_are() -> None:
+    """As with hundreds of nodes, each of which reports twice a second."""
+    costs, told = CostModel(), set()
+    for _ in range(40):
+        for number in range(20):
+            costs.observe_prefill(f"p{number}", 100, 0, 10.0)
+        costs.observe_decode("d0", 4, 1000, 20.0)
+        costs.observe_transfer("p0", "d0", 1000, 1.0)
+        told.update(costs.take_changed(4))
+    assert {("prefill", f"p{number}", "") for number in range(20)} <= told
+    assert {("decode", "d0", ""), ("transfer", "p0", "d0"), ("transfer", "", "")} <= told
+
+
 @given(st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=3, max_size=3))
 def test_the_unrolled_solver_equals_the_general_one(values: list[list[float]]) -> None:
     moment = [[sum(row[i] * row[j] for row in values) for j in range(3)] for i in range(3)]
