@@ -6,6 +6,7 @@ It knows neither what the messages mean nor which attempt they belong to.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.errors import CODE_KEY, error_from_rpc
 from mooncake.rpc.server import TAKEN_KEY
 from mooncake.types import Role
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +149,9 @@ class NodeCall:
                 raise
             # grpc.aio reports this when the other side cancelled: its server is stopping
             return CallEnded(NodeUnavailable(f"{peer} stopped"), is_lost=True)
+        except Exception:  # our bug, or gRPC's: otherwise the request would wait for this call until its deadline
+            log.exception("unexpected error in the call to %s", peer)
+            return CallEnded(InternalError(f"the call to {peer} failed; the conductor's log has the details"))
         return CallEnded()
 
 
