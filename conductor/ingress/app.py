@@ -89,7 +89,7 @@ class Ingress:
         intake = Intake(self._pipeline, answers, self._timeout_s)
         app: ASGIApp = KeyMiddleware(self._app(intake, keep_alive_s), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
-            exposed = ("x-request-id", "x-mooncake-warning", "retry-after")
+            exposed = ("x-request-id", "x-mooncake-warning", "retry-after", "retry-after-ms", "x-should-retry")
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=exposed)
         edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = HttpServer(edge, limits)

@@ -15,7 +15,7 @@ from conductor.ingress.access import OPEN_PATHS
 from mooncake.api_keys import API_KEY_ENV, ApiKeys
 from mooncake.client import Client
 from mooncake.config import ConductorSection, Config, load_config, masked
-from mooncake.errors import ConfigError, Unauthenticated
+from mooncake.errors import ConfigError, Overloaded, Unauthenticated
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc import inference_pb2_grpc
 
@@ -173,6 +173,11 @@ async def test_scripts_of_web_pages_call_where_their_origin_is_allowed(open_fron
         assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "https://page")
         refused = await front.http.post("/v1/chat/completions", json=CHAT, headers={"origin": "https://page"})
         assert refused.status_code == 401 and "access-control-allow-origin" in refused.headers  # the page can tell why
+        front.script.refusal = Overloaded("full", 2.5)
+        busy = await front.http.post("/v1/chat/completions", json=CHAT, headers=headers)
+        read_by_clients = {"retry-after", "retry-after-ms", "x-should-retry", "x-request-id"}
+        assert busy.status_code == 429
+        assert read_by_clients <= set(busy.headers["access-control-expose-headers"].split(", "))
         other = await front.http.get("/health", headers={"origin": "https://other"})
         assert "access-control-allow-origin" not in other.headers
 
