@@ -39,7 +39,7 @@ COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may us
 
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only guards against a stuck request
 
-_REQUEST_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+_REQUEST_ID = re.compile(r"[\w.:\-]{1,144}", re.ASCII)  # a client's 128, and what HTTP puts before and behind them
 _SALT = re.compile(r"[!-~]{0,128}")  # as long as vLLM's, in what base64 and others write
 
 Emit = Callable[[int, Piece], Awaitable[None]]

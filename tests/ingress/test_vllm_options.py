@@ -108,8 +108,9 @@ async def test_the_answer_has_the_id_that_was_asked_for(front):
         ("/v1/chat/completions", "chatcmpl-", {"messages": MESSAGES}),
         ("/v1/responses", "resp_", {"input": "x"}),
     ):
-        answer = await front.http.post(path, json=body | {"request_id": "mine.1"})
-        assert answer.json()["id"] == f"{prefix}mine.1" and "x-mooncake-warning" not in answer.headers
+        for own in ("mine.1", "i" * 128):  # the longest of which an error speaks
+            answer = await front.http.post(path, json=body | {"request_id": own})
+            assert answer.json()["id"] == f"{prefix}{own}" and "x-mooncake-warning" not in answer.headers
     refused = await front.http.post("/v1/completions", json={"prompt": "x", "request_id": "a b"})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
 
