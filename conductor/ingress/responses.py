@@ -10,6 +10,7 @@ import itertools
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -28,6 +29,7 @@ from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai_answers import ContentLogprob
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
+from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.responses_types import (
     CallItem,
     ChosenTool,
@@ -68,6 +70,7 @@ from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason, SampledToken
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
+MAX_ITEMS = 4 * MAX_MESSAGES  # of an input: one turn is reasoning, text and several calls
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
 _OTHER_CALLS = ("input_tokens", "compact", "render")  # OpenAI routes at the place of a response's id
 _ROLES = ("user", "assistant", "system", "developer")
@@ -106,7 +109,7 @@ class ResponsesApi:
         call = replace(call, fields=fields, headers=_headers(call, body))
         effort = body.reasoning.effort if body.reasoning is not None else None
         variables = chosen_variables(body.chat_template_kwargs, effort)
-        conversation = Conversation(_messages(body), tools, variables, param="input")
+        conversation = Conversation(input_messages(body), tools, variables, param="input")
         job = await intake.chat_job(call, conversation, body.max_output_tokens, logprobs)
         intake.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or intake.pipeline.model.name, job.request.sampling)
@@ -374,23 +377,25 @@ def _tools(body: ResponsesRequest) -> Tools | None:
     return tools_of(tools, choice, body.parallel_tool_calls)
 
 
-def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+def input_messages(body: ResponsesRequest) -> list[ChatMessage]:
     """Raises InvalidRequest, naming the item, for anything but text, calls and their results."""
     messages = [ChatMessage("system", body.instructions)] if body.instructions else []
     if isinstance(body.input, str):
         return [*messages, ChatMessage("user", body.input)]
-    for number, item in enumerate(body.input):
-        message = _message(item, f"input[{number}]")
-        if message.role == "assistant" and messages and messages[-1].role == "assistant":  # one turn in several items
-            message = _as_one(messages.pop(), message)
-        messages.append(message)
+    if len(body.input) > MAX_ITEMS:
+        raise InvalidRequest(f"at most {MAX_ITEMS} items are allowed", "input")
+    said = [_message(item, f"input[{number}]") for number, item in enumerate(body.input)]
+    for role, items in itertools.groupby(said, attrgetter("role")):
+        turn = list(items)
+        messages += [_as_one(turn)] if role == "assistant" else turn
     return messages
 
 
-def _as_one(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    content = "\n".join(filter(None, (first.content, second.content)))
-    thought = "\n".join(filter(None, (first.thought, second.thought)))
-    return ChatMessage("assistant", content, thought, (*first.calls, *second.calls))
+def _as_one(items: Sequence[ChatMessage]) -> ChatMessage:
+    """A turn of the assistant, which comes in several items."""
+    content = "\n".join(item.content for item in items if item.content)
+    thought = "\n".join(item.thought for item in items if item.thought)
+    return ChatMessage("assistant", content, thought, tuple(call for item in items for call in item.calls))
 
 
 def _message(item: InputItem, where: str) -> ChatMessage:

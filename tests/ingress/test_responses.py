@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 
 import openai
 import pytest
 import pytest_asyncio
 
+from conductor.ingress.openai_types import decode_request
+from conductor.ingress.responses import MAX_ITEMS, input_messages
+from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.errors import NodeUnavailable
 from mooncake.sampling import GuideKind
 
@@ -230,10 +234,32 @@ async def test_a_call_that_is_not_offered_is_not_taken_for_a_response(front):
     assert refused.json()["error"]["message"].startswith("/v1/responses/input_tokens is not offered here")
 
 
+async def test_one_turn_of_the_assistant_may_come_in_many_items():
+    """They are read in time that grows with their number, not with its square: nobody else is served meanwhile."""
+
+    def read(count):
+        thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+        said, call = {"role": "assistant", "content": "x" * 200}, {"type": "function_call", "name": "f", "call_id": "c"}
+        items = [{"role": "user", "content": "Hi"}, thought, *[call] * count, *[said] * count]
+        request, _ = decode_request(json.dumps({"input": items}).encode(), ResponsesRequest)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            messages = input_messages(request)
+            times.append(time.perf_counter() - began)
+        return messages, min(times)
+
+    (user, turn), taken_s = read(1000)
+    assert (user.role, turn.role, turn.thought, len(turn.calls)) == ("user", "assistant", "Hm", 1000)
+    assert turn.content == "\n".join(["x" * 200] * 1000)
+    assert read(8000)[1] < 24 * taken_s
+
+
 @pytest.mark.parametrize(
     ("wishes", "param"),
     [
         ({"input": 5}, "input"),
+        ({"input": [{"role": "assistant", "content": "x"}] * (MAX_ITEMS + 1)}, "input"),
         ({"input": []}, "input"),
         ({"input": [{"role": "tool", "content": "x"}], "instructions": "x"}, "input[0].role"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
