@@ -188,7 +188,7 @@ class _ClusterCollector(Collector):
         stats = self._stats
         yield GaugeMetricFamily("mooncake_ready", "1 when requests can be served", float(status.ready))
         yield GaugeMetricFamily("mooncake_requests_running", "Requests admitted and not ended", status.requests_running)
-        yield CounterMetricFamily("mooncake_requests", "Requests admitted", status.requests_total)
+        yield CounterMetricFamily("mooncake_requests", "Requests that came, refused ones too", status.requests_total)
         yield CounterMetricFamily("mooncake_requests_cancelled", "Requests whose client left", stats.cancelled)
         yield CounterMetricFamily("mooncake_retries", "Attempts tried again on another pair", stats.retries)
         yield CounterMetricFamily("mooncake_tails", "Prompts computed where they are decoded", stats.local_prefills)
