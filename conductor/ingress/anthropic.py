@@ -44,6 +44,7 @@ from conductor.ingress.intake import Intake, warning
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
+from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.text.chat_template import ChatCall, ChatMessage
@@ -271,6 +272,7 @@ def _thinking_budget(body: MessagesRequest, can_limit: bool) -> int | None:
 
 def _conversation(body: CountRequest) -> Conversation:
     """Raises InvalidRequest, naming the field."""
+    check_count(body.messages, "messages")
     effort = body.output_config.effort if body.output_config is not None else None
     thinking = {"enable_thinking": body.thinking.type != "disabled"} if body.thinking is not None else {}
     variables = chosen_variables(thinking | (body.chat_template_kwargs or {}), effort)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from conductor.ingress.openai_types import ContentPart, Message
 from conductor.ingress.parsers.output_format import OutputFormat
+from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Tools, chat_calls, in_words
 from mooncake.errors import InvalidRequest, shown
 from mooncake.text.chat_template import ROLES, ChatMessage
@@ -43,7 +44,8 @@ class Conversation:
 
 
 def chat_messages(messages: Sequence[Message], param: str = "messages") -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the message, for an unknown role or content that is not text."""
+    """Raises InvalidRequest for too many, and, naming the message, for an unknown role or content that is not text."""
+    check_count(messages, param)
     return [_chat_message(message, f"{param}[{number}]") for number, message in enumerate(messages)]
 
 

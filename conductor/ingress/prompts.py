@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -88,8 +88,7 @@ class Prompts:
         variables = {**self.model.chat_variables, **(variables or {})}
         if not messages:
             raise InvalidRequest("at least one message is needed", param)
-        if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
+        check_count(messages, param)
         for number, message in enumerate(messages):
             if message.role not in roles:
                 known = ", ".join(roles)
@@ -199,6 +198,12 @@ class Prompts:
 
     def _too_long(self, what: str, param: str) -> ContextTooLong:
         return ContextTooLong(f"{what} leaves no room for an answer: the context is {self.context_len} tokens", param)
+
+
+def check_count(messages: Sized, param: str) -> None:
+    """Call it before they are looked at one by one. Raises InvalidRequest for too many."""
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequest(f"at most {MAX_MESSAGES} messages are allowed", param)
 
 
 def _as_told(variables: Mapping[str, object] | None) -> str:

@@ -19,6 +19,7 @@ from conductor.ingress.openai_types import (
     TokenizeRequest,
     decode_request,
 )
+from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
@@ -123,6 +124,16 @@ async def test_bodies_that_have_broken_servers(front, raw):
 
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@in_module_loop
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
+async def test_too_many_messages_are_counted_before_they_are_looked_at(front, path):
+    messages = [{"role": "user", "content": "x"}] * MAX_MESSAGES + [{"role": "nobody", "content": "x"}]
+    response = await front.http.post(path, json={"messages": messages, "max_tokens": 5})
+
+    assert response.status_code == 400
+    assert f"at most {MAX_MESSAGES} messages are allowed" in response.json()["error"]["message"]
 
 
 LONG = int("9" * 400)
