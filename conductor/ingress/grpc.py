@@ -36,6 +36,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
         job = await self._job(request, context)
+        self._pipeline.check_scores([job])
         with self._cancelled_after(job.request.deadline):
             async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
                 async for piece in pieces:

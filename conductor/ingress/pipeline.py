@@ -34,6 +34,7 @@ from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
+MAX_SCORES = 1 << 20  # of prompts, told at once: they are worded on the event loop, in microseconds each
 MAX_PRIORITY = (1 << 31) - 1
 COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may use what is left of the context
 
@@ -99,6 +100,15 @@ class Pipeline:
         except Overloaded as error:
             self._observer.failed(error.code)
             raise
+
+    def check_scores(self, jobs: Sequence[Job]) -> None:
+        """Raises InvalidRequest when the log-probabilities of the prompts, which each choice tells, are too many."""
+        requests = [job.request for job in jobs if job.request.sampling.prompt_logprobs is not None]
+        tokens = sum(request.sampling.n * len(request.tokens) for request in requests)
+        scores = tokens * (1 + max((request.sampling.prompt_logprobs or 0 for request in requests), default=0))
+        if scores > MAX_SCORES:
+            what = f"the log-probabilities of prompts, told for each choice and with alternatives, are {scores}"
+            raise InvalidRequest(f"{what}: at most {MAX_SCORES} are told at once", "prompt_logprobs")
 
     def job(
         self,
@@ -195,8 +205,9 @@ class Pipeline:
     async def run(self, jobs: Sequence[Job], emit: Emit) -> None:
         """Answer several jobs at once; ``emit(number, piece)`` gets pieces, with answers numbered across all jobs.
 
-        The first failure cancels all others and is raised.
+        The first failure cancels all others and is raised. Raises like ``check_scores``.
         """
+        self.check_scores(jobs)
         deadline = max(job.request.deadline for job in jobs)
         first = 0
         try:

@@ -116,6 +116,13 @@ async def test_the_prompt_s_log_probabilities_come_with_every_answer(front, best
     assert len(answer.others) == 1 and plain.prompt_logprobs is None
 
 
+async def test_the_prompt_s_log_probabilities_have_a_bound_over_all_answers(front, stub):
+    wishes = {"n": 20, "prompt_logprobs": 20, "max_tokens": 1}
+    with pytest.raises(grpc.aio.AioRpcError, match="told for each choice and with alternatives, are 1260000"):
+        await stub.Generate(pb.GenerateRequest(text="x" * 3000, sampling=wishes)).read()
+    assert not front.script.asked
+
+
 async def test_the_client_says_what_comes_first_and_which_model_answers(front):
     await say(front, prompt="ab", priority=-7, model="bytes", session="s-1")
 

@@ -647,6 +647,22 @@ async def test_a_prompt_alone_is_scored_by_asking_for_no_tokens(front, client, s
         await client.completions.create(model="bytes", prompt="Hi", max_tokens=0)
 
 
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"n": 20, "extra_body": {"prompt_logprobs": 20}},
+        {"n": 20, "extra_body": {"prompt_logprobs": 20}, "stream": True},
+        {"n": 20, "echo": True, "logprobs": 20},
+        {"prompt": ["x" * 3000] * 20, "extra_body": {"prompt_logprobs": 20}},
+    ],
+)
+async def test_the_scores_of_prompts_have_a_bound_over_all_choices(front, client, wishes):
+    """Each choice tells them all, and nobody else is served while they are put into words."""
+    with pytest.raises(openai.BadRequestError, match="told for each choice and with alternatives, are 1260000"):
+        await client.completions.create(**{"model": "bytes", "prompt": "x" * 3000, "max_tokens": 1} | wishes)
+    assert not front.script.asked
+
+
 async def test_prompt_logprobs_have_vllms_form(front, client):
     extra = {"prompt_logprobs": 1}
     answer = await client.completions.create(model="bytes", prompt="Hi", max_tokens=1, extra_body=extra)
