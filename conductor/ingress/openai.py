@@ -6,6 +6,7 @@ nothing itself (``pipeline.py``).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -251,6 +252,12 @@ class OpenAIApi:
             plan.writers[number].take(piece)
 
         await unless_gone(plan.call.request.receive, self._pipeline.run(plan.jobs, take))
+        asked = plan.jobs[0].request.sampling
+        if asked.logprobs is not None or asked.prompt_logprobs is not None:  # many words for each token
+            return await asyncio.to_thread(self._whole, plan)
+        return self._whole(plan)
+
+    def _whole(self, plan: Plan) -> Response:
         choices = [writer.whole() for writer in plan.writers]
         scores = plan.writers[0].prompt_scores() if plan.wording is CHAT else UNSET  # completions have them per choice
         head = PromptHead(plan.prompt_token_ids, plan.prompt_text)

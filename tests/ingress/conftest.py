@@ -41,6 +41,7 @@ class ByteTokenizer:
     def __init__(self):
         self.chats_in = []  # threads
         self.words_in = []  # likewise
+        self.named_in = []  # likewise: where tokens are told by their bytes
         self.named_tokens = {"eos_token": "<end>"}
 
     @property
@@ -78,6 +79,8 @@ class ByteTokenizer:
         return b"".join(self.token_bytes(int(token_id), skip_special) for token_id in ids).decode(errors="replace")
 
     def token_bytes(self, token_id, skip_special=True):
+        if not skip_special:
+            self.named_in.append(threading.current_thread().name)
         return bytes([token_id]) if token_id != EOS else b"" if skip_special else b"<end>"
 
     def stream(self, skip_special=True, kept=frozenset()):

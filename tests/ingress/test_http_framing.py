@@ -439,6 +439,24 @@ async def test_many_short_messages_and_long_bad_words_do_not_block_the_event_loo
             assert threads[-1] != threads[0]
 
 
+@pytest.mark.parametrize(
+    ("path", "wishes"),
+    [
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 5}),
+        ("/v1/completions", {"prompt": "x", "echo": True, "logprobs": 0}),
+        ("/v1/completions", {"prompt": "xy", "prompt_logprobs": 1}),
+    ],
+)
+async def test_the_log_probabilities_of_a_whole_answer_do_not_block_the_event_loop(open_front, path, wishes):
+    """They are many, and all are put into words at its end."""
+    async with open_front() as front:
+        answer = await front.http.post(path, json=wishes)
+
+        told = answer.json()["choices"][0]
+        assert told["logprobs"] or told["prompt_logprobs"]
+        assert front.tokenizer.named_in[-1] != threading.current_thread().name
+
+
 async def test_health_says_what_the_cluster_waits_for(front):
     assert (await front.http.get("/health/ready")).status_code == 200
 
