@@ -7,6 +7,7 @@ that ``import mooncake`` costs nothing and only ``LLM`` brings in torch.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
+
+# gRPC writes lines of its own to stderr: of a connection that a peer ends, a certificate that it does not trust, a port
+# that is taken. Those who call are told anyway. It reads this when it is imported, which is therefore not done before.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __all__ = [
     "LLM",
