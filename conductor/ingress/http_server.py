@@ -260,7 +260,8 @@ class HttpServer:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             listener = socket.create_server((host, port), family=family, backlog=512)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {error.strerror or error}") from None
+            reason = (error.strerror or str(error)).partition(" (while")[0]  # Python adds the address
+            raise ConfigError(f"cannot listen on {host}:{port} for HTTP: {reason}") from None
         listener.setblocking(False)
         # What it accepts inherits both. Without the first, a response of two writes waits 40 ms for a client's delayed
         # ACK; with the second, the kernel drops a client that takes nothing of what is ready for it.
