@@ -24,7 +24,7 @@ from typing import Protocol, TypeVar
 
 from mooncake.app.flags import add_overrides
 from mooncake.config import Config, load_config
-from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable
+from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable, Unauthenticated
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class Node(Protocol):
 
 
 def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
-    """Run one node until a signal to stop, then exit with code 0. Exits with 2 after a ConfigError or ModelError, which
-    a restart seldom repairs, and with 1 after any other MooncakeError, at the start or later.
+    """Run one node until a signal to stop, then exit with code 0. Exits with 2 after a ConfigError, a ModelError or
+    a wrong API key, which a restart seldom repairs, and with 1 after any other MooncakeError, at the start or later.
 
     The process is ended at once by a second signal, ``node.drain_s`` plus ``STOP_GRACE_S`` after the first one, or, if
     the node was still starting, ``START_GRACE_S`` after it, even during computations or compilations.
@@ -69,7 +69,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         give_way(config.node.nice)
         raise_file_limit()
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
-    except (ConfigError, ModelError) as error:
+    except (ConfigError, ModelError, Unauthenticated) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
         _leave(name, error, 1)

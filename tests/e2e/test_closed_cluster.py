@@ -85,5 +85,5 @@ def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: py
         nosy += [f"--set=node.conductor={cluster.grpc_address}", "--set=node.id=nosy"]
         nosy += [f"--set=node.ssl_ca_certs={certificate}"]
         node = subprocess.run(nosy, capture_output=True, text=True, timeout=240, env=os.environ | {API_KEY_ENV: "sk-x"})
-        assert node.returncode == 1 and "the API key is not one of this server's" in node.stderr
+        assert node.returncode == 2 and "the API key is not one of this server's" in node.stderr
         assert not [text for child in cluster.children.values() for text in child.last_lines if "sk-" in text]
