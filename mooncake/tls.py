@@ -20,6 +20,7 @@ CA_CERTS_ENV = "MOONCAKE_SSL_CA_CERTS"  # for clients: the CAs they trust; unset
 CERTFILE_ENV = "MOONCAKE_SSL_CERTFILE"
 KEYFILE_ENV = "MOONCAKE_SSL_KEYFILE"
 SERVER_NAME_ENV = "MOONCAKE_SSL_SERVER_NAME"
+_OUT_OF_DATE = {9: "is not valid yet", 10: "has expired"}  # OpenSSL's X509_V_ERR_CERT_NOT_YET_VALID, …_HAS_EXPIRED
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +106,8 @@ def server_credentials(section: ConductorSection) -> grpc.ServerCredentials | No
 
 
 def check_tls(section: ConductorSection) -> None:
-    """Raises ConfigError, naming the file, when it is missing, is not PEM, has a password, or does not match the
-    others."""
+    """Raises ConfigError, naming the file, when it is missing, is not PEM, has a password, does not match the others,
+    or is a certificate that has expired or begins later."""
     if not section.ssl_certfile:
         return
     files = {"ssl_certfile": section.ssl_certfile, "ssl_keyfile": section.ssl_keyfile}
@@ -114,6 +115,14 @@ def check_tls(section: ConductorSection) -> None:
         if file:
             _read(f"conductor.{name}", file)
     _check_chain(section.ssl_certfile, section.ssl_keyfile)
+    try:
+        _shown_to_itself(section.ssl_certfile, section.ssl_keyfile)
+    except ssl.SSLCertVerificationError as error:
+        if error.verify_code in _OUT_OF_DATE:  # no caller would accept it
+            what = f"the certificate {section.ssl_certfile} {_OUT_OF_DATE[error.verify_code]}"
+            raise ConfigError(what) from None
+    except (OSError, ValueError):  # an end could not present it to the other: callers may all the same
+        pass
     if section.ssl_ca_certs:
         _check_trusted(section.ssl_ca_certs)
 
@@ -156,23 +165,28 @@ def _read(name: str, file: str) -> bytes:
 
 
 def _name_in(certfile: str, keyfile: str) -> str:
-    """A name in a certificate; "" if it cannot be determined. Python only reads a peer's names, so two ends of an
-    in-memory handshake present the certificate to each other."""
+    """A name in a certificate; "" if it cannot be determined."""
     try:
-        context = _check_chain(certfile, keyfile)
-        trusting = _check_trusted(certfile)
-        trusting.check_hostname = False
-        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-        client = trusting.wrap_bio(to_client, to_server)
-        ends = (client, context.wrap_bio(to_server, to_client, server_side=True))
-        for end in ends * 3:  # hello, certificate, end
-            try:
-                end.do_handshake()
-            except ssl.SSLWantReadError:
-                continue
-        return _first_name(client.getpeercert() or {})
+        return _first_name(_shown_to_itself(certfile, keyfile))
     except (ConfigError, OSError, ValueError):  # there is no key to present it with, or it has expired
         return ""
+
+
+def _shown_to_itself(certfile: str, keyfile: str) -> Mapping[str, object]:
+    """What a certificate says. Python only reads a peer's, so two ends of an in-memory handshake present it to each
+    other. Raises ConfigError, OSError (SSLCertVerificationError if it is out of date) or ValueError."""
+    context = _check_chain(certfile, keyfile)
+    trusting = _check_trusted(certfile)
+    trusting.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trusting.wrap_bio(to_client, to_server)
+    ends = (client, context.wrap_bio(to_server, to_client, server_side=True))
+    for end in ends * 3:  # hello, certificate, end
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    return client.getpeercert() or {}
 
 
 def _first_name(certificate: Mapping[str, object]) -> str:

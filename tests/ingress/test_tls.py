@@ -183,6 +183,7 @@ def test_a_node_trusts_its_conductor_s_certificate_under_any_name(files, monkeyp
         ("text.pem", "server.key", "", r"no certificate and key \(PEM\) in .*text.pem"),
         ("server.pem", "text.pem", "", r"no certificate and key \(PEM\) in .*text.pem"),
         ("server.pem", "", "", r"no certificate and key \(PEM\) in .*server.pem"),
+        ("old.pem", "old.key", "", r"the certificate .*old.pem has expired$"),
         ("server.pem", "server.key", "text.pem", r"no certificates \(PEM\) in .*text.pem"),
     ],
 )
