@@ -32,6 +32,7 @@ from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer
 from mooncake.tls import check_tls, server_credentials
+from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,6 @@ class ConductorNode:
         core = self._core = Core(config, facts, self._open_directory(config, facts.kv_fingerprint))
         if config.conductor.calibration:
             core.costs.start_from(read_calibration(Path(config.conductor.calibration)))
-        longest = longest_sequence(config, checkpoint)
         cluster = ClusterServicer(core, config.model.name or checkpoint.name)
         server = self._server = RpcServer(KeyInterceptor(ApiKeys(config.conductor.api_keys)))
         server.add(cluster_pb2_grpc.add_ClusterServicer_to_server, cluster, "mooncake.v1.Cluster")
@@ -77,7 +77,7 @@ class ConductorNode:
             core.dispatcher,
             cluster.status,
             core.dispatcher.stats,
-            capacity_tokens=lambda: longest(core.registry.most_pages()),
+            capacity_tokens=longest_sequence(config, checkpoint, core.registry.most_pages),
             adapters=core.adapter_loader,
         )
         ingress.add_grpc(server)
@@ -113,12 +113,22 @@ class ConductorNode:
             await self._core.stop()
 
 
-def longest_sequence(config: Config, checkpoint: Checkpoint) -> Callable[[int], int]:
-    """From the pages of a decode node to the tokens of the longest sequence that it can hold: layers with windows need
-    few of a long one, and where layers are in several groups, each takes pages of its own."""
+def longest_sequence(config: Config, checkpoint: Checkpoint, pages_of: Callable[[Role], int]) -> Callable[[], int]:
+    """Returns the tokens of the longest sequence that nodes of either role can hold, from the pages of the largest one
+    (0 while unknown): an answer that has to go on elsewhere is computed as a prompt first. Layers with windows need few
+    pages of a long one, and where layers are in several groups, each takes pages of its own."""
     groups, context = config.page_groups(checkpoint.config), checkpoint.config.context(config.model.max_model_len)
-    at_once = config.decode.chunk_tokens or context
-    return lru_cache(lambda num_pages: groups.max_model_len(num_pages, at_once, config.block.tokens, context))
+
+    @lru_cache
+    def longest(num_pages: int, chunk_tokens: int) -> int:
+        return groups.max_model_len(num_pages, chunk_tokens or context, config.block.tokens, context)
+
+    def capacity_tokens() -> int:
+        chunks = {Role.PREFILL: config.prefill.chunk_tokens, Role.DECODE: config.decode.chunk_tokens}
+        known = [(pages, chunks[role]) for role in chunks if (pages := pages_of(role))]
+        return min((longest(*each) for each in known), default=0)
+
+    return capacity_tokens
 
 
 def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:

@@ -270,9 +270,9 @@ class Registry:
                 return found
         return [node for node in of_role if node.state is NodeState.LIVE]
 
-    def most_pages(self) -> int:
-        """KV pages of the decode node with the most memory; 0 while unknown."""
-        nodes = (node for node in self._nodes.values() if node.info.role is Role.DECODE)
+    def most_pages(self, role: Role) -> int:
+        """KV pages of the role's node with the most memory; 0 while unknown."""
+        nodes = (node for node in self._nodes.values() if node.info.role is role)
         return max((node.load.blocks_total for node in nodes), default=0)
 
     def _move(self, node: Node, event: NodeEvent) -> None:

@@ -135,16 +135,16 @@ def test_draining_gets_no_work_and_a_restart_ends_it() -> None:
     assert usable(nodes) == ["p0"]
 
 
-def test_the_memory_for_a_sequence_is_that_of_the_largest_decode_node() -> None:
+def test_the_memory_for_a_sequence_is_that_of_the_largest_node_of_a_role() -> None:
     nodes = registry()
     nodes.register(prefill("p0"), now=0.0)
     for number in (1, 2):
         nodes.register(prefill(f"d{number}", number + 1, role=Role.DECODE), now=0.0)
-    assert nodes.most_pages() == 0, "nobody has said"
+    assert nodes.most_pages(Role.DECODE) == 0, "nobody has said"
     nodes.heartbeat("p0", 1, NodeLoad(blocks_total=99), False, 0.5)
     nodes.heartbeat("d1", 2, NodeLoad(blocks_total=10), False, 0.5)
     nodes.heartbeat("d2", 3, NodeLoad(blocks_total=7), False, 0.5)
-    assert nodes.most_pages() == 10
+    assert (nodes.most_pages(Role.DECODE), nodes.most_pages(Role.PREFILL)) == (10, 99)
 
 
 def test_a_sick_node_works_only_when_there_is_no_other() -> None:

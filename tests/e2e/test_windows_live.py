@@ -22,6 +22,7 @@ from tiny_model import write_tiny_model
 from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
+from prefill_node.node import PrefillNode
 
 BLOCK, WINDOW, NEW = 8, 16, 20
 SMALL = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02", "prefill.chunk_tokens=16")
@@ -95,12 +96,13 @@ async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_gro
         node.host.engine.block_pool.check()
 
 
-async def test_the_context_that_is_told_is_what_a_node_can_hold(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("role", "build"), [("prefill", PrefillNode), ("decode", DecodeNode)])
+async def test_the_context_that_is_told_is_what_a_node_can_hold(role: str, build: Any, tmp_path: Path) -> None:
     """Each of the 7 groups takes pages of its own."""
     write_model(tmp_path)
-    cluster = InProcessCluster(tmp_path, "block.tokens=8", "decode.kv_gb=0.0001", "decode.chunk_tokens=8")
+    cluster = InProcessCluster(tmp_path, "block.tokens=8", f"{role}.kv_gb=0.0001", f"{role}.chunk_tokens=8")
     await cluster.start()
-    node = await cluster.join(DecodeNode, "decode-0")
+    node = await cluster.join(build, f"{role}-0")
     try:
         stub = inference_pb2_grpc.InferenceStub(cluster.channel)
         size = node.host.cache_size
