@@ -118,7 +118,7 @@ class SamplingParams:
         _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, 1 << 31)
-        _in_range("top_p", self.top_p, 1e-6, 1.0)
+        _in_range("top_p", self.top_p, 0.0, 1.0)  # 0, which OpenAI allows too: the most likely token
         _in_range("min_p", self.min_p, 0.0, 1.0)
         _in_range("repetition_penalty", self.repetition_penalty, 1e-3, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)

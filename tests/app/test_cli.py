@@ -106,7 +106,7 @@ TRACE = "\n".join(
         (
             ["serve", "--override-generation-config", '{"top_p": 2}', "--http-port", "0", "--grpc-port", "0"],
             2,
-            "top_p must be between 1e-06 and 1, got 2",
+            "top_p must be between 0 and 1, got 2",
         ),
         (["serve", "--default-chat-template-kwargs", "[]"], 2, "model.chat_template_kwargs is a JSON object, got []"),
         (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),

@@ -331,7 +331,7 @@ SAMPLINGS = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
     top_k=st.sampled_from([0, 1, 7, 300, VOCAB, VOCAB + 5]),
-    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.3, 1e-6, 0.0]),
     min_p=st.sampled_from([0.0, 0.05, 0.7]),
     seed=st.integers(1, 2**40),
 )

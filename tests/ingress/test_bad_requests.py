@@ -21,6 +21,7 @@ from conductor.ingress.openai_types import (
 )
 from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.responses_types import ResponsesRequest
+from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 
@@ -258,3 +259,17 @@ def test_names_of_ignored_fields_are_not_looked_for_among_very_many(body):
 def test_a_long_text_does_not_hide_what_is_mistyped_beside_it():
     _, ignored = decode_request(json.dumps({"prompt": "x" * (3 << 20), "temprature": 1}).encode(), CompletionRequest)
     assert ignored == ["temprature (is temperature meant?)"]
+
+
+def test_a_whole_number_may_be_written_as_a_float():
+    body = {"messages": [], "max_tokens": 8.0, "seed": -3.0, "temperature": 1.0, "tools": [call_of({"minimum": 1.0})]}
+    request, ignored = decode_request(json.dumps(body | {"temprature": 2.0}).encode(), ChatRequest)
+    assert (request.max_tokens, request.seed, request.temperature) == (8, -3, 1.0)
+    assert str(request.tools[0].function.parameters) == "{'minimum': 1.0}"  # what is in a schema stays as it is
+    assert ignored == ["temprature (is temperature meant?)"]
+    with pytest.raises(InvalidRequest, match="max_tokens: Expected `int"):
+        decode_request(b'{"messages": [], "n": 1.0, "max_tokens": 8.5}', ChatRequest)
+
+
+def call_of(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}

@@ -111,7 +111,7 @@ async def test_the_operator_s_defaults_count_before_the_model_s_and_after_the_re
     ("overrides", "sentence"),
     [
         ('{"heat": 1}', "model.generation_overrides knows temperature, .*, not heat"),
-        ('{"top_p": 2}', "model.generation_overrides: top_p must be between 1e-06 and 1, got 2$"),
+        ('{"top_p": 2}', "model.generation_overrides: top_p must be between 0 and 1, got 2$"),
     ],
 )
 async def test_defaults_that_no_request_could_have_stop_the_start(open_front, overrides, sentence):

@@ -42,7 +42,7 @@ def random_sampling(random: np.random.Generator, vocab: int) -> SamplingParams:
         max_tokens=500,
         temperature=float(random.choice([0.0, 0.02, 0.7, 1.0, 2.5, 100.0])),
         top_k=int(random.choice([0, 0, 1, 2, 40, vocab - 1, vocab, vocab + 5])),
-        top_p=float(random.choice([1.0, 1.0, 0.999, 0.9, 0.3, 1e-6])),
+        top_p=float(random.choice([1.0, 1.0, 0.999, 0.9, 0.3, 1e-6, 0.0])),
         min_p=float(random.choice([0.0, 0.0, 0.05, 0.7, 1.0])),
         seed=int(random.integers(0, 1 << 63)),
     )
