@@ -17,8 +17,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ from mooncake.engine.engine import Engine
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.llm_absent import absent_because
+from mooncake.llm_absent import absent_because, unknown_argument
 from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, beams_of
 from mooncake.llm_inputs import (
     Adapters,
@@ -93,6 +94,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         generation_config: str = "auto",
+        **of_vllm: Never,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -110,8 +112,10 @@ class LLM:
         On CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
         ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
-        file of that name says of sampling.
+        file of that name says of sampling. Raises TypeError for other names; of vLLM's, it says what stands for them.
         """
+        if of_vllm:
+            raise TypeError(unknown_argument(next(iter(of_vllm)), signature(LLM).parameters))
         counts = {
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
@@ -156,6 +160,7 @@ class LLM:
         guides = Guides(lambda: self.tokenizer, self._vocab_size)
         self.engine = Engine(self._backend.model, self._backend.cache, config, guides, drafter)
         self._numbers = itertools.count()
+        self._is_closed = False
 
     def __enter__(self) -> LLM:
         return self
@@ -167,6 +172,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees its cache and ends the processes it has started, like leaving a ``with``. Idempotent."""
+        self._is_closed = True
         self.engine.drop_cached()
         self._backend.close()
 
@@ -208,6 +214,7 @@ class LLM:
         a lower ``priority`` are computed first. ``use_tqdm`` shows a progress bar; by default on a terminal. Raises
         InvalidRequest, ContextTooLong, and ModelError for an adapter that cannot be loaded.
         """
+        self._check_open()
         given = prompt_list(prompts)
         warn_of_spelled_control(given, self.tokenizer)
         token_ids = [self._encode(prompt) for prompt in given]
@@ -238,6 +245,7 @@ class LLM:
         Reasoning and calls are part of the text, and parsed over HTTP alone. Raises like ``generate``, and
         InvalidRequest where the template has no place for tools.
         """
+        self._check_open()
         if tools and not self.tokenizer.takes_tools:
             raise InvalidRequest("the model's chat template has no place for tools", "tools")
         variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
@@ -264,6 +272,10 @@ class LLM:
         check_type("params", params, BeamSearchParams)
         found = self.generate(prompts, params.sampling(), lora_request=lora_request, use_tqdm=use_tqdm)
         return [beams_of(each, self.tokenizer, params.skip_special_tokens) for each in found]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InvalidRequest("this LLM is closed")
 
     def _load_new(self, requests: LoRARequests) -> None:
         """Load the adapters that are named for the first time, with a folder. Raises ModelError."""

@@ -342,3 +342,13 @@ def test_the_template_gets_tools_calls_and_variables(tmp_path: Path) -> None:
 def test_tools_are_refused_where_the_template_would_drop_them(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="no place for tools"):
         llm.chat([{"role": "user", "content": "rain?"}], GREEDY, tools=[TOOL])
+
+
+def test_what_is_closed_answers_no_more(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    llm = LLM(str(tmp_path), kv_gb=0.01)
+    llm.close()
+    llm.close()
+    for ask in (lambda: llm.generate([[1, 2]]), lambda: llm.chat([{"role": "user", "content": "x"}])):
+        with pytest.raises(InvalidRequest, match="this LLM is closed"):
+            ask()

@@ -263,3 +263,18 @@ def test_what_is_vllms_alone_says_what_there_is_instead(llm: LLM, name: str, wor
     assert not hasattr(llm, name)
     with pytest.raises(AttributeError, match=words):
         getattr(llm, name)
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("gpu_memory_utilization", "LLM takes no gpu_memory_utilization: kv_gb is the size of the KV cache"),
+        ("max_num_seqs", "it is max_sequences here"),
+        ("kv_gbs", "is kv_gb meant?"),
+        ("colour", "LLM takes no colour$"),
+    ],
+)
+def test_an_argument_that_is_not_taken_says_what_there_is_instead(argument: str, words: str) -> None:
+    settings: dict[str, Any] = {argument: 1}
+    with pytest.raises(TypeError, match=words):
+        LLM("smollm2", **settings)
