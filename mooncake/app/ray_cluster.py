@@ -50,6 +50,7 @@ ACTOR_CPUS = {"conductor": 0.25, "store": 0.25, "prefill": 1.0, "decode": 1.0}
 START_S = 120.0  # limit on Ray finding room for the actors
 READY_S = 600.0  # limit on the start of a node: large weights take minutes
 STOP_S = 15.0
+LEAVE_S = 2 * STOP_S + 10.0  # for all steps of leaving a Ray: one that ends meanwhile does not answer the next
 LOOK_S = 2.0  # between two checks of the nodes
 ANSWER_S = 5.0
 LISTEN_S = 1  # timeout of one step of a start, which delays a cancellation; Ray takes whole seconds
@@ -272,9 +273,10 @@ class RayCluster:
             try:
                 check_answers(self._ray_address)
             except NodeUnavailable:  # calls to it would wait for minutes, and Ray then end this process
-                self._forget()
+                pass
             else:
-                self._leave()
+                wait_at_most(LEAVE_S, self._leave)
+            self._forget()
         for port in self._ports:
             port.close()
         if self._private is not None:
@@ -294,12 +296,18 @@ class RayCluster:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         ray.shutdown()
-        self._forget()
 
     def _forget(self) -> None:
         self.actors.clear()
         self._group = None
         self._is_up = self._is_joined = False
+
+
+def wait_at_most(limit_s: float, work: Callable[[], object]) -> None:
+    """Do the work on a thread of its own, which after ``limit_s`` is left alone and holds up no end of the process."""
+    thread = threading.Thread(target=work, name="leave Ray", daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 async def _pid_of(actor: ActorHandle[RayNode]) -> int:

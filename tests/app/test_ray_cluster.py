@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 from live import SMALL, children_of, command_of, small_config
 
 from mooncake.app.preflight import free_port
-from mooncake.app.ray_cluster import RayCluster, needs_of
+from mooncake.app.ray_cluster import RayCluster, needs_of, wait_at_most
 from mooncake.app.ray_head import PRIVATE_ENV, PrivateRay, check_answers, is_loopback
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError, NodeUnavailable
@@ -256,3 +257,11 @@ def test_a_node_asks_for_the_gpus_that_it_computes_on() -> None:
     ):
         roles = ("conductor", "store", "prefill", "decode")
         assert {role: need["GPU"] for role in roles if "GPU" in (need := needs_of(config, role))} == gpus
+
+
+def test_leaving_a_ray_that_no_longer_answers_takes_no_longer_than_it_may() -> None:
+    forever, done = threading.Event(), threading.Event()
+    wait_at_most(0.05, forever.wait)
+    wait_at_most(60.0, done.set)
+    assert done.is_set() and not forever.is_set()
+    forever.set()
