@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import math
 import mmap
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping
@@ -142,7 +143,7 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     """
     if path == DEMO_MODEL:
         return GGUFCheckpoint(_demo_model())
-    where = Path(path).expanduser()
+    where = Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no such user
     if where.is_dir():
         _refuse_folder_of_gguf(where)
         return HFCheckpoint(where, max_model_len)

@@ -82,8 +82,10 @@ def _find_compiler() -> str:
 
 def _cache_folder() -> Path:
     """Our own folder for built code: never one that somebody else could have written to."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    folder = Path(base) / "mooncake" / "kernels"
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mooncake" / "kernels"
+    except RuntimeError:  # as for a user of a container that its system does not know
+        raise BuildFailed("there is no home folder to keep built code in; set XDG_CACHE_HOME") from None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = folder.stat().st_uid

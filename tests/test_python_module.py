@@ -1,12 +1,13 @@
 """C++ functions called as Python functions: conversion of arguments and results, and errors for wrong ones."""
 
+import pwd
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from mooncake.native import MODULE_HEADER, BuildFailed, load_module
+from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
 
 SOURCE = """
 #include "python_module.h"
@@ -58,3 +59,17 @@ def test_what_does_not_fit_is_refused(sums: ModuleType) -> None:
     values.flags.writeable = False
     with pytest.raises((BufferError, ValueError), match=r"writ|read-only"):
         sums.fill(values, 1.0)
+
+
+def test_without_a_home_folder_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container may run us as a user that its system does not know."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "any.cpp").touch()
+    with pytest.raises(BuildFailed, match=r"no home folder.*set XDG_CACHE_HOME"):
+        load_native("any", tmp_path / "any.cpp")

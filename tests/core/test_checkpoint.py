@@ -338,6 +338,7 @@ def safetensors_header(tree: object) -> bytes:
 
 def test_paths_that_lead_nowhere_say_what_is_wanted(tmp_path: Path) -> None:
     assert "there is no model at" in problem(tmp_path / "nothing")
+    assert "there is no model at ~nobody-of-that-name" in problem(Path("~nobody-of-that-name"))
     assert "there is no config.json" in problem(tmp_path)
     (tmp_path / "notes.gguf").write_text("GGUF is a format\n")
     assert "GGUF version" in problem(tmp_path / "notes.gguf")
