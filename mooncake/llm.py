@@ -16,6 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from inspect import signature
 from types import TracebackType
@@ -23,6 +24,8 @@ from typing import TYPE_CHECKING, Never
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.adapters import open_adapter, open_adapters
@@ -153,7 +156,8 @@ class LLM:
         self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
         self._adapters = open_adapters(adapters or {})
         spec = BackendSpec(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
-        self._backend = open_backend(spec)
+        with _told_meanwhile(f"loading {model}; the first time kernels are compiled, which takes a minute"):
+            self._backend = open_backend(spec)
         drafter = None
         if draft_model:
             drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens, chunk_tokens)
@@ -412,6 +416,11 @@ def _ranking(sampling: EngineSampling) -> EngineSampling:
     if sampling.num_answers == sampling.n or sampling.logprobs is not None:
         return sampling
     return replace(sampling, logprobs=0)
+
+
+def _told_meanwhile(sentence: str) -> AbstractContextManager[object]:
+    """On a terminal."""
+    return Console(stderr=True).status(escape(sentence)) if sys.stderr.isatty() else nullcontext()
 
 
 def _progress(shows: bool) -> Progress:
