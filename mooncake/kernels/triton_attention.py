@@ -187,7 +187,7 @@ def _visit(
     return accumulated * fade[:, None] + mixed, new_peak, total
 
 
-@kernel("table_stride")
+@kernel("block_tables", "table_stride")
 def attend(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 2, Hkv, block_tokens, D]

@@ -147,7 +147,7 @@ def _visit_codes(
     return even, odd, new_peak, total
 
 
-@kernel("table_stride")
+@kernel("block_tables", "table_stride")
 def attend_codes(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache as pairs of codes, int16 [N, 2, Hkv, block_tokens, D / 2]

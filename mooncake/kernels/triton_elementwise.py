@@ -91,7 +91,7 @@ def _store_head(
     tl.store(cache + at + HALF, high.to(kind), mask=ok)
 
 
-@kernel()
+@kernel("positions", "slots")
 def rope_write_kv(
     qkv,  # [T, (Hq + 2 Hkv) * D]: queries are rotated in place
     cos,  # float32 [P, D / 2]

@@ -92,7 +92,7 @@ def _visit(
     return mixed, mixed_rest, new_peak, total
 
 
-@kernel("table_stride")
+@kernel("block_tables", "table_stride")
 def attend_latent(
     query,  # [T, Hq, D]
     cache,  # one layer of the paged cache, [N, 1, 1, block_tokens, D]

@@ -39,8 +39,8 @@ class _OneAtATime:
 def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
     """``triton.jit`` for kernels that the host launches; functions that kernels call use that directly.
 
-    ``varying`` are numbers that change from step to step: Triton would otherwise compile again for 1 and for multiples
-    of 16.
+    ``varying`` are numbers that change from step to step, and tensors that are parts of others, so begin anywhere:
+    Triton would otherwise compile again for 1 and multiples of 16, and for addresses that are none.
     """
 
     def decorate(function: Callable[..., None]) -> Any:

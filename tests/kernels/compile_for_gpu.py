@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -72,7 +72,7 @@ class Case:
     num_stages: int = 3
     programs: int = 1  # that a multiprocessor should hold
     targets: tuple[int, ...] = (80, 90)
-    plain: frozenset[str] = field(default_factory=frozenset)  # numbers that are not multiples of 16
+    plain: frozenset[str] = frozenset()  # numbers that are not multiples of 16, besides those that vary
 
 
 def attention_cases() -> Iterator[Case]:
@@ -212,8 +212,7 @@ def _attention(
         launch.num_stages,
         launch.per_processor,
         plain=frozenset(
-            {"table_stride", "window", "scale_row_stride"}
-            | ({"row_stride", "scale_head_stride"} if row_unit % 16 else set())
+            {"window", "scale_row_stride"} | ({"row_stride", "scale_head_stride"} if row_unit % 16 else set())
         ),
     )
 
@@ -250,7 +249,7 @@ def _coded_attention(shape: str, group: int, head_dim: int, block_tokens: int, r
         launch.num_warps,
         launch.num_stages,
         launch.per_processor,
-        plain=frozenset({"table_stride", "window"} | ({"scale_head_stride"} if carries else set())),
+        plain=frozenset({"window"} | ({"scale_head_stride"} if carries else set())),
     )
 
 
@@ -296,7 +295,6 @@ def _latent(shape: str, num_heads: int, head_dim: int, block_tokens: int, rows: 
         launch.num_warps,
         launch.num_stages,
         launch.per_processor,
-        plain=frozenset({"table_stride"}),
     )
 
 
@@ -361,7 +359,6 @@ def elementwise_cases() -> Iterator[Case]:
         },
         {"BLOCK": COPY_WORDS},
         num_warps=8,
-        plain=frozenset({"num_pages"}),
     )
     yield Case(
         "quantise-rows",
@@ -380,7 +377,6 @@ def elementwise_cases() -> Iterator[Case]:
             },
             {"HAS_BIAS": False, "ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "GROUP_ROWS": 8, "WIDE": False},
             num_warps=8 if rows == 128 else 4,
-            plain=frozenset({"tokens"}),
         )
 
 
@@ -392,7 +388,7 @@ def expert_cases() -> Iterator[Case]:
         {"chosen": "*i64", "order": "*i32", "ends": "*i32", "pairs": "i32", "first": "i32"},
         {"BLOCK": SORTED_AT_ONCE},
         num_warps=8,
-        plain=frozenset({"pairs", "first"}),
+        plain=frozenset({"first"}),
     )
     for shape, (count, per_token, is_bounded) in shapes.items():
         yield Case(
@@ -467,7 +463,6 @@ def recurrent_cases() -> Iterator[Case]:
                 {**constants, "KEY_PAD": key_pad, "COLUMNS": columns, "LISTED": is_listed},
                 num_warps=1,
                 programs=PROGRAMS_OF_RECURRENCE,
-                plain=frozenset({"num_runs"}),
             )
         in_chunks = [("score", of_score, WARPS, 4), ("solve", of_solve, WARPS, 4), ("walk", of_walk, WALKING_WARPS, 1)]
         for name, of_kernel, num_warps, programs in in_chunks:
@@ -481,7 +476,6 @@ def recurrent_cases() -> Iterator[Case]:
                 num_warps,
                 STAGES,
                 programs,
-                plain=frozenset({"num_runs", "num_few", "num_tokens"}),
             )
     yield from _convolutions("lfm2", 3, has_bias=False, has_silu=False)
 
@@ -501,17 +495,17 @@ def _convolutions(shape: str, taps: int, has_bias: bool, has_silu: bool) -> Iter
             constants | given,
             num_warps,
             programs=16 // num_warps,
-            plain=frozenset({"num_runs", "num_few", "num_tokens"}),
         )
 
 
 def build(case: Case, capability: int) -> dict[str, object]:
     names = case.kernel.arg_names
     signature = {name: case.types.get(name, "constexpr") for name in names}
+    plain = case.plain.union(case.kernel.do_not_specialize)
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name in case.types and name not in case.plain and case.types[name] != "fp32"
+        if name in case.types and name not in plain and case.types[name] != "fp32"
     }
     source = ASTSource(case.kernel, signature, case.constants, attributes)
     target = GPUTarget("cuda", capability, 32)

@@ -66,6 +66,39 @@ def test_the_kernels_of_decode_steps_compile_within_limits() -> None:
     check_limits(builds)
 
 
+def test_a_group_s_tables_and_slots_compile_nothing_again() -> None:
+    """They begin anywhere in those of all groups; Triton compiles another kernel for addresses that are no multiples
+    of 16, unless it is told that they vary."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", SPECIALISED], capture_output=True, text=True, env=environment, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.splitlines() == ["attend 1", "attend_codes 1", "attend_latent 1", "rope_write_kv 1"]
+
+
+SPECIALISED = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from mooncake.kernels.triton_attention import attend
+from mooncake.kernels.triton_coded_attention import attend_codes
+from mooncake.kernels.triton_elementwise import rope_write_kv
+from mooncake.kernels.triton_latent_attention import attend_latent
+
+backend, numbers = make_backend(GPUTarget("cuda", 90, 32)), torch.zeros(64, dtype=torch.int64)
+for kernel in (attend, attend_codes, attend_latent, rope_write_kv):
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    kinds = set()
+    for begin in (0, 1):
+        varying = dict.fromkeys(("block_tables", "positions", "slots"), numbers[begin:])
+        given = [1.0 if one.is_constexpr else varying.get(one.name, numbers) for one in kernel.params]
+        kinds.add(str(bind(*given, debug=False, instrumentation_mode="")[1]))
+    print(kernel.__name__, len(kinds))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_kernel_in_every_configuration_compiles_within_limits() -> None:
