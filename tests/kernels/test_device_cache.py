@@ -15,6 +15,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
+from mooncake.engine.cache import device_cache
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
@@ -53,6 +54,23 @@ def test_a_layer_or_all_of_some_blocks_go_out_and_in_and_the_others_stay(cache: 
     mirror.settle()
     before[3, 1], before[5] = seen[3, 1], 0
     torch.testing.assert_close(cache.tensor.cpu(), before, rtol=0, atol=0)
+    mirror.close()
+
+
+def test_copies_are_compiled_before_anyone_waits_for_one(cache: DeviceCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: list[tuple[int, int]] = []
+    copy = device_cache.copy_pages
+
+    def copy_pages(source: torch.Tensor, target: torch.Tensor, *places: torch.Tensor) -> None:
+        pairs.append((source.data_ptr(), target.data_ptr()))
+        copy(source, target, *places)
+
+    monkeypatch.setattr(device_cache, "copy_pages", copy_pages)
+    buffer = memoryview(bytearray(b"\1" * 6 * LAYOUT.block_bytes))
+    mirror = HostMirror(cache, buffer)
+    here, there = mirror.memory.ctypes.data, cache.tensor.data_ptr()
+    assert pairs == [(here, there), (there, here)]
+    assert bytes(buffer) == b"\1" * 6 * LAYOUT.block_bytes, "what others have written stays"
     mirror.close()
 
 

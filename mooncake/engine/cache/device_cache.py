@@ -80,6 +80,9 @@ class HostMirror:
         if self._is_pinned:
             self._pin()
         self._out, self._in = (_Lane(cache.tensor.device, self._runs_a_block) for _ in range(2))
+        # Compiled now: the first hand-off would wait for it. Block 0 comes back as it was.
+        self._copy(self._in, self._host, self._device, [0], None, False).wait()
+        self._copy(self._out, self._device, self._host, [0], None, True).wait()
 
     def to_host(self, block_ids: Sequence[int], layer: int | None = None) -> Arrival:
         """Ordered after what the calling thread has started on the device."""
