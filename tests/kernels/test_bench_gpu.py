@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.app.bench import gpu as bench_gpu
-from mooncake.app.bench.gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale
+from mooncake.app.bench.gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale, state
 from mooncake.app.bench.report import Report
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu_attention import PREFILL_ROWS, attention_launch
@@ -129,6 +129,20 @@ def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() ->
     with gpu.trying("all the rest"):
         raise AssertionError("wrong by 0.5")
     assert gpu.missing == ["all the rest"]
+
+
+def test_the_state_is_that_of_the_gpu_that_is_measured_whatever_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_VISIBLE_DEVICES gives them other numbers, which the driver's tool does not know."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$3"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 3)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: argparse.Namespace(uuid=f"11-{device}"))
+    assert state()["driver_version"] == "--id=GPU-11-3"
 
 
 def test_a_file_of_something_else_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

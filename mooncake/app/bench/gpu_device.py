@@ -178,7 +178,8 @@ def state() -> dict[str, str]:
     versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "triton": version("triton")}
     if not torch.cuda.is_available():
         return versions
-    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader", "--id=0"]
+    own = torch.cuda.get_device_properties(torch.cuda.current_device())  # its number there may be another one
+    command = ["nvidia-smi", f"--query-gpu={','.join(SMI_FIELDS)}", "--format=csv,noheader", f"--id=GPU-{own.uuid}"]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError) as error:
