@@ -407,7 +407,7 @@ def _fit(
         log.warning("%s", advice.replace("block.tokens", "block_tokens"))
     if longest < 1:
         raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
-    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences, groups)
+    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences, groups, limits.chunk_tokens)
     return replace(limits, max_model_len=longest, groups=groups), size
 
 

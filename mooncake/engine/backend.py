@@ -40,6 +40,7 @@ class CacheSize:
     num_places: int = 0  # for blocks of preempted sequences
     max_sequences: int = 64  # in one step
     groups: PageGroups = UNIFORM  # of layers, if ``layout`` is of their pages
+    max_step_tokens: int = 0  # of prompts, in one step; 0: whole prompts
 
     @property
     def num_bytes(self) -> int:
@@ -246,7 +247,7 @@ def on_gpu(spec: BackendSpec) -> Backend:
             groups=size.groups,
         )
         cache = DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places)
-        gpu.warm_up(cache.tensor, size.max_sequences)
+        gpu.warm_up(cache.tensor, size.max_sequences, size.max_step_tokens)
         return Backend(gpu, cache, adapters=None if precision.key_scales else gpu.adapter_places)
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
@@ -276,6 +277,7 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
         num_blocks=size.num_blocks,
         num_places=size.num_places,
         max_sequences=size.max_sequences,
+        max_step_tokens=size.max_step_tokens,
         first_gpu=torch.device(spec.device).index or 0,
     )
     model = TensorParallelGpuModel(setup, memory, timeout_s)

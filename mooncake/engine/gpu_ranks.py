@@ -72,6 +72,7 @@ class Setup(msgspec.Struct, frozen=True):
     num_blocks: int
     num_places: int
     max_sequences: int
+    max_step_tokens: int
     first_gpu: int = 0  # the first rank's; the others are on those that follow
     mirror: int = -1  # file descriptor of its memory, or -1: there is none
 
@@ -101,7 +102,7 @@ class _Rank:
             end.callback(self.model.close)
             layout = replace(setup.layout, num_kv_heads=self.model.config.num_kv_heads)
             self.cache = DeviceCache(layout, setup.num_blocks, self.model.kernels.device, setup.num_places)
-            self._gpu, self._max_sequences = gpu, setup.max_sequences
+            self._gpu, self._limits = gpu, (setup.max_sequences, setup.max_step_tokens)
         self.mirror: HostMirror | None = None
         if mirrored is not None:
             share = _share_of(checkpoint, setup, group)
@@ -110,7 +111,7 @@ class _Rank:
     def warm_up(self) -> None:
         """Raises like the constructor."""
         with _fitting_into(self._gpu):
-            self.model.warm_up(self.cache.tensor, self._max_sequences)
+            self.model.warm_up(self.cache.tensor, *self._limits)
 
 
 def _share_of(checkpoint: Checkpoint, setup: Setup, group: Group) -> Share:

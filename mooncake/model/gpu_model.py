@@ -44,7 +44,9 @@ CASCADE_BYTES = 40e9
 about 10 ms of a card's reads, against the 5 ms that launching a step of an 8B model may take. An estimate; ``mooncake
 bench gpu`` times both ways."""
 
-WARM_UP_TOKENS = (512, 128, 2)  # prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all
+WARM_UP_TOKENS = (8192, 512, 128, 2)
+"""Prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all. The largest that an engine makes
+also shows that there is memory for it."""
 
 
 class _Graph(Protocol):
@@ -146,8 +148,9 @@ class GpuModel:
         return self._buckets[-1] if self._buckets else sys.maxsize
 
     @torch.inference_mode()
-    def warm_up(self, cache: torch.Tensor, max_sequences: int) -> None:
-        """Compile what steps over ``cache`` need and capture their graphs, before anyone waits for them.
+    def warm_up(self, cache: torch.Tensor, max_sequences: int, max_tokens: int = 0) -> None:
+        """Compile what steps over ``cache`` need and capture their graphs, before anyone waits for them. A step has up
+        to ``max_tokens`` of prompts (0: whole prompts).
 
         The cache is unchanged: these steps have no slots in it.
         """
@@ -155,11 +158,12 @@ class GpuModel:
             return
         started = time.monotonic()
         with torch.cuda.device_of(cache):  # type: ignore[no-untyped-call]
-            for tokens in WARM_UP_TOKENS:
-                length = min(tokens, self._max_blocks * cache.shape[4])
+            longest = self._max_blocks * cache.shape[4]
+            most = min(max_tokens or longest, longest)
+            for length in sorted({min(tokens, most) for tokens in WARM_UP_TOKENS}, reverse=True):
                 self._forward(self._batches.empty_step([0, length], length), cache, NoHook())
             # Two sequences that share enough to be read once, if one can be so long
-            context = min(MIN_SHARED_TOKENS + cache.shape[4], self._max_blocks * cache.shape[4])
+            context = min(MIN_SHARED_TOKENS + cache.shape[4], longest)
             self._run_eagerly(self._batches.empty_step([0, 1, 2], context), cache, NoHook())
             last = min(bisect.bisect_left(self._buckets, max_sequences), len(self._buckets) - 1)
             self._use(cache)

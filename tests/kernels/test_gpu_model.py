@@ -232,6 +232,25 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
     assert sorted(model._graphs) == [1, 2, 4] and model.max_async_sequences == 8
 
 
+@pytest.mark.parametrize(
+    ("max_tokens", "lengths"), [(0, [8192, 512, 128, 2]), (2048, [2048, 512, 128, 2]), (100, [100, 2])]
+)
+def test_warming_up_computes_as_many_tokens_as_a_step_may_have(max_tokens: int, lengths: list[int]) -> None:
+    """The largest one shows that there is room for it, and no other has the widest tiles of experts."""
+    config = ModelConfig(architecture="llama", **(SHAPE | LLAMA))
+    weights = {name: torch.zeros(shape) for name, shape in weight_shapes(config).items()}
+    computed: list[int] = []
+
+    class Noting(CausalLM):
+        def forward(self, batch: ForwardBatch, *_: object) -> torch.Tensor:
+            computed.append(len(batch.tokens))
+            return torch.zeros(len(batch.logit_rows), 101, device=DEVICE)
+
+    model = GpuModel(lambda kernels: Noting(config, weights, kernels=kernels), 600, torch.float32, buckets=(1,))
+    model.warm_up(torch.zeros((2, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE), 1, max_tokens)
+    assert computed[: len(lengths)] == lengths and set(computed[len(lengths) :]) <= {1, 2}
+
+
 def test_graphs_over_another_cache_are_captured_in_memory_of_their_own() -> None:
     """Torch stops at a capture in the memory of graphs that are all gone."""
     config = ModelConfig(architecture="llama", **(SHAPE | LLAMA))
