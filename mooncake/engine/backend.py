@@ -234,10 +234,10 @@ def on_gpu(spec: BackendSpec) -> Backend:
         raise ModelError(f'{checkpoint.name} is a mixture, and experts on GPUs are values: model.weights="auto"')
     from mooncake.engine.cache.device_cache import DeviceCache
     from mooncake.kernels.triton_launch import INTERPRETED
-    from mooncake.model.gpu_model import BUCKETS, GpuModel
+    from mooncake.model.gpu_model import BUCKETS, GpuModel, fitting_into
 
     buckets = () if INTERPRETED else BUCKETS
-    try:
+    with fitting_into(device):
         gpu = GpuModel(
             lambda kernels: _model(spec, kernels),
             max_blocks=-(-size.max_model_len // size.layout.block_tokens),
@@ -249,8 +249,6 @@ def on_gpu(spec: BackendSpec) -> Backend:
         cache = DeviceCache(size.layout, size.num_blocks, gpu.kernels.device, size.num_places)
         gpu.warm_up(cache.tensor, size.max_sequences, size.max_step_tokens)
         return Backend(gpu, cache, adapters=None if precision.key_scales else gpu.adapter_places)
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"the weights and kv_gb do not fit into {device}: {str(error).splitlines()[0]}") from None
 
 
 def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: float = 0.0) -> Backend:

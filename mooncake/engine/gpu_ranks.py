@@ -35,11 +35,11 @@ from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
 from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.engine.contract import StartedStep
 from mooncake.engine.gpu_passes import FirstPass, OtherPass, StepAbandoned
-from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable
+from mooncake.errors import InternalError, MooncakeError, NodeUnavailable
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
-from mooncake.model.gpu_model import BUCKETS, GpuModel
+from mooncake.model.gpu_model import BUCKETS, GpuModel, fitting_into
 from mooncake.model.load import load_part
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model.parallel.ranks import (
@@ -119,13 +119,8 @@ def _share_of(checkpoint: Checkpoint, setup: Setup, group: Group) -> Share:
     return Share(setup.layout, heads, goes_out=not copies_heads_of(checkpoint.config, group.rank, group.size))
 
 
-@contextlib.contextmanager
-def _fitting_into(gpu: int) -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        what = str(error).splitlines()[0]
-        raise ConfigError(f"a tensor parallel rank's weights and kv_gb do not fit into GPU {gpu}: {what}") from None
+def _fitting_into(gpu: int) -> contextlib.AbstractContextManager[None]:
+    return fitting_into(f"GPU {gpu}", "a tensor parallel rank's weights and kv_gb")
 
 
 class _Watch:

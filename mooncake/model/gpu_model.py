@@ -11,17 +11,19 @@ step's input before the host knows them.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from mooncake.errors import ConfigError
 from mooncake.kernels.attention_plan import MIN_SHARED_TOKENS, PIECES_PER_PROCESSOR
 from mooncake.kernels.gpu import pack
 from mooncake.kernels.gpu_attention import DECODE_ROWS, DevicePlan
@@ -47,6 +49,27 @@ bench gpu`` times both ways."""
 WARM_UP_TOKENS = (8192, 512, 128, 2)
 """Prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all. The largest that an engine makes
 also shows that there is memory for it."""
+
+
+@contextlib.contextmanager
+def fitting_into(where: str, what: str = "the weights and kv_gb") -> Iterator[None]:
+    """Raises ConfigError if the GPU has no room. Only torch's allocator has an error of its own for that; libraries and
+    the driver raise RuntimeError, and so does the end of a capture in which the allocator has raised its own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (told := _no_room(error)) is None:
+            raise
+        raise ConfigError(f"{what} do not fit into {where}: {told.splitlines()[0]}") from None
+
+
+def _no_room(error: BaseException | None) -> str | None:
+    while error is not None:
+        told = str(error)
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in told or "ALLOC_FAILED" in told:
+            return told
+        error = error.__context__
+    return None
 
 
 class _Graph(Protocol):

@@ -5,6 +5,7 @@ On a GPU in float32, where decode steps are replayed as graphs; else in Triton's
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
+from mooncake.errors import ConfigError
 from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
@@ -33,7 +35,7 @@ from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.gpt import Mpt
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu_model import GpuModel, fitting_into
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import OTHER_FAMILIES, load_model
 from mooncake.model.planned_kernels import PlannedKernels
@@ -249,6 +251,28 @@ def test_warming_up_computes_as_many_tokens_as_a_step_may_have(max_tokens: int, 
     model = GpuModel(lambda kernels: Noting(config, weights, kernels=kernels), 600, torch.float32, buckets=(1,))
     model.warm_up(torch.zeros((2, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE), 1, max_tokens)
     assert computed[: len(lengths)] == lengths and set(computed[len(lengths) :]) <= {1, 2}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB"),
+        RuntimeError("CUDA error: out of memory\nand more"),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
+def test_a_gpu_without_room_is_an_error_of_the_configuration_whoever_says_so(error: RuntimeError) -> None:
+    told = re.escape(str(error).splitlines()[0])
+    with pytest.raises(ConfigError, match=f"kv_gb do not fit into cuda:1: {told}$"), fitting_into("cuda:1"):
+        raise error
+    with pytest.raises(ConfigError, match="kv_gb do not fit"), fitting_into("cuda:1"):
+        try:
+            raise error
+        finally:  # as the end of a capture does
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    with pytest.raises(RuntimeError, match="illegal"), fitting_into("cuda:1"):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def test_graphs_over_another_cache_are_captured_in_memory_of_their_own() -> None:
