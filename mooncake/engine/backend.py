@@ -284,14 +284,20 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
 
 def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
     """Raises ConfigError without Triton, or without so many GPUs from ``device`` on; ModelError for latent rows that
-    are too wide."""
+    are too wide, and too many wide query heads of a KV head."""
     try:
+        from mooncake.kernels.gpu_attention import fits_a_tile
         from mooncake.kernels.gpu_latent import MOST_LATENT_DIM
         from mooncake.kernels.triton_launch import INTERPRETED
     except ImportError as error:
         raise ConfigError(f"device {device!r} needs Triton: {error}") from None
-    if checkpoint.config.latent and checkpoint.config.head_dim > MOST_LATENT_DIM:
+    config = checkpoint.config
+    if config.latent and config.head_dim > MOST_LATENT_DIM:
         raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
+    if not config.latent and not all(
+        fits_a_tile(config.num_heads, *config.heads_of(layer)) for layer in config.kv_owners
+    ):
+        raise ModelError(f"{checkpoint.name} has more than 64 query heads of more than 128 numbers for one KV head")
     if INTERPRETED:
         return
     found, first = torch.cuda.device_count(), torch.device(device).index or 0

@@ -91,6 +91,11 @@ def pack_heads(num_heads: int, num_kv_heads: int) -> Packing:
     return Packing(num_kv_heads, num_heads // num_kv_heads)
 
 
+def fits_a_tile(num_heads: int, num_kv_heads: int, head_dim: int) -> bool:
+    """Whether a multiprocessor holds a tile of one token, which has all query heads of a KV head."""
+    return head_dim <= 128 or pack_heads(num_heads, num_kv_heads).group_pad <= SHARED_ROWS
+
+
 @dataclass(frozen=True, slots=True)
 class DevicePass:
     tile_tokens: int

@@ -95,6 +95,12 @@ def test_rows_wider_than_a_gpu_takes_are_refused_in_a_sentence(tmp_path: Path) -
         LLM(str(tmp_path), device="cuda")
 
 
+def test_more_wide_heads_than_a_gpu_takes_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama", hidden_size=66, num_attention_heads=66, num_key_value_heads=1, head_dim=192)
+    with pytest.raises(ModelError, match="more than 64 query heads of more than 128 numbers for one KV head"):
+        LLM(str(tmp_path), device="cuda")
+
+
 def test_mixtures_whose_weights_would_be_codes_are_refused_in_a_sentence(tmp_path: Path) -> None:
     write_hybrid("granite-4-moe", tmp_path)
     with pytest.raises(ModelError, match="is a mixture, and experts on GPUs are values"):
