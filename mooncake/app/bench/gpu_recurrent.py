@@ -6,6 +6,7 @@ itself: it is timed in chunks, as engines compute it, and token by token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,8 @@ from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS, in_chunks
 DECODES, PROMPT = (1, 64), 2048
 CHECKED, CHECKED_TOKENS = 4, 2 * CHUNK_TOKENS + 5  # sequences, and of a prompt, that the definition computes, too
 MOST_ERROR = 1e-4  # of the norm of the output
+STATES_BYTES = 1e9  # that decode steps use in turn: those of one sequence, a few MB, would stay in the L2
+MOST_TURNS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +52,14 @@ TINY = (Shape("delta rule", 4, 1, 2, 8, 8), Shape("state space", 4, 1, 2, 8, 8),
 
 
 class Layer:
-    def __init__(self, gpu: Gpu, shape: Shape, tokens: int) -> None:
+    def __init__(self, gpu: Gpu, shape: Shape, tokens: int, pages: int) -> None:
         self.shape, self._device = shape, gpu.device
         self.inputs = self._random(tokens, shape.channels)
         self.shares = torch.rand(tokens, shape.heads, device=gpu.device)
         self.decays = -torch.rand(tokens, shape.heads, device=gpu.device)
         self.taps, self.bias = self._random(shape.taps, shape.channels), self._random(shape.channels)
         self.skip = self._random(shape.heads)
-        self.states = self._random(max(tokens, 2), shape.state_size)
+        self.states = self._random(pages, shape.state_size)
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self._device).mul_(0.5)
@@ -70,9 +73,9 @@ class Layer:
             return kernels.gated_delta(*rows, self.taps, states, runs, *of_keys)
         return kernels.state_space(*rows, self.taps, self.bias, self.skip, states, runs, *of_keys)
 
-    def decodes(self, count: int) -> Runs:
-        """A token of each of so many sequences, whose states change in place."""
-        pages = torch.arange(count, device=self._device)
+    def decodes(self, count: int, turn: int = 0) -> Runs:
+        """A token of each of so many sequences, whose states change in place; those of another turn are others."""
+        pages = torch.arange(count, device=self._device) + turn * count
         return Runs(torch.arange(count + 1, device=self._device), pages, pages)
 
     def prompt(self, tokens: int) -> Runs:
@@ -84,16 +87,18 @@ def recurrent(gpu: Gpu, report: Report, stream: float) -> None:
     for shape in TINY if gpu.scale.tiny else SHAPES:
         for count in DECODES:
             with gpu.trying(f"{shape.rule} of {count} tokens"):
-                _decode(gpu, report, stream, Layer(gpu, shape, gpu.scale.size(count, min(count, 3))))
+                _decode(gpu, report, stream, shape, gpu.scale.size(count, min(count, 3)))
         with gpu.trying(f"{shape.rule} of a prompt"):
-            _prefill(gpu, report, Layer(gpu, shape, gpu.scale.size(PROMPT, CHECKED_TOKENS)))
+            _prefill(gpu, report, Layer(gpu, shape, gpu.scale.size(PROMPT, CHECKED_TOKENS), pages=2))
 
 
-def _decode(gpu: Gpu, report: Report, stream: float, layer: Layer) -> None:
-    count, rule = len(layer.inputs), layer.shape.rule
+def _decode(gpu: Gpu, report: Report, stream: float, shape: Shape, count: int) -> None:
+    rule, step_bytes = shape.rule, count * shape.state_size * 4
+    turns = gpu.scale.size(min(-int(-STATES_BYTES // step_bytes), MOST_TURNS), 2)
+    layer = Layer(gpu, shape, count, pages=count * turns)
     _check(gpu, report, f"{rule} of {count} tokens", layer, layer.decodes(min(count, CHECKED)), min(count, CHECKED))
-    seconds = _seconds(gpu, layer, layer.decodes(count))
-    moved = 2 * count * layer.shape.state_size * 4
+    seconds = _seconds(gpu, layer, [layer.decodes(count, turn) for turn in range(turns)])
+    moved = 2 * step_bytes
     report.add(rate("ours", f"{rule}, decode", "GB/s", moved / 1e9, seconds, tokens=count))
     report.add(Figure("ours", f"{rule}, decode", "us", tuple(1e6 * s for s in seconds), params={"tokens": count}))
     report.ratios[f"{rule.replace(' ', '_')}_decode_{count}_vs_stream"] = moved / stream / min(seconds)
@@ -105,14 +110,15 @@ def _prefill(gpu: Gpu, report: Report, layer: Layer) -> None:
     chunks = layer.prompt(count)
     best = {}
     for way, runs in (("chunks", chunks), ("tokens", replace(chunks, chunks=None))):
-        seconds = _seconds(gpu, layer, runs)
+        seconds = _seconds(gpu, layer, [runs])
         figures, best[way] = tuple(1e6 * s for s in seconds), min(seconds)
         report.add(Figure("ours", f"{rule}, prefill", "us", figures, params={"tokens": count, "by": way}))
     report.ratios[f"{rule.replace(' ', '_')}_prefill_tokens_vs_chunks"] = best["tokens"] / best["chunks"]
 
 
-def _seconds(gpu: Gpu, layer: Layer, runs: Runs) -> tuple[float, ...]:
-    return gpu.timed_s(lambda _: layer.run(gpu.kernels, layer.states, runs, len(layer.inputs)), captured=True)
+def _seconds(gpu: Gpu, layer: Layer, runs: Sequence[Runs]) -> tuple[float, ...]:
+    tokens = len(layer.inputs)
+    return gpu.timed_s(lambda turn: layer.run(gpu.kernels, layer.states, runs[turn], tokens), len(runs), captured=True)
 
 
 def _check(gpu: Gpu, report: Report, name: str, layer: Layer, runs: Runs, tokens: int) -> None:
