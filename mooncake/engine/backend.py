@@ -162,7 +162,7 @@ def open_for_node(spec: BackendSpec, memory: Mappable | None = None, timeout_s: 
     assert isinstance(backend.cache, DeviceCache)
     mirror = HostMirror(backend.cache, None if memory is None else memory.buffer)
     settled = SettledModel(backend.model, mirror)
-    return replace(backend, model=settled, mirror=mirror, close=mirror.close)
+    return replace(backend, model=settled, mirror=mirror, close=mirror.close, watch=settled.watch)
 
 
 def _check_recurrence(spec: BackendSpec) -> None:

@@ -16,8 +16,9 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.engine.cache import device_cache
-from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
+from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel, Share
 from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import NO_HOOK
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu import GpuKernels
 from mooncake.kernels.triton_launch import INTERPRETED
@@ -71,6 +72,27 @@ def test_copies_are_compiled_before_anyone_waits_for_one(cache: DeviceCache, mon
     here, there = mirror.memory.ctypes.data, cache.tensor.data_ptr()
     assert pairs == [(here, there), (there, here)]
     assert bytes(buffer) == b"\1" * 6 * LAYOUT.block_bytes, "what others have written stays"
+    mirror.close()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_node_hears_of_a_gpu_that_has_failed_and_not_of_a_step_that_has(cache: DeviceCache, is_lost: bool) -> None:
+    class Failing:
+        def forward(self, *_: object) -> torch.Tensor:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nand more")
+
+    class Lost(HostMirror):
+        def settle(self) -> None:
+            if is_lost:
+                raise RuntimeError("CUDA error: unspecified launch failure\nand more")
+
+    mirror = Lost(cache)
+    model, told = SettledModel(Failing(), mirror), list[str]()  # type: ignore[arg-type]
+    model.watch(lambda error: told.append(f"{type(error).__name__}: {error.message}"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        model.forward(None, cache.tensor, NO_HOOK)  # type: ignore[arg-type]
+    expected = ["NodeUnavailable: the GPU has failed: CUDA error: unspecified launch failure"]
+    assert told == (expected if is_lost else [])
     mirror.close()
 
 

@@ -7,8 +7,9 @@ of every block. It does not know whose blocks they are.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from mooncake.engine.cache.kv_cache import HERE, Arrival, KVCache
 from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, StartedStep
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.kernels.gpu import copy_pages
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.device_sampler import Draws
@@ -100,9 +101,18 @@ class HostMirror:
             torch.cuda.current_stream(self._device.device).synchronize()
         self._out.settle()
 
+    def failure(self) -> str:
+        """``settle``, and what the GPU's fault is, after which it does nothing for this process any more; "": none."""
+        try:
+            self.settle()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
     def close(self) -> None:
-        self._in.settle()
-        self.settle()
+        with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+            self._in.settle()
+            self.settle()
         if self._is_pinned:
             self._is_pinned = False
             with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]
@@ -147,16 +157,21 @@ class SettledModel:
         self._model = model
         self._async_model = model if isinstance(model, AsyncModel) else None
         self._mirror = mirror
+        self._tell: Callable[[MooncakeError], None] = lambda _: None
+
+    def watch(self, tell: Callable[[MooncakeError], None]) -> None:
+        """Call ``tell`` once a step finds that the GPU has failed: each later one would fail, too."""
+        self._tell = tell
 
     @property
     def config(self) -> HasVocabulary:
         return self._model.config
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
-        try:
-            return self._model.forward(batch, cache, hook)
-        finally:
+        with self._settled_after_failure():
+            logits = self._model.forward(batch, cache, hook)
             self._mirror.settle()
+            return logits
 
     @property
     def max_async_sequences(self) -> int:
@@ -167,10 +182,16 @@ class SettledModel:
     ) -> StartedStep:
         """Nothing that such a step computes is copied out before it is done."""
         assert self._async_model is not None
-        try:
+        with self._settled_after_failure():
             return self._async_model.start(batch, cache, draws, newest)
+
+    @contextlib.contextmanager
+    def _settled_after_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            self._mirror.settle()
+            if failure := self._mirror.failure():
+                self._tell(NodeUnavailable(f"the GPU has failed: {failure.splitlines()[0]}"))
             raise
 
 
