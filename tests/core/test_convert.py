@@ -93,7 +93,7 @@ def test_what_a_client_leaves_out_takes_the_default_and_a_seed_of_its_own() -> N
         (pb.SamplingParams(temperature=-0.1), "temperature"),
         (pb.SamplingParams(temperature=float("nan")), "temperature"),
         (pb.SamplingParams(temperature=float("inf")), "temperature"),
-        (pb.SamplingParams(top_p=0.0), "top_p"),
+        (pb.SamplingParams(top_p=-0.1), "top_p"),
         (pb.SamplingParams(min_p=1.5), "min_p"),
         (pb.SamplingParams(repetition_penalty=0.0), "repetition_penalty"),
         (pb.SamplingParams(presence_penalty=3.0), "presence_penalty"),
