@@ -6,6 +6,7 @@ turns on the same cores. Only one of them runs at a time; clients share its core
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -31,9 +32,12 @@ from mooncake.errors import ConfigError
 CLUSTER, COUPLED, VLLM = "cluster", "coupled", "vllm"
 MODEL_NAME = "model"
 MAX_MODEL_LEN = 4096
+SPREAD = 0.5
+SETTLE_S = 5.0  # after the start of ours, whose memory is provided meanwhile
 FIRST_TOKENS = 4  # of requests that measure TTFT or warm up: enough to include the hand-off
 NOTES = (
     "output: tokens a second of all clients, each sending its next request when it has its answer",
+    "prompts and answers are up to half longer or shorter",
     "one server runs at a time, on all cores, which clients share; ratios of rates are better above 1, of times below",
 )
 
@@ -78,10 +82,10 @@ def parse(args: list[str]) -> Options:
     flags.overrides()
     flags.model("")  # default: the configuration's model
     add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
-    add("--prompt", type=int, default=256, metavar="TOKENS", help="length of each prompt")
-    add("--new", type=int, default=48, metavar="TOKENS", help="tokens of each answer")
+    add("--prompt", type=int, default=256, metavar="TOKENS", help="mean length of prompts")
+    add("--new", type=int, default=48, metavar="TOKENS", help="mean tokens of answers")
     add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
-    add("--requests", type=int, default=2, help="requests per client in a turn, one after the other")
+    add("--requests", type=int, default=4, help="requests per client in a turn, one after the other")
     flags.reps(3, "turns of each server")
     flags.vllm_python("compare with the server of vLLM in this interpreter's environment")
     flags.peer_model()
@@ -98,11 +102,10 @@ def parse(args: list[str]) -> Options:
         raise ConfigError("--requests must be at least 1, --new at least 2")
     config = load_config(given.config, overrides)
     longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
-    needed = max(given.long + FIRST_TOKENS, given.prompt + given.new)
+    needed = max(given.long + FIRST_TOKENS, int((1 + SPREAD) * (given.prompt + given.new)))
     if min(given.prompt, given.long) < 1 or needed > longest:
-        raise ConfigError(
-            f"--prompt plus --new, or --long, would be up to {needed} tokens; there is room for 1 to {longest}"
-        )
+        what = "one and a half times --prompt plus --new, or --long,"
+        raise ConfigError(f"{what} would be up to {needed} tokens; there is room for 1 to {longest}")
     conductor = replace(config.conductor, http_port=0, grpc_port=0, ssl_certfile="", ssl_keyfile="")
     return Options(
         config=replace(
@@ -200,6 +203,7 @@ class _HttpBench:
         if name == COUPLED:
             config = replace(config, cluster=replace(config.cluster, coupled=1, switchable=False))
         async with LocalCluster(config) as cluster:
+            await asyncio.sleep(SETTLE_S)
             yield ServedByHttp(name, cluster.config.conductor.http_port, MODEL_NAME)
 
     async def _measure(self, served: Served, turn: int) -> None:
@@ -219,7 +223,8 @@ class _HttpBench:
 
     async def _measure_load(self, served: Served, traffic: Traffic, clients: int) -> None:
         options, shape = self.options, {"clients": clients}
-        run = await traffic.closed_loop(served, clients, options.requests, options.prompt_tokens, options.new_tokens)
+        sizes = (options.requests, options.prompt_tokens, options.new_tokens)
+        run = await traffic.closed_loop(served, clients, *sizes, SPREAD)
         self.found.add(served.name, "output", "tok/s", run.tokens_per_s, shape, more=True)
         firsts_ms, gaps_ms = sorted(answer.ttft_ms for answer in run.answers), sorted(run.gaps_ms)
         for share, name in ((0.5, "p50"), (0.99, "p99")):

@@ -168,16 +168,27 @@ class Traffic:
         first = min(MIN_TOKEN, self._vocab_size - 1)
         return [self._draw.randrange(first, self._vocab_size) for _ in range(length)]
 
-    async def closed_loop(self, served: Served, clients: int, requests: int, prompt_tokens: int, new: int) -> Run:
-        """``clients`` in parallel, each sending ``requests`` one after the other without a pause."""
+    async def closed_loop(
+        self, served: Served, clients: int, requests: int, prompt_tokens: int, new: int, spread: float = 0.0
+    ) -> Run:
+        """``clients`` in parallel, each sending ``requests`` one after the other without a pause. Prompts and answers
+        are up to ``spread`` of their length longer or shorter: with equal ones all clients begin and end together."""
 
-        async def client(prompts: list[list[int]]) -> list[Answer]:
-            return [await served.ask(prompt, new) for prompt in prompts]
+        async def client(requests: list[tuple[list[int], int]]) -> list[Answer]:
+            return [await served.ask(prompt, new) for prompt, new in requests]
 
-        work = [[self.prompt(prompt_tokens) for _ in range(requests)] for _ in range(clients)]
+        def request() -> tuple[list[int], int]:
+            length, answer = (self._about(tokens, spread) for tokens in (prompt_tokens, new))
+            return self.prompt(length), answer
+
+        work = [[request() for _ in range(requests)] for _ in range(clients)]
         begin = time.monotonic()
-        answers = await asyncio.gather(*(client(prompts) for prompts in work))
+        answers = await asyncio.gather(*map(client, work))
         return Run([answer for some in answers for answer in some], time.monotonic() - begin)
+
+    def _about(self, tokens: int, spread: float) -> int:
+        most = int(spread * tokens)
+        return tokens + (self._draw.randint(-most, most) if most else 0)
 
     async def disturbed(
         self, served: Served, clients: int, prompt_tokens: int, new: int, long_tokens: int
