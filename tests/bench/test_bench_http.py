@@ -83,9 +83,18 @@ async def test_a_server_that_is_gone_is_an_error(unused_tcp_port: int) -> None:
         await ServedByHttp("theirs", unused_tcp_port, "model").ask([5], 2)
 
 
-def test_more_than_the_model_takes_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="would be up to 4100 tokens; there is room for 1 to 4096"):
-        http.main(["--long", "4096"])
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--long", "4096"], "would be up to 4100 tokens; there is room for 1 to 4096"),
+        (["--prompt", "3000"], "would be up to 4572 tokens"),
+        (["--set", "conductor.ssl_certfile=some.pem"], "does not encrypt"),
+        (["--new", "1"], "--requests must be at least 1, --new at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(arguments: list[str], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        http.main(arguments)
 
 
 @pytest.mark.slow

@@ -106,10 +106,13 @@ def parse(args: list[str]) -> Options:
     if min(given.prompt, given.long) < 1 or needed > longest:
         what = "one and a half times --prompt plus --new, or --long,"
         raise ConfigError(f"{what} would be up to {needed} tokens; there is room for 1 to {longest}")
-    conductor = replace(config.conductor, http_port=0, grpc_port=0, ssl_certfile="", ssl_keyfile="")
+    if config.conductor.ssl_certfile:
+        raise ConfigError("bench http does not encrypt: it takes no conductor.ssl_certfile")
     return Options(
         config=replace(
-            config, model=replace(config.model, max_model_len=longest, name=MODEL_NAME), conductor=conductor
+            config,
+            model=replace(config.model, max_model_len=longest, name=MODEL_NAME),
+            conductor=replace(config.conductor, http_port=0, grpc_port=0),
         ),
         concurrency=concurrency,
         prompt_tokens=given.prompt,
