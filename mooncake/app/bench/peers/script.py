@@ -26,19 +26,7 @@ Generate = Callable[[Prompts, int], None]
 
 
 def start_vllm(model: str, dtype: str, threads: int, max_model_len: int) -> Generate:
-    """vLLM's offline engine with its prefix cache, without detokenizing, on as many cores as the other engines."""
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        # By default it keeps a core free for its scheduler, which is half of a machine with two.
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-    }
-    for name, value in settings.items():
-        os.environ.setdefault(name, value)
+    """vLLM's offline engine with its prefix cache, without detokenizing; its environment says on which cores."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(

@@ -11,7 +11,7 @@ from typing import Self
 
 import msgspec
 
-from mooncake.app.bench.peers.engine import TIMEOUT_S, vllm_preload
+from mooncake.app.bench.peers.engine import TIMEOUT_S, vllm_environment
 from mooncake.app.bench.peers.process import PeerProcess, signal_group
 
 SCRIPT = Path(__file__).with_name("server_script.py")
@@ -31,14 +31,13 @@ class PeerServer(PeerProcess):
 
     def __init__(self, python: str, model: str, name: str, dtype: str, *, threads: int, max_model_len: int) -> None:
         self.versions: dict[str, str] = {}
-        self.start_s, self.port, self.preload = 0.0, 0, vllm_preload()
-        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-        if self.preload:
-            environment["LD_PRELOAD"] = self.preload
-        sizes = {"--threads": threads, "--max-model-len": max_model_len, "--max-num-seqs": 64}
+        self.start_s, self.port = 0.0, 0
+        added = vllm_environment(threads)
+        self.preload = added.get("LD_PRELOAD", "")
+        sizes = {"--max-model-len": max_model_len, "--max-num-seqs": 64}
         command = [python, str(SCRIPT), model, "--name", name, "--dtype", dtype]
         command += [str(part) for flag in sizes.items() for part in flag]
-        super().__init__("vllm", command, environment, TIMEOUT_S)
+        super().__init__("vllm", command, os.environ | added, TIMEOUT_S)
 
     def __enter__(self) -> Self:
         super().__enter__()

@@ -3,7 +3,7 @@
 It imports nothing of ours, because that interpreter does not have our ``mooncake``. The first line of output says where
 the server listens, what was started, and how long that took.
 
-    python server_script.py MODEL --dtype bfloat16 --threads 2
+    python server_script.py MODEL --dtype bfloat16 --max-model-len 4096 --max-num-seqs 64 --name model
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import ctypes
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -28,7 +27,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", help="an HF folder")
     parser.add_argument("--dtype", required=True)
-    parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--name", required=True, help="of the model, as clients give it")
@@ -37,7 +35,7 @@ def main() -> None:
     _die_with_parent()
     port = _free_port()
     begin = time.perf_counter()
-    server = subprocess.Popen(_command(options, port), stdin=subprocess.DEVNULL, stdout=2, env=_environment(options))
+    server = subprocess.Popen(_command(options, port), stdin=subprocess.DEVNULL, stdout=2)
     try:
         _wait_until_healthy(server, port)
         start_s = time.perf_counter() - begin
@@ -63,20 +61,6 @@ def _command(options: argparse.Namespace, port: int) -> list[str]:
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--disable-log-stats"]
     return [*command, *(part for flag in flags.items() for part in flag)]
-
-
-def _environment(options: argparse.Namespace) -> dict[str, str]:
-    cores = sorted(os.sched_getaffinity(0))[: options.threads]
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        # By default it keeps a core free for its scheduler, which is half of a machine with two.
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-    }
-    return settings | os.environ
 
 
 def _wait_until_healthy(server: subprocess.Popen[bytes], port: int) -> None:
