@@ -10,51 +10,33 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from msgspec.structs import replace
 from rich.progress import Progress
 
 from mooncake.app.bench.http_client import ServedByHttp
+from mooncake.app.bench.load_options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.server import PeerServer
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.bench.traffic import Served, Traffic
-from mooncake.app.flags import Flags, numbers
+from mooncake.app.flags import Flags
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
 from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.config import Config, EngineSection, load_config, toml_value
 from mooncake.errors import ConfigError
 
 CLUSTER, COUPLED, VLLM = "cluster", "coupled", "vllm"
 MODEL_NAME = "model"
-MAX_MODEL_LEN = 4096
 SPREAD = 0.5
 SETTLE_S = 5.0  # after the start of ours, whose memory is provided meanwhile
-FIRST_TOKENS = 4  # of requests that measure TTFT or warm up: enough to include the hand-off
 NOTES = (
     "output: tokens a second of all clients, each sending its next request when it has its answer",
     "prompts and answers are up to half longer or shorter",
     "one server runs at a time, on all cores, which clients share; ratios of rates are better above 1, of times below",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    config: Config
-    concurrency: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
-    long_tokens: int
-    requests: int  # per client and turn
-    reps: int
-    vllm_python: str
-    peer_model: str
-    seed: int
-    json: Path | None
 
 
 def main(args: list[str]) -> None:
@@ -65,7 +47,7 @@ def main(args: list[str]) -> None:
     options = parse(args)
     checkpoint = open_checkpoint(options.config.model.path, options.config.model.max_model_len)
     dtype = options.config.precision(checkpoint.coding).weights.dtype
-    report = Report("http", _config(options, dtype), options.seed, notes=list(NOTES))
+    report = Report("http", options.told() | {"dtype": dtype}, options.seed, notes=list(NOTES))
     found = _Found()
     with report.measuring("measuring") as shown, ExitStack() as stack:
         peer = _start_vllm(options, checkpoint, dtype, stack, report, shown) if options.vllm_python else None
@@ -75,78 +57,24 @@ def main(args: list[str]) -> None:
     report.finish(options.json)
 
 
-def parse(args: list[str]) -> Options:
+def parse(args: list[str]) -> LoadOptions:
     flags = Flags("bench http", __doc__)
-    add = flags.add
-    add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
-    flags.overrides()
-    flags.model("")  # default: the configuration's model
-    add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
-    add("--prompt", type=int, default=256, metavar="TOKENS", help="mean length of prompts")
-    add("--new", type=int, default=48, metavar="TOKENS", help="mean tokens of answers")
-    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
-    add("--requests", type=int, default=4, help="requests per client in a turn, one after the other")
-    flags.reps(3, "turns of each server")
-    flags.vllm_python("compare with the server of vLLM in this interpreter's environment")
-    flags.peer_model()
-    flags.seed()
-    flags.quick("a minute instead of ten: 1 and 4 clients, short prompts, one turn")
-    flags.json_file()
+    vllm = "compare with the server of vLLM in this interpreter's environment"
+    quick = "a minute instead of ten: 1 and 4 clients, short prompts, one turn"
+    add_load_flags(flags, requests=4, reps="turns of each server", vllm=vllm, quick=quick)
     given = flags.read(args)
     if given.quick:
         given.concurrency, given.prompt, given.new, given.long = "1,4", 64, 8, 512
         given.requests, given.reps = 1, 1
-    overrides = [*given.set, *([f"model.path={toml_value(given.model)}"] if given.model else [])]
-    concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
-    if given.requests < 1 or given.new < 2:
-        raise ConfigError("--requests must be at least 1, --new at least 2")
-    config = load_config(given.config, overrides)
-    longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
-    needed = max(given.long + FIRST_TOKENS, int((1 + SPREAD) * (given.prompt + given.new)))
-    if min(given.prompt, given.long) < 1 or needed > longest:
-        what = "one and a half times --prompt plus --new, or --long,"
-        raise ConfigError(f"{what} would be up to {needed} tokens; there is room for 1 to {longest}")
-    if config.conductor.ssl_certfile:
+    needed = int((1 + SPREAD) * (given.prompt + given.new))
+    load = load_options(given, needed, "one and a half times --prompt plus --new")
+    if load.config.conductor.ssl_certfile:
         raise ConfigError("bench http does not encrypt: it takes no conductor.ssl_certfile")
-    return Options(
-        config=replace(
-            config,
-            model=replace(config.model, max_model_len=longest, name=MODEL_NAME),
-            conductor=replace(config.conductor, http_port=0, grpc_port=0),
-        ),
-        concurrency=concurrency,
-        prompt_tokens=given.prompt,
-        new_tokens=given.new,
-        long_tokens=given.long,
-        requests=given.requests,
-        reps=given.reps,
-        vllm_python=given.vllm_python,
-        peer_model=given.peer_model,
-        seed=given.seed,
-        json=given.json,
-    )
-
-
-def _config(options: Options, dtype: str) -> dict[str, object]:
-    """Everything that affects the results, without paths."""
-    config = options.config
-    return {
-        "model": Path(config.model.path).name,
-        "dtype": dtype,
-        "prefill_nodes": config.cluster.prefill,
-        "decode_nodes": config.cluster.decode,
-        "chunk_tokens": config.prefill.chunk_tokens,
-        "block_tokens": config.block.tokens,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        "long_tokens": options.long_tokens,
-        "requests": options.requests,
-        "reps": options.reps,
-    }
+    return load
 
 
 def _start_vllm(
-    options: Options, checkpoint: Checkpoint, dtype: str, stack: ExitStack, report: Report, shown: Progress
+    options: LoadOptions, checkpoint: Checkpoint, dtype: str, stack: ExitStack, report: Report, shown: Progress
 ) -> PeerServer:
     tell(shown, "starting vllm")
     peer = PeerServer(
@@ -182,7 +110,7 @@ class _Found:
 class _HttpBench:
     """Measures every server once in each turn, with new prompts of the same lengths."""
 
-    options: Options
+    options: LoadOptions
     checkpoint: Checkpoint
     peer: PeerServer | None
     found: _Found
@@ -203,6 +131,7 @@ class _HttpBench:
                 yield ServedByHttp(name, self.peer.port, MODEL_NAME)
             return
         config = self.options.config
+        config = replace(config, model=replace(config.model, name=MODEL_NAME))
         if name == COUPLED:
             config = replace(config, cluster=replace(config.cluster, coupled=1, switchable=False))
         async with LocalCluster(config) as cluster:
@@ -238,7 +167,7 @@ class _HttpBench:
         tell(self.shown, f"turn {turn + 1} of {self.options.reps}: {name}, {what}")
 
 
-def compare(report: Report, options: Options) -> None:
+def compare(report: Report, options: LoadOptions) -> None:
     """Add the ratios to the report."""
     for ours in (CLUSTER, COUPLED):
         for clients in options.concurrency:

@@ -10,50 +10,37 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 from msgspec.structs import replace
 from rich.progress import Progress
 
+from mooncake.app.bench.load_options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.bench.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
-from mooncake.app.flags import Flags, names, numbers
+from mooncake.app.flags import Flags, names
 from mooncake.app.latency import percentile
 from mooncake.app.local import LocalCluster
 from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.config import Config, EngineSection, load_config, toml_value
 from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.types import PrefillReport
 
 COUPLED = ServedByEngine.name
 SMALL_TOKENS = 16
-FIRST_TOKENS = 4  # tokens of a request that measures TTFT: enough to include the hand-off
 LONG_ANSWERS = 8  # factor on the answer length when all answers must run at the same time
-MAX_MODEL_LEN = 4096
 KV_GB = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    config: Config
+    load: LoadOptions
     transports: tuple[str, ...]
-    concurrency: tuple[int, ...]
-    prompt_tokens: int
-    new_tokens: int
-    long_tokens: int
-    requests: int  # per client
-    reps: int
     small_requests: int
-    vllm_python: str
-    peer_model: str
-    seed: int
-    json: Path | None
 
 
 def main(args: list[str]) -> None:
@@ -62,98 +49,40 @@ def main(args: list[str]) -> None:
     Raises Cancelled after Ctrl-C, once the results so far are reported.
     """
     options = parse(args)
-    report = Report("serve", _config(options), options.seed)
+    report = Report("serve", _config(options.load), options.load.seed)
     with report.measuring("measuring") as shown:
         run_async(unless_stopped(measure(options, report, shown)))
         measure_vllm(options, report, shown)
     compare(report, options)
-    report.finish(options.json)
-
-
-def _flags() -> Flags:
-    flags = Flags("bench serve", __doc__)
-    add = flags.add
-    add("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
-    flags.overrides()
-    flags.model("")  # default: the configuration's model
-    flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
-    add("--concurrency", default="1,8,16", help="clients at once, comma-separated")
-    add("--prompt", type=int, default=256, metavar="TOKENS", help="length of each prompt")
-    add("--new", type=int, default=48, metavar="TOKENS", help="tokens of each answer")
-    add("--long", type=int, default=2048, metavar="TOKENS", help="prompt whose repeat hits the prefix cache")
-    add("--requests", type=int, default=2, help="requests per client, one after the other")
-    add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")
-    flags.reps(3, "long prompts")
-    flags.vllm_python("compare TTFT with vLLM in this interpreter's environment")
-    flags.peer_model()
-    flags.seed()
-    flags.quick("a minute instead of ten: shm, 1 and 4 clients, short prompts")
-    flags.json_file()
-    return flags
+    report.finish(options.load.json)
 
 
 def parse(args: list[str]) -> Options:
-    given = _flags().read(args)
+    flags = Flags("bench serve", __doc__)
+    vllm = "compare TTFT with vLLM in this interpreter's environment"
+    quick = "a minute instead of ten: shm, 1 and 4 clients, short prompts"
+    add_load_flags(flags, requests=2, reps="long prompts", vllm=vllm, quick=quick)
+    flags.transports("shm,tcp", "transports of the hand-off, each in its own cluster")
+    flags.add("--small", type=int, default=20, help="requests of one token, for the conductor's own time")
+    given = flags.read(args)
     if given.quick:
         given.transports, given.concurrency, given.prompt, given.new = "shm", "1,4", 64, 8
         given.long, given.requests, given.small, given.reps = 512, 1, 3, 1
-    overrides = [*given.set, *([f"model.path={toml_value(given.model)}"] if given.model else [])]
-    concurrency = numbers("--concurrency", given.concurrency, 1, EngineSection().max_sequences)
-    if min(given.requests, given.small) < 1 or given.new < 2:
-        raise ConfigError("--requests and --small must be at least 1, --new at least 2")
-    config = load_config(given.config, overrides)
-    longest = config.model.max_model_len or min(MAX_MODEL_LEN, open_checkpoint(config.model.path).config.max_model_len)
-    needed = max(given.long + FIRST_TOKENS, given.prompt + LONG_ANSWERS * given.new)  # by requests sent after minutes
-    if min(given.prompt, given.long) < 1 or needed > longest:
-        raise ConfigError(
-            f"--prompt plus {LONG_ANSWERS} times --new, or --long, would be up to {needed} tokens; there is room for 1 "
-            f"to {longest}"
-        )
-    transports = names("--transports", given.transports, ("shm", "tcp"))
-    return Options(
-        config=replace(
-            config,
-            model=replace(config.model, max_model_len=longest),
-            conductor=replace(config.conductor, http_port=0, grpc_port=0),
-        ),
-        transports=transports,
-        concurrency=concurrency,
-        prompt_tokens=given.prompt,
-        new_tokens=given.new,
-        long_tokens=given.long,
-        requests=given.requests,
-        reps=given.reps,
-        small_requests=given.small,
-        vllm_python=given.vllm_python,
-        peer_model=given.peer_model,
-        seed=given.seed,
-        json=given.json,
-    )
+    if given.small < 1:
+        raise ConfigError("--small must be at least 1")
+    needed = given.prompt + LONG_ANSWERS * given.new  # by requests sent after minutes
+    load = load_options(given, needed, f"--prompt plus {LONG_ANSWERS} times --new")
+    return Options(load, names("--transports", given.transports, ("shm", "tcp")), given.small)
 
 
-def _config(options: Options) -> dict[str, object]:
+def _config(load: LoadOptions) -> dict[str, object]:
     """Everything that affects the results, without paths."""
-    config = options.config
-    return {
-        "model": Path(config.model.path).name,
-        "dtype": config.model.dtype,
-        "prefill_nodes": config.cluster.prefill,
-        "decode_nodes": config.cluster.decode,
-        "prefill_threads": config.prefill.threads,
-        "decode_threads": config.decode.threads,
-        "engine_threads": available_cores(),
-        "chunk_tokens": config.prefill.chunk_tokens,
-        "block_tokens": config.block.tokens,
-        "prompt_tokens": options.prompt_tokens,
-        "new_tokens": options.new_tokens,
-        "long_tokens": options.long_tokens,
-        "requests": options.requests,
-        "reps": options.reps,
-    }
+    threads = {"prefill_threads": load.config.prefill.threads, "decode_threads": load.config.decode.threads}
+    return load.told() | threads | {"engine_threads": available_cores()}
 
 
 async def measure(options: Options, report: Report, shown: Progress) -> None:
-    model = options.config.model
+    model = options.load.config.model
     checkpoint = open_checkpoint(model.path, model.max_model_len)
     tell(shown, "loading the model")
     engine = ServedByEngine(_own_engine(checkpoint, options))
@@ -163,7 +92,7 @@ async def measure(options: Options, report: Report, shown: Progress) -> None:
         await engine.close()
     for transport in options.transports:
         tell(shown, f"starting a cluster over {transport}")
-        config = replace(options.config, transfer=replace(options.config.transfer, transports=(transport,)))
+        config = replace(options.load.config, transfer=replace(options.load.config.transfer, transports=(transport,)))
         async with LocalCluster(config) as cluster:
             threads = {
                 "prefill_threads": cluster.config.prefill.threads,
@@ -178,7 +107,7 @@ async def measure(options: Options, report: Report, shown: Progress) -> None:
 
 
 def _own_engine(checkpoint: Checkpoint, options: Options) -> OwnEngine:
-    config = options.config
+    config = options.load.config
     engine = EngineConfig(
         block_tokens=config.block.tokens,
         chunk_tokens=config.prefill.chunk_tokens,
@@ -204,12 +133,12 @@ class ServeBench:
     shown: Progress
 
     async def run(self) -> None:
-        traffic = Traffic(self.vocab_size, self.options.seed)  # the same prompts for every server
+        traffic = Traffic(self.vocab_size, self.options.load.seed)  # the same prompts for every server
         for _ in range(2):  # warm-up
-            await self.served.ask(traffic.prompt(self.options.prompt_tokens), FIRST_TOKENS)
+            await self.served.ask(traffic.prompt(self.options.load.prompt_tokens), FIRST_TOKENS)
         await self._measure_small(traffic)
         await self._measure_ttft(traffic)
-        for clients in self.options.concurrency:
+        for clients in self.options.load.concurrency:
             await self._measure_load(traffic, clients)
         await self._measure_disturbed(traffic)
 
@@ -225,12 +154,12 @@ class ServeBench:
     async def _measure_ttft(self, traffic: Traffic) -> None:
         cold: list[Answer] = []
         hit: list[Answer] = []
-        for _ in range(self.options.reps):
+        for _ in range(self.options.load.reps):
             self._tell("long prompts")
-            prompt = traffic.prompt(self.options.long_tokens)
+            prompt = traffic.prompt(self.options.load.long_tokens)
             cold.append(await self.served.ask(prompt, FIRST_TOKENS))
             hit.append(await self.served.ask(prompt, FIRST_TOKENS))
-        shape = {"prompt": self.options.long_tokens}
+        shape = {"prompt": self.options.load.long_tokens}
         for kind, answers in (("cold", cold), ("repeated", hit)):
             reports = [answer.report for answer in answers if answer.report is not None]
             self._add(f"TTFT, {kind}", "ms", [answer.ttft_ms for answer in answers], shape)
@@ -239,11 +168,10 @@ class ServeBench:
             self._add(f"hand-off not hidden by prefill, {kind}", "ms", exposed, shape)
 
     async def _measure_load(self, traffic: Traffic, clients: int) -> None:
-        options = self.options
+        load = self.options.load
         self._tell(f"{clients} clients")
-        run = await traffic.closed_loop(
-            self.served, clients, options.requests, options.prompt_tokens, options.new_tokens
-        )
+        sizes = (load.requests, load.prompt_tokens, load.new_tokens)
+        run = await traffic.closed_loop(self.served, clients, *sizes)
         shape = {"clients": clients}
         self._add("output", "tok/s", [run.tokens_per_s], shape, more_is_better=True)
         self._add("requests", "/s", [run.requests_per_s], shape, more_is_better=True)
@@ -252,12 +180,12 @@ class ServeBench:
 
     async def _measure_disturbed(self, traffic: Traffic) -> None:
         """Token gaps of running answers while a long prompt is computed."""
-        options, clients = self.options, min(8, max(self.options.concurrency))
+        load = self.options.load
+        clients = min(8, max(load.concurrency))
         self._tell("a long prompt arrives")
-        run, num_running = await traffic.disturbed(
-            self.served, clients, options.prompt_tokens, LONG_ANSWERS * options.new_tokens, options.long_tokens
-        )
-        shape = {"clients": clients, "arriving": options.long_tokens}
+        sizes = (load.prompt_tokens, LONG_ANSWERS * load.new_tokens, load.long_tokens)
+        run, num_running = await traffic.disturbed(self.served, clients, *sizes)
+        shape = {"clients": clients, "arriving": load.long_tokens}
         self._add("answers under way when it arrives", "", [num_running], shape, more_is_better=True)
         self._add_gaps(run, shape)
 
@@ -287,24 +215,24 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
     """TTFT of long prompts in vLLM, right after ours and in the same dtype."""
-    if not options.vllm_python:
+    if not options.load.vllm_python:
         return
-    checkpoint = open_checkpoint(options.config.model.path)
-    traffic = Traffic(checkpoint.config.vocab_size, options.seed)
+    checkpoint = open_checkpoint(options.load.config.model.path)
+    traffic = Traffic(checkpoint.config.vocab_size, options.load.seed)
     with ExitStack() as stack:
-        dtype = options.config.model.dtype
-        model = stack.enter_context(hf_folder(checkpoint.path, dtype, options.peer_model))
+        dtype = options.load.config.model.dtype
+        model = stack.enter_context(hf_folder(checkpoint.path, dtype, options.load.peer_model))
         tell(shown, "starting vllm")
-        peer = PeerEngine("vllm", options.vllm_python, model, dtype, available_cores())
+        peer = PeerEngine("vllm", options.load.vllm_python, model, dtype, available_cores())
         stack.enter_context(peer)
         peer.run([traffic.prompt(64)], 4)
         cold, hit = [], []
-        for _ in range(options.reps):
+        for _ in range(options.load.reps):
             tell(shown, "vllm, long prompts")
-            prompts = [traffic.prompt(options.long_tokens)]
+            prompts = [traffic.prompt(options.load.long_tokens)]
             cold.append(1e3 * peer.run(prompts, 1))
             hit.append(1e3 * peer.run(prompts, 1))
-    shape: dict[str, Value] = {"prompt": options.long_tokens}
+    shape: dict[str, Value] = {"prompt": options.load.long_tokens}
     report.add(Figure("vllm", "TTFT, cold", "ms", tuple(cold), params=shape))
     report.add(Figure("vllm", "TTFT, repeated", "ms", tuple(hit), params=shape))
     report.config["vllm"] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
@@ -313,7 +241,7 @@ def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
 def compare(report: Report, options: Options) -> None:
     """Add the ratios to the report. ``cluster`` without a transport is the first transport's."""
     first = _cluster(options.transports[0])
-    most = max(options.concurrency)
+    most = max(options.load.concurrency)
 
     def add(ratio: str, name: str, ours: str, theirs: str, **shape: Value) -> None:
         report.compare(ratio, report.find(ours, name, **shape), report.find(theirs, name, **shape))
@@ -321,11 +249,11 @@ def compare(report: Report, options: Options) -> None:
     for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
         add(f"{ratio}_cluster_vs_engine", name, first, COUPLED)
         add(f"{ratio}_vs_vllm", name, first, "vllm")
-    for clients in options.concurrency:
+    for clients in options.load.concurrency:
         add(f"output_{clients}_cluster_vs_engine", "output", first, COUPLED, clients=clients)
         add(f"ttft_p50_{clients}_cluster_vs_engine", "TTFT p50", first, COUPLED, clients=clients)
         add(f"tbt_p99_{clients}_cluster_vs_engine", "TBT p99", first, COUPLED, clients=clients)
-    add("tbt_p99_disturbed_cluster_vs_engine", "TBT p99", first, COUPLED, arriving=options.long_tokens)
+    add("tbt_p99_disturbed_cluster_vs_engine", "TBT p99", first, COUPLED, arriving=options.load.long_tokens)
     if {"shm", "tcp"} <= set(options.transports):
         add("handoff_tcp_vs_shm", "hand-off not hidden by prefill, cold", _cluster("tcp"), _cluster("shm"))
         add(f"output_{most}_tcp_vs_shm", "output", _cluster("tcp"), _cluster("shm"), clients=most)
