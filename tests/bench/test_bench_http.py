@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -110,3 +111,25 @@ def test_a_cluster_and_a_coupled_node_get_the_same_load(tmp_path: Path) -> None:
     assert {(server, name, clients) for server in servers for name in names for clients in (1, 4)} <= measured
     assert {(server, f"TTFT, {kind}", None) for server in servers for kind in ("cold", "repeated")} <= measured
     assert str(tmp_path) not in line.read_text(), "a path of this machine is in the line"
+
+
+DYING = """#!{python}
+import json, socket, sys
+server = socket.create_server(("127.0.0.1", 0))
+print(json.dumps({{"port": server.getsockname()[1], "versions": {{}}, "start_s": 0.0}}), flush=True)
+server.accept()  # and dies of the first request
+"""
+
+
+@pytest.mark.slow
+def test_what_was_measured_before_a_server_died_is_reported(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "tiny", max_position_embeddings=1024)
+    dying, line = tmp_path / "dying", tmp_path / "line.json"
+    dying.write_text(DYING.format(python=sys.executable))
+    dying.chmod(0o700)
+    arguments = ["--quick", "--model", str(tmp_path / "tiny"), "--vllm-python", str(dying), "--json", str(line)]
+    run = commands.run("bench", "http", *arguments, timeout=240)
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    report = json.loads(line.read_text())
+    assert {row["subject"] for row in report["results"]} == {"cluster", "coupled"}
+    assert report["notes"][-1].startswith("ended before all turns: vllm cannot be asked")

@@ -26,7 +26,7 @@ from mooncake.app.local import LocalCluster
 from mooncake.app.preflight import available_cores
 from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.errors import ConfigError
+from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable
 
 CLUSTER, COUPLED, VLLM = "cluster", "coupled", "vllm"
 MODEL_NAME = "model"
@@ -42,19 +42,26 @@ NOTES = (
 def main(args: list[str]) -> None:
     """Raises MooncakeError for a wrong option, an unreadable model, or a server that does not start or fails.
 
-    Raises Cancelled after Ctrl-C, once the results so far are reported.
+    What was measured before a server failed, or before Ctrl-C (Cancelled), is reported first.
     """
     options = parse(args)
     checkpoint = open_checkpoint(options.config.model.path, options.config.model.max_model_len)
     dtype = options.config.precision(checkpoint.coding).weights.dtype
     report = Report("http", options.told() | {"dtype": dtype}, options.seed, notes=list(NOTES))
     found = _Found()
+    failure: MooncakeError | None = None
     with report.measuring("measuring") as shown, ExitStack() as stack:
         peer = _start_vllm(options, checkpoint, dtype, stack, report, shown) if options.vllm_python else None
-        run_async(unless_stopped(_HttpBench(options, checkpoint, peer, found, shown).run()))
+        try:
+            run_async(unless_stopped(_HttpBench(options, checkpoint, peer, found, shown).run()))
+        except (NodeUnavailable, InternalError) as error:
+            failure = error
+            report.notes.append(f"ended before all turns: {error.message}")
     report.add(*found.figures())
     compare(report, options)
     report.finish(options.json)
+    if failure is not None:
+        raise failure
 
 
 def parse(args: list[str]) -> LoadOptions:
