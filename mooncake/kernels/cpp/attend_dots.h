@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "mix_tiles.h"
 #include "score_tiles.h"
 
 namespace mooncake {
@@ -17,6 +18,7 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
+constexpr int ROWS_BESIDE_TILES = 6;  // with more query rows the matrix unit also mixes; measured
 constexpr int WIDENED_ROWS = 16;  // with more query rows V is widened once for all of them
 constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V to prefetch ahead
 
@@ -77,8 +79,21 @@ constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {
     score_rows<4, PAIRS>, score_rows<5, PAIRS>, score_rows<6, PAIRS>};
 static_assert(sizeof SCORE<false> == SCORE_ROWS * sizeof *SCORE<false>);
 
-// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows. bfloat16 comes in
-// pairs, so every two vectors of `mixed` hold the even dimensions and then the odd ones until `part_pairs`. `values`
+// VECS vectors of a row. bfloat16 comes in pairs, so every two vectors hold the even dimensions and then the odd ones.
+template <int VECS, class T> inline void load_values(const T* from, vf (&loaded)[VECS]) {
+    if constexpr (std::is_same<T, bf16>::value && VECS % 2 == 0) {
+        for (int v = 0; v < VECS; v += 2) {
+            const vu pairs = load_as<vu>(from + v * W);
+            loaded[v] = (vf)(pairs << 16);
+            loaded[v + 1] = (vf)(pairs & 0xffff0000u);
+        }
+    } else {
+        for (int v = 0; v < VECS; v++) loaded[v] = load(from + v * W);
+    }
+}
+
+// mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows, in the order of
+// `load_values` until `part_pairs`. `values`
 // has AHEAD_ROWS more entries than `count`, to be prefetched.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
@@ -89,15 +104,7 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
         const T* value = values[t] + d;
         vf loaded[VECS];
         bring_near(values + t + AHEAD_ROWS, 1, d, VECS * W);
-        if constexpr (std::is_same<T, bf16>::value && VECS % 2 == 0) {
-            for (int v = 0; v < VECS; v += 2) {
-                const vu pairs = load_as<vu>(value + v * W);
-                loaded[v] = (vf)(pairs << 16);
-                loaded[v + 1] = (vf)(pairs & 0xffff0000u);
-            }
-        } else {
-            for (int v = 0; v < VECS; v++) loaded[v] = load(value + v * W);
-        }
+        load_values(value, loaded);
         for (int r = 0; r < ROWS; r++) {
             const float p = scores[r * score_stride + t];
             for (int v = 0; v < VECS; v++) acc[r][v] += loaded[v] * p;
@@ -105,6 +112,38 @@ inline void mix_rows(const float* scores, int64_t score_stride, const T* const* 
     }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
+}
+
+// As `mix_rows`, for a strip of up to STRIP_TOKENS tokens whose weights are bfloat16 numbers, with the bits of mix_in_tiles:
+// a matrix unit adds up even and odd tokens of a strip on their own, fused, and adds their sum to what it had.
+template <int ROWS, int VECS, class T>
+inline void mix_strip_like_tiles(const float* weights, int64_t stride, const T* const* values, int count, int d, float* mixed, int D) {
+    vf acc[2][ROWS][VECS] = {};
+    for (int t = 0; t < count; t += 2)
+#pragma GCC unroll 2
+        for (int odd = 0; odd < 2; odd++) {
+            const T* const* value = values + t + odd;  // with a last even token, one of weight 0
+            vf loaded[VECS];
+            bring_near(value + AHEAD_ROWS, 1, d, VECS * W);
+            load_values(*value + d, loaded);
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < VECS; v++) acc[odd][r][v] += loaded[v] * weights[r * stride + t + odd];
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int v = 0; v < VECS; v++) {
+            float* to = mixed + r * D + d + v * W;
+            store(to, load(to) + (acc[0][r][v] + acc[1][r][v]));
+        }
+}
+
+template <int ROWS, class T>
+inline void mix_like_tiles(const float* weights, int64_t stride, const T* const* values, int count, float* mixed, int D) {
+    for (int t = 0; t < count; t += STRIP_TOKENS) {
+        const int tokens = std::min(STRIP_TOKENS, count - t);
+        int d = 0;
+        for (; d + 4 * W <= D; d += 4 * W) mix_strip_like_tiles<ROWS, 4>(weights + t, stride, values + t, tokens, d, mixed, D);
+        for (; d < D; d += 2 * W) mix_strip_like_tiles<ROWS, 2>(weights + t, stride, values + t, tokens, d, mixed, D);
+    }
 }
 
 // As `mix_rows`, over pairs of tokens, with bfloat16 weights.
@@ -155,8 +194,7 @@ inline void mix(const float* scores, int64_t score_stride, const T* const* value
 // Multiplies scores[row][0 .. count) by the scales of `count` keys or values; `count` is a multiple of W.
 inline void scale_scores(const int8_t* const* coded, int count, int D, int rows, float* scores, int64_t width) {
     for (int t = 0; t < count; t += W) {
-        vf scales;
-        for (int i = 0; i < W; i++) scales[i] = row_scale(coded[t + i], D);
+        const vf scales = row_scales(coded + t, D);
         for (float *at = scores + t, *end = at + rows * width; at < end; at += width) store(at, load(at) * scales);
     }
 }
@@ -207,10 +245,10 @@ inline void places_of(const AttentionCall& call, const AttentionPlan& plan, cons
         for (int i = 0, rows = call.rows(plan.members[member]); i < rows; i++) out[row++] = {plan.members[member], i};
 }
 
-// Calls body(row) for the first row of each group that one pass mixes, with the group's size as a constant.
-template <class Body> inline void by_groups(int rows, const Body& body) {
+// Calls body(row) for the first row of each group that one pass mixes, with the group's size, up to MOST, as a constant.
+template <int MOST = DOT_ROWS, class Body> inline void by_groups(int rows, const Body& body) {
     int row = 0;
-    for (; row + DOT_ROWS <= rows; row += DOT_ROWS) body(std::integral_constant<int, DOT_ROWS>{}, row);
+    for (; row + MOST <= rows; row += MOST) body(std::integral_constant<int, MOST>{}, row);
     for (; row + 3 <= rows; row += 3) body(std::integral_constant<int, 3>{}, row);
     for (; row + 2 <= rows; row += 2) body(std::integral_constant<int, 2>{}, row);
     for (; row < rows; row++) body(std::integral_constant<int, 1>{}, row);
@@ -241,20 +279,26 @@ template <class T> inline void widen_rows(const T* const* rows, int count, int D
 template <class T>
 void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                  const Item* next, const Results& results, Scratch& scratch) {
-    const int D = call.head_dim, rows = item.count, length = item.end - item.begin;
+    const int D = call.head_dim, rows = item.count;
+    const bool is_tiled = fits_tiles<T>(D);
+    const int lead = is_tiled ? item.begin % STRIP_TOKENS : 0;  // tokens that nobody sees: see WeightTiles
+    const int begin = item.begin - lead, length = item.end - begin;
     const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
     constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
     const int32_t* table = call.table(item.seq);
-    const bool is_tiled = fits_tiles<T>(D);
-    const int tiled_rows = is_tiled ? (rows + W - 1) / W * W : 0;
-    scratch.start(int64_t(rows) * (2 * D + width + 2) + MOST * D + tiled_rows * (D / 2 + SCORE_KEYS) + 192);
-    float *query = scratch.take(rows * D), *mixed = scratch.take(rows * D), *scores = scratch.take(rows * width);
+    const int tiled_rows = is_tiled ? (rows + W - 1) / W * W : 0, strips = is_tiled ? int(width) / STRIP_TOKENS : 0;
+    const int64_t weight_floats = WeightTiles::floats(rows, strips);
+    scratch.start(rows * (D + width + 2) + std::max(rows, tiled_rows) * D + MOST * D + tiled_rows * (D / 2 + SCORE_KEYS) +
+                  weight_floats + strips * MIX_DIMS * W + 256);
+    float *query = scratch.take(rows * D), *mixed = scratch.take(std::max(rows, tiled_rows) * D), *scores = scratch.take(rows * width);
     float *most = scratch.take(rows), *sums = scratch.take(rows);
     float* wide = scratch.take(MOST * D);
     RowPlace places[std::max(SHARED_ROWS, FEW_ROWS)];
     places_of(call, plan, item, places);
     uint32_t* query_tiles = scratch.take<uint32_t>(tiled_rows * D / 2);
     float* score_tiles = scratch.take(tiled_rows * SCORE_KEYS);
+    const WeightTiles weights((bf16*)scratch.take(weight_floats), strips);
+    uint32_t* value_strips = scratch.take<uint32_t>(strips * MIX_DIMS * W);
     const auto query_row = [&](int row) {
         return row < rows ? call.query_row(places[row].seq, item.kv_head, places[row].row) : nullptr;
     };
@@ -274,14 +318,19 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
 
     const float* wide_tile[MIX_TILE + AHEAD_ROWS];
     std::fill(wide_tile, wide_tile + MIX_TILE + AHEAD_ROWS, wide);
-    const T *keys[DOT_PART + SCORE_KEYS + AHEAD_ROWS], *values[DOT_PART + AHEAD_ROWS];  // with room for what is prefetched past the end
-    cache.rows(table, item.kv_head, 0, item.begin, length, keys);
-    cache.rows(table, item.kv_head, 1, item.begin, length, values);
-    std::fill(keys + length, keys + width, keys[0]);
-    std::fill(values + length, values + length + AHEAD_ROWS, values[0]);
+    const T *keys[DOT_PART + SCORE_KEYS + AHEAD_ROWS], *values[DOT_PART + SCORE_KEYS + AHEAD_ROWS];  // with room for what is prefetched past the end
+    cache.rows(table, item.kv_head, 0, item.begin, length - lead, keys + lead);
+    cache.rows(table, item.kv_head, 1, item.begin, length - lead, values + lead);
+    std::fill(keys, keys + lead, keys[lead]);
+    std::fill(keys + length, keys + width, keys[lead]);
+    const int64_t mixed_tokens = is_tiled ? width : length;
+    const T* const nothing = is_tiled ? row_of_zeros<T>(D) : nullptr;
+    std::fill(values, values + lead, nothing);
+    std::fill(values + length, values + mixed_tokens, nothing);
+    std::fill(values + mixed_tokens, values + mixed_tokens + AHEAD_ROWS, values[lead]);
     if (next) {
         const int count = std::min(AHEAD_ROWS, next->end - next->begin);
-        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, values + length);
+        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, values + mixed_tokens);
     }
     for (int i = 0; i < AHEAD_ROWS; i++) keys[width + i] = values[i];
     if (next && width + length <= AHEAD_ROWS) {  // all of this item is past when AHEAD_ROWS further is reached
@@ -307,12 +356,12 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
 
     for (int row = 0; row < rows; row++) {
         const int position = call.position(places[row].seq, places[row].row);
-        const int stop = std::min(length, position + 1 - item.begin);
-        const int start = call.window ? std::max(0, call.first_seen(position) - item.begin) : 0;
+        const int stop = std::min(length, position + 1 - begin);
+        const int start = call.window ? std::max(lead, call.first_seen(position) - begin) : lead;
         float* line = scores + row * width;
         if (call.alibi_slopes) {
             vi distance;
-            for (int i = 0; i < W; i++) distance[i] = item.begin + i - position;
+            for (int i = 0; i < W; i++) distance[i] = begin + i - position;
             lean(line, width / W, W, splat(call.slope_log2(item.kv_head, places[row].row)), distance, W);
         }
         for (int t = 0; t < std::min(start, length); t++) line[t] = NEVER;
@@ -323,12 +372,17 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
         most[row] = largest(larger(top[0], top[1]));
     }
+    const bool is_mixed_in_tiles = is_tiled && rows > ROWS_BESIDE_TILES;
     for (int row = 0; row < rows; row++) {  // separate from the first loop, so that no row waits for its largest score
         float* line = scores + row * width;
         vf total{};
         for (int t = 0; t < width; t += W) {
-            const vf below = load(line + t) - most[row], p = in_pairs ? exp2_roughly(below) : exp2v(below);
-            if (in_pairs)
+            const vf below = load(line + t) - most[row], p = in_pairs || is_tiled ? exp2_roughly(below) : exp2v(below);
+            if (is_mixed_in_tiles && !IS_CODED<T>)
+                weights.put(row, t, p);
+            else if (is_tiled && !IS_CODED<T>)
+                store(line + t, rounded(p));
+            else if (in_pairs)
                 store((bf16*)line + t, p);  // overwrites scores already read
             else
                 store(line + t, p);
@@ -337,6 +391,18 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         sums[row] = sum(total);
     }
 
+    if constexpr (!std::is_same<T, float>::value)
+        if (is_mixed_in_tiles) {
+            const auto weigh_strip = [&](int strip) {
+                for (int t = strip * STRIP_TOKENS, end = t + STRIP_TOKENS; t < end && IS_CODED<T>; t += W) {
+                    const vf scales = row_scales(values + t, D);
+                    for (int row = 0; row < rows; row++) weights.put(row, t, load(scores + row * width + t) * scales);
+                }
+            };
+            mix_in_tiles(weights, rows, values, AHEAD_ROWS, D, value_strips, mixed, weigh_strip);
+            for (int row = 0; row < rows; row++) in_order<T>(mixed + row * D, D, mixed + row * D);
+            return results.put(item, mixed, most, sums);
+        }
     std::memset(mixed, 0, sizeof(float) * rows * D);
     for (int at = 0; at < length; at += MIX_TILE) {
         const int tokens = std::min(MIX_TILE, length - at);
@@ -348,6 +414,17 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             }
         if constexpr (IS_CODED<T>)  // fold the scales into the weights
             scale_scores(tile, (tokens + W - 1) / W * W, D, rows, scores + at, width);
+        if (is_tiled) {
+            for (int row = 0; row < rows && IS_CODED<T>; row++)
+                for (int t = 0; t < tokens; t += W) {
+                    float* some = scores + row * width + at + t;
+                    store(some, rounded(load(some)));
+                }
+            by_groups<3>(rows, [&](auto group, int row) {
+                mix_like_tiles<group>(scores + row * width + at, width, tile, tokens, mixed + row * D, D);
+            });
+            continue;
+        }
         if (rows > WIDENED_ROWS && !std::is_same<T, float>::value) {
             widen_rows(tile, tokens, D, wide, wide_tile);
             mix_all(scores + at, width, wide_tile, tokens, rows, mixed, D);

@@ -15,7 +15,6 @@ constexpr int SHARED_KEYS = 4;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 constexpr int TILE = 32;         // tokens of K and V that stay in L1 between uses
-static_assert(TILE == TILE_STRIP && SCORE_KEYS % TILE_STRIP == 0 || W != TILE_ROWS);
 constexpr int MANY_SHARED = 32;  // with more rows than this it is faster than attend_dots; measured
 constexpr int SOON_ROWS = 16;    // rows of K or V to have in L1 ahead
 constexpr int STRIP = DOT_PART / 2 * SHARED_KEYS;  // pairs of elements of V that one pass mixes
@@ -24,8 +23,9 @@ constexpr int STRIP = DOT_PART / 2 * SHARED_KEYS;  // pairs of elements of V tha
 // other: between products, because the exponential uses other parts of the core than they do (seen on Zen 4).
 template <int VECS> class PairWeights {
 public:
-    // `totals` is memory for W * VECS * W sums.
-    PairWeights(float* scores, const float* most, float* totals) : scores_(scores), totals_(totals), most_(most) {
+    // `totals` is memory for W * VECS * W sums. `scales`: factors of the tokens' weights that their sum is without, or null.
+    PairWeights(float* scores, const float* most, float* totals, const float* scales = nullptr)
+        : scores_(scores), totals_(totals), most_(most), scales_(scales) {
         std::fill(totals, totals + W * VECS * W, 0.0f);
     }
 
@@ -37,7 +37,10 @@ public:
             const vf first = exp2_roughly(load(scores) - most), second = exp2_roughly(load(scores + VECS * W) - most);
             store(totals, load(totals) + first);
             store(totals + VECS * W, load(totals + VECS * W) + second);
-            store((int32_t*)weights, pairs_of(first, second));
+            if (scales_)
+                store((int32_t*)weights, pairs_of(first * scales_[2 * pair], second * scales_[2 * pair + 1]));
+            else
+                store((int32_t*)weights, pairs_of(first, second));
         }
     }
 
@@ -50,7 +53,7 @@ public:
 
 private:
     float *scores_, *totals_;  // totals: [t % W][lane]
-    const float* most_;
+    const float *most_, *scales_;
 };
 
 // Prefetches `count` elements of rows that are probably adjacent: few blocks are no multiple of so many tokens.
@@ -130,13 +133,20 @@ inline void mix_part_in_pairs(float* scores, const float* most, const bf16* cons
     weights.sum(sums);
 }
 
-// The query rows of the last shared part that a thread attended to, as columns: those of its next one are often the same.
+// [D][VECS * W]; [D / 2][VECS * W]; or as tiles_of_queries makes them.
+enum class QueryForm { FLOATS, PAIRS, TILES };
+
+// The query rows of the last shared part that a thread attended to, scaled, as columns: those of its next one are often
+// the same.
 class SharedQueries {
 public:
-    // [D][VECS * W], scaled; as pairs, [D / 2][VECS * W]; or as tiles.
+    static SharedQueries& of_thread() {
+        static thread_local SharedQueries queries;
+        return queries;
+    }
+
     template <int VECS>
-    const float* columns(const AttentionCall& call, const Item& item, uint64_t call_number, const RowPlace* places, bool is_tiled,
-                         bool in_pairs) {
+    const float* columns(const AttentionCall& call, const Item& item, uint64_t call_number, const RowPlace* places, QueryForm form) {
         const auto of_kept = [](const RowPlace& a, const RowPlace& b) { return a.seq == b.seq; };
         const bool is_kept = call_number == call_number_ && item.kv_head == kv_head_ && item.count == rows_ &&
                              std::equal(places, places + item.count, places_, of_kept);
@@ -150,9 +160,9 @@ public:
         for (int row = 0; row < item.count; row++) queries[row] = call.query_row(places[row].seq, item.kv_head, places[row].row);
         std::fill(queries + item.count, queries + lanes, queries[0]);
         const auto query_row = [&](int i) { return queries[i]; };
-        if (is_tiled) {
+        if (form == QueryForm::TILES) {
             tiles_of_queries(query_row, lanes, D, call.scale_log2, (uint32_t*)query);
-        } else if (in_pairs) {
+        } else if (form == QueryForm::PAIRS) {
             for (int v = 0; v < VECS; v++)
                 columns_of_queries(query_row, v * W, D, call.scale_log2, lanes, (uint32_t*)query + v * W);
         } else {
@@ -188,38 +198,49 @@ inline void lean_rows(const AttentionCall& call, const Item& item, const RowPlac
     }
 }
 
+// What becomes of the scores of `count` tokens of a part from the one at `at` on, [token][lane], before their weights:
+// soft caps and slopes, if the call has any. Raises `most`, the largest score of each lane.
+inline void finish_scores(const AttentionCall& call, const Item& item, const RowPlace* places, int at, int count, int vecs, float* scores,
+                          float* most) {
+    const int lanes = vecs * W;
+    if (call.cap_log2) bend(scores, count * lanes, call.cap_log2);
+    if (call.alibi_slopes) lean_rows(call, item, places, at, count, vecs, scores);
+    for (int t = 0; t < count; t++)
+        for (int v = 0; v < lanes; v += W) store(most + v, larger(load(most + v), load(scores + t * lanes + v)));
+}
+
+// The keys of a shared part, its values, and what is prefetched past their end. `next`: as for attend_dots.
+template <class T>
+inline void part_rows(const AttentionCall& call, const CacheLayer& cache, const Item& item, const Item* next, const T** stream) {
+    for (int kv = 0; kv < 2; kv++) cache.rows(call.table(item.seq), item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
+    const T** ahead = stream + 2 * DOT_PART;
+    std::fill(ahead, ahead + AHEAD_ROWS, stream[0]);
+    if (next) cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, std::min(AHEAD_ROWS, next->end - next->begin), ahead);
+}
+
 // A shared part is DOT_PART tokens long and all its rows see all of it, so nothing is masked, and only rows are padded,
-// to VECS vectors. `next`: as for attend_dots.
+// to VECS vectors.
 template <class T, int VECS>
 void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const CacheLayer& cache, const Item& item,
                    const Item* next, const Results& results, Scratch& scratch) {
     constexpr int lanes = VECS * W;
     constexpr bool is_in_place = std::is_same<T, float>::value;
     const int D = call.head_dim, rows = item.count;
-    const int32_t* table = call.table(item.seq);
-    const bool is_tiled = fits_tiles<T>(D), in_pairs = works_in_pairs<T>(D);
+    const bool in_pairs = works_in_pairs<T>(D);
     scratch.start(lanes * (D + DOT_PART + W + 2) + std::max(2 * STRIP, TILE * D) + 128);
     float *mixed = scratch.take(lanes * D), *scores = scratch.take(lanes * DOT_PART), *totals = scratch.take(lanes * W);
     float *most = scratch.take(lanes), *sums = scratch.take(lanes), *wide = scratch.take(std::max(2 * STRIP, TILE * D));
     RowPlace places[lanes];
     places_of(call, plan, item, places);
-    static thread_local SharedQueries shared;
-    const float* query = shared.columns<VECS>(call, item, results.call_number, places, is_tiled, in_pairs);
-    std::optional<Tiles> tiles;
-    if (is_tiled) tiles.emplace(TILE_STRIP);
+    const float* query =
+        SharedQueries::of_thread().columns<VECS>(call, item, results.call_number, places, in_pairs ? QueryForm::PAIRS : QueryForm::FLOATS);
 
-    const T* stream[2 * DOT_PART + AHEAD_ROWS];  // keys, values, and what is prefetched past their end
-    for (int kv = 0; kv < 2; kv++) cache.rows(table, item.kv_head, kv, item.begin, DOT_PART, stream + kv * DOT_PART);
-    std::fill(stream + 2 * DOT_PART, stream + 2 * DOT_PART + AHEAD_ROWS, stream[0]);
-    if (next) {
-        const int count = std::min(AHEAD_ROWS, next->end - next->begin);
-        cache.rows(call.table(next->seq), next->kv_head, 0, next->begin, count, stream + 2 * DOT_PART);
-    }
+    const T* stream[2 * DOT_PART + AHEAD_ROWS];
+    part_rows(call, cache, item, next, stream);
     const T* const* coded = stream;
     const float* tile[TILE];
     const auto open = [&](int kv, int at) {
         coded = stream + kv * DOT_PART + at;
-        if (is_tiled && kv == 0) return;  // multiplied in place
         if constexpr (is_in_place)
             std::copy(coded, coded + TILE, tile);
         else
@@ -234,32 +255,22 @@ void attend_shared(const AttentionCall& call, const AttentionPlan& plan, const C
                 }
     };
     std::fill(most, most + lanes, NEVER);
-    const bool changes_scores = call.cap_log2 || call.alibi_slopes;
-    const auto finish_scores = [&](int at, int count) {
-        if (call.cap_log2) bend(scores + at * lanes, count * lanes, call.cap_log2);
-        if (call.alibi_slopes) lean_rows(call, item, places, at, count, VECS, scores + at * lanes);
-        for (int t = at; t < at + count; t++)
-            for (int v = 0; v < lanes; v += W) store(most + v, larger(load(most + v), load(scores + t * lanes + v)));
-    };
     if constexpr (std::is_same<T, bf16>::value)
         if (in_pairs) {
             score_part_in_pairs<VECS>((const uint32_t*)query, stream, D, scores, most);
-            if (changes_scores) {
+            if (call.cap_log2 || call.alibi_slopes) {
                 std::fill(most, most + lanes, NEVER);
-                finish_scores(0, DOT_PART);
+                finish_scores(call, item, places, 0, DOT_PART, VECS, scores, most);
             }
         }
     for (int at = 0; at < DOT_PART && !in_pairs; at += TILE) {
         open(0, at);
-        if (is_tiled)
-            score_keys_in_tiles(coded, (const uint32_t*)query, lanes, D, (bf16*)wide, scores + at * lanes, lanes * sizeof(float), W,
-                                coded + AHEAD_ROWS);
-        for (int t = 0; t < TILE && !is_tiled; t += SHARED_KEYS) {
+        for (int t = 0; t < TILE; t += SHARED_KEYS) {
             if (is_in_place) bring_near(coded + t + AHEAD_ROWS, SHARED_KEYS, 0, D);
             score_keys<SHARED_KEYS, VECS>(query, tile + t, D, scores + (at + t) * lanes);
         }
         scale(at);
-        finish_scores(at, TILE);
+        finish_scores(call, item, places, at, TILE, VECS, scores + at * lanes, most);
     }
 
     for (int v = 0; v < lanes && !in_pairs; v += W) store(sums + v, weigh<false>(scores + v, lanes, DOT_PART, load(most + v)));

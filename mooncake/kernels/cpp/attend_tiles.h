@@ -147,15 +147,13 @@ void attend_tiles(const AttentionCall& call, const CacheLayer& cache, const Item
     std::memset(mixed, 0, sizeof(float) * area * D);
 
     Tiles tiles(TILE_STRIP);
-    static thread_local std::vector<char> nothing_there;  // a row of zeros, for tokens past the last
-    nothing_there.assign(row_bytes<T>(D), 0);
+    const T* const nothing = row_of_zeros<T>(D);
     const T* pointers[TILE_KEYS];
     for (int at = item.begin; at < item.end; at += TILE_KEYS) {
         const int count = std::min(TILE_KEYS, item.end - at), padded = (count + TILE_STRIP - 1) / TILE_STRIP * TILE_STRIP;
         const auto scales_of = [&](float* out) {
             for (int t = 0; t < padded; t++) out[t] = row_scale(pointers[t], D);
         };
-        const T* const nothing = (const T*)nothing_there.data();
         for (int t = count; t < padded; t++) pointers[t] = nothing;
         cache.rows(table, item.kv_head, 0, at, count, pointers);
         strips_of_keys(pointers, padded, D, keys);

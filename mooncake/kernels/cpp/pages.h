@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "vectors.h"
 
@@ -23,6 +24,13 @@ template <class T> inline float row_scale(const T* row, int head_dim) {
     } else {
         return 1.0f;
     }
+}
+
+// Those of W rows.
+template <class T> inline vf row_scales(const T* const* rows, int head_dim) {
+    vf scales;
+    for (int i = 0; i < W; i++) scales[i] = row_scale(rows[i], head_dim);
+    return scales;
 }
 
 // Strides are in bytes. Tokens of a head are adjacent. If the values are the keys, K and V are 0 bytes apart.
@@ -47,6 +55,13 @@ struct CacheLayer {
         }
     }
 };
+
+// A row for tokens that nobody sees.
+template <class T> inline const T* row_of_zeros(int head_dim) {
+    static thread_local std::vector<char> zeros;
+    zeros.resize(std::max(zeros.size(), size_t(row_bytes<T>(head_dim))));
+    return (const T*)zeros.data();
+}
 
 // Prefetches elements d .. d + count of some rows, for use soon. Call it for a few rows at a time, between other work:
 // a core keeps track of some dozen prefetches and drops the rest (seen on Sapphire Rapids, where all at once were worse

@@ -1,6 +1,5 @@
-// Scores of query rows against keys on the matrix unit, for methods that mix V in vectors (attend_dots, attend_shared):
-// keys are multiplied in place in their pages, and need not be transposed. Queries are rounded to bfloat16; int8 codes
-// are exact in it.
+// Scores of query rows against keys on the matrix unit: keys are multiplied in place in their pages, and need not be
+// transposed. Queries are rounded to bfloat16; int8 codes are exact in it.
 #pragma once
 
 #include "attention_plan.h"

@@ -90,6 +90,13 @@ inline void store(bf16* to, vf v) {  // round to nearest, ties to even; NaN stay
     std::memcpy(to, &half, sizeof half);
 }
 
+// As float32, what bfloat16 makes of it.
+inline vf rounded(vf v) {
+    bf16 narrow[W];
+    store(narrow, v);
+    return load(narrow);
+}
+
 // 2 * W values as bfloat16, two per lane.
 inline vf in_pairs(vf first, vf second) {
 #if defined(__AVX512BF16__)  // through memory, a load would wait for two stores
