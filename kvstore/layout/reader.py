@@ -124,7 +124,7 @@ class LayoutReader:
                 return False
             blocks = view.bytes.reshape(address.num_blocks, address.block_bytes)
             view.check()
-            rounds = _rounds(jobs)
+            rounds = _rounds(jobs, plan)
             # In turns: halves lie so far apart that they may be in the same banks of memory all the time.
             other = self._helper.submit(_copy_all, rounds[::2], plan, blocks, deadline)
             try:
@@ -237,13 +237,15 @@ def _pattern(boxes: tuple[Box, ...]) -> Pattern:
     )
 
 
-def _rounds(jobs: Sequence[_Job]) -> list[list[_Job]]:
-    """Jobs that are copied run by run, in turns: those of one source block that are the same but for their tokens, as
-    where blocks are split."""
+def _rounds(jobs: Sequence[_Job], plan: Plan) -> list[list[_Job]]:
+    """Jobs of one shard that are copied run by run, in turns: those that are the same but for their tokens, of one
+    source block where blocks are split, and of one target block where they are joined."""
+    joins = plan.source.block_tokens < plan.target.block_tokens
     rounds: dict[tuple[object, ...], list[_Job]] = {}
     for job in jobs:
         layer, head, _ = job.box.source_first
-        rounds.setdefault((job.slot, layer, head, job.box.count), []).append(job)
+        whole = id(job.target) if joins else job.slot
+        rounds.setdefault((whole, layer, head, job.box.count), []).append(job)
     return list(rounds.values())
 
 
@@ -253,10 +255,12 @@ def _copy_all(rounds: Sequence[Sequence[_Job]], plan: Plan, blocks: npt.NDArray[
     for alike in _alike(rounds):
         time_left(deadline)
         sources: list[npt.NDArray[np.uint8]] = []
+        last, source = -1, blocks[0]
         for jobs in alike:
-            source = blocks[jobs[0].slot]
-            sources += [source] * len(jobs)
             for job in jobs:
+                if job.slot != last:
+                    last, source = job.slot, blocks[job.slot]
+                sources.append(source)
                 if job.is_verifiable:
                     _verify(job, [source.data[offset : offset + nbytes] for offset, nbytes in job.box.reads])
         together = [converters[id(job.box)] for job in alike[0]]
@@ -274,8 +278,8 @@ def _converters(plan: Plan) -> dict[int, Converter]:
 
 
 def _alike(rounds: Sequence[Sequence[_Job]]) -> Iterator[list[Sequence[_Job]]]:
-    """Of ``ROUNDS_AT_ONCE`` those of the same boxes; one by one, if they are verified: what has been verified is then
-    in a cache when it is copied."""
+    """Of ``ROUNDS_AT_ONCE`` those of the same boxes; one by one, if they are verified: much of that is then in a cache
+    when it is copied."""
     for start in range(0, len(rounds), ROUNDS_AT_ONCE):
         by_boxes: dict[tuple[int, ...], list[Sequence[_Job]]] = {}
         for jobs in rounds[start : start + ROUNDS_AT_ONCE]:

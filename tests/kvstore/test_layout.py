@@ -274,14 +274,20 @@ def test_parts_of_a_block_in_turns_are_what_they_are_one_by_one(dtype: str, is_n
 
 
 def test_a_block_that_is_split_is_read_as_it_lies_there():
-    """In turns, a run for each of the blocks that it becomes; what is verified is read layer by layer anyway."""
+    """In turns, a run for each of the blocks that it becomes."""
     split, shards = plan(model(1, 1, 64), model(1, 1, 16), 0), {0: Shard(NOWHERE, [7, 3])}
     targets = [None if number == 1 else _block(model(1, 1, 16)) for number in range(8)]
-    rounds = _rounds(_jobs(split, shards, targets))
+    rounds = _rounds(_jobs(split, shards, targets), split)
     assert {tuple(job.slot for job in jobs) for jobs in rounds} == {(7,) * 3, (3,) * 4}
     assert [job.box.source_first[2] for job in rounds[0]] == [0, 32, 48]
-    joined = plan(model(1, 1, 16), model(1, 1, 64), 0)
-    assert all(len(jobs) == 1 for jobs in _rounds(_jobs(joined, shards, [_block(model(1, 1, 64))])))
+
+
+def test_a_block_that_is_joined_is_written_as_it_lies_there():
+    """In turns, a run from each of the blocks that become it, where the prompt has so many."""
+    joined, shards = plan(model(1, 1, 16), model(1, 1, 64), 0), {0: Shard(NOWHERE, [7, 3, 9, 1, 5, 6])}
+    rounds = _rounds(_jobs(joined, shards, [_block(model(1, 1, 64)) for _ in range(2)]), joined)
+    assert {tuple(job.slot for job in jobs) for jobs in rounds} == {(7, 3, 9, 1), (5, 6)}
+    assert [job.box.target_first[2] for job in rounds[0]] == [0, 16, 32, 48]
 
 
 @pytest.mark.parametrize("is_native", [True, False], ids=["C++", "Python"])

@@ -56,6 +56,7 @@ def _cases() -> list[Case]:
         case("8b_tp2_to_16", of(large, 2), of(large, 16)),
         case("8b_pp4_to_1", of(large, 1, 4), of(large, 1)),
         case("8b_block64_to_16", of(large), of(pages)),
+        case("8b_block16_to_64", of(pages), of(large)),
         case("8b_bf16_to_fp32", of(large), of(wide)),
         case("8b_int8_to_bf16", of(narrow), of(large)),
     ]
