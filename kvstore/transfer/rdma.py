@@ -3,8 +3,10 @@
 A path is one queue pair, set up over a TCP connection that then stays silent: its end is the end of either side. For
 reads, a peer gets the keys of the whole segment. For writes, it requests a memory window per granted block over the
 queue pair, and the owner closes the window when it revokes the grant; so an epoch fences these writes as strictly as
-those over TCP. A key that has become invalid breaks the queue pair; the path then reconnects once, asks again, and so
-learns whether the grant is gone. Unregistered memory is copied through registered memory.
+those over TCP. A key that has become invalid breaks the queue pair, with all that is in flight on it; the path then
+goes on over a new one, asks again, and so learns whose grant is gone: only those slices fail. The old connection ends
+after the new one has begun, because an owner gives up all hand-offs of a writer that has none. Unregistered memory is
+copied through registered memory.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation
 from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link
+from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link, LinkBroken
 from kvstore.transfer.rdma_memory import RegisteredMemory, Staging, merge
 from kvstore.transfer.rdma_verbs import (
     Completion,
@@ -32,7 +34,8 @@ from mooncake.errors import DeadlineExceeded, StaleEpoch
 from mooncake.types import SegmentAddress
 
 WINDOW = 4  # slices in flight on one queue pair
-MAX_REFUSALS = 2  # invalid keys that one ``carry`` handles by reconnecting
+MAX_IN_VAIN = 2  # new links in a row over which no slice ended
+_RENEW_TIMEOUT_S = 5.0
 
 _SEND_DEPTH = WINDOW * MAX_RANGES + 16
 
@@ -97,6 +100,7 @@ class RdmaPath:
         self._staging: list[Staging] = []
         self._flights: deque[_Flight] = deque()  # every slice taken and not finished, the oldest first
         self._next_tag = FIRST_SLICE_TAG
+        self._num_ended = 0  # slices that have arrived, or were refused
         self._moved_bytes = 0
         self._unannounced_bytes = 0  # written, but not yet reported to the owner
 
@@ -131,20 +135,18 @@ class RdmaPath:
         raise PathFailed(f"the path to {self._address.node_id} was cut")
 
     def carry(self, work: Work) -> None:
-        refusals = 0
+        in_vain = 0
         try:
             while True:
+                num_ended = self._num_ended
                 try:
                     self._drive(work)
                     return
-                except _KeyRefused as error:
-                    refusals += 1
-                    if refusals > MAX_REFUSALS:
-                        raise PathFailed(str(error)) from None
-                    self._disconnect()
-                    self.connect(min(flight.part.deadline for flight in self._flights))
-                    for flight in self._flights:
-                        flight.is_posted = False
+                except LinkBroken:
+                    in_vain = in_vain + 1 if self._num_ended == num_ended else 0
+                    if in_vain > MAX_IN_VAIN or self._is_cut:
+                        raise
+                    self._renew(work)
         except BaseException as error:
             self._disconnect()  # from here on nothing touches the local memory of slices given back
             parts = [flight.part for flight in self._flights]
@@ -168,6 +170,27 @@ class RdmaPath:
             staging.close()
         self._staging.clear()
 
+    def _renew(self, work: Work) -> None:
+        """Connect a new queue pair, over which all in flight is to be posted again; late slices are given back.
+
+        Raises PathFailed, StaleEpoch or DeadlineExceeded."""
+        with self._cutting:
+            old, self._link = self._link, None
+        assert old is not None
+        try:
+            old.queue_pair.close()  # from here on nothing touches local memory
+            now = time.monotonic()
+            late = [flight for flight in self._flights if flight.part.deadline <= now]
+            for flight in late:
+                self._flights.remove(flight)
+                self._let_go(flight)
+            work.give_back([flight.part for flight in late])
+            for flight in self._flights:
+                flight.is_posted = False
+            self.connect(min((flight.part.deadline for flight in self._flights), default=now + _RENEW_TIMEOUT_S))
+        finally:
+            old.close()
+
     def _disconnect(self) -> None:
         with self._cutting:
             link, self._link = self._link, None
@@ -175,7 +198,7 @@ class RdmaPath:
             link.close()
 
     def _drive(self, work: Work) -> None:
-        """Raises _KeyRefused, VerbsFailed, PathFailed, DeadlineExceeded."""
+        """Raises PathFailed (LinkBroken where a new link may carry the rest), VerbsFailed or DeadlineExceeded."""
         if self._link is None:
             raise PathFailed(f"the path to {self._address.node_id} is closed")
         link = self._link
@@ -200,6 +223,8 @@ class RdmaPath:
                 self._open_windows(part, link, work)
             except StaleEpoch as error:
                 self._flights.remove(flight)
+                self._let_go(flight)
+                self._num_ended += 1
                 work.refuse(part, error)
                 return
         strips = [self._local(piece) for piece in part.pieces]
@@ -274,7 +299,7 @@ class RdmaPath:
 
     def _account(self, completion: Completion, link: Link, work: Work) -> None:
         if completion.status == Status.REMOTE_ACCESS:
-            raise _KeyRefused(f"{self._address.node_id} does not accept a memory key (status {completion.status})")
+            raise LinkBroken(f"{self._address.node_id} does not accept a memory key (status {completion.status})")
         if completion.status != Status.SUCCESS:
             raise PathFailed(f"the queue pair to {self._address.node_id} broke (status {completion.status})")
         if completion.is_received:
@@ -292,6 +317,7 @@ class RdmaPath:
             flight.staging.drain(part)
         self._flights.popleft()
         self._let_go(flight)
+        self._num_ended += 1
         self._moved_bytes += part.nbytes
         work.done(part)
 
@@ -300,10 +326,6 @@ class RdmaPath:
         if self._unannounced_bytes:
             link.queue_pair.post_notice(NOTICE_TAG, min(self._unannounced_bytes, 0xFFFFFFFF), signal=False)
             self._unannounced_bytes = 0
-
-
-class _KeyRefused(Exception):
-    """The owner's device refused a key: its window was closed, or the key was never valid."""
 
 
 @dataclass(slots=True, eq=False)

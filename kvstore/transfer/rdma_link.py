@@ -35,6 +35,10 @@ Attach = Callable[[bytes, float], tuple[socket.socket, bytes]]
 """Sends a request over a new control connection before the deadline; the owner's answer and the connection."""
 
 
+class LinkBroken(PathFailed):
+    """The owner's device refused a key, or the owner ended the link. It may be well, and accept a new one."""
+
+
 class Link:
     """A connected queue pair, the control connection that bounds its life, and the keys received over it."""
 
@@ -111,9 +115,9 @@ class Link:
         return bool(news.poll(0))
 
     def check_alive(self) -> None:
-        """Raises PathFailed when the owner has gone, or ``cut`` was called."""
+        """Raises LinkBroken when the owner has gone, has lost the queue pair, or ``cut`` was called."""
         if self.is_gone:
-            raise PathFailed(f"{self._node_id} has closed its control connection")
+            raise LinkBroken(f"{self._node_id} has closed its control connection")
 
     def cut(self) -> None:
         if self._sock is not None:

@@ -145,7 +145,8 @@ class FrameServer:
             if exporter is None:
                 raise PathFailed("it is not offered here")
             connection.attachment = exporter.attach(request)
-            connection.attachment.on_broken = connection.wire.shut
+            # It may be well and attach again. Until it ends this connection it is not gone, with all that it writes.
+            connection.attachment.on_broken = connection.wire.say_end
             status, answer = Status.OK, connection.attachment.reply
         except (PathFailed, MooncakeError) as error:
             log.warning("segment of %s: cannot attach %s by %s: %s", self._node_id, connection.peer, name, error)

@@ -62,7 +62,7 @@ def keep_alive(sock: Any) -> None:
 
 
 class Wire:
-    """One blocking socket. One thread at a time, except for ``moved_bytes`` and ``shut``."""
+    """One blocking socket. One thread at a time, except for ``moved_bytes``, ``say_end`` and ``shut``."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -127,6 +127,11 @@ class Wire:
         except (OSError, struct.error):  # closed, or a kernel without these counters
             return 0
         return int(acked) + int(received)
+
+    def say_end(self) -> None:
+        """The peer sees the end of what we send, and decides when to end its side. From any thread."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
 
     def shut(self) -> None:
         """Wake whoever waits on this socket; its own thread closes it."""

@@ -194,13 +194,70 @@ def test_a_wrong_key_ends_with_status_10_and_is_mended(own: Any, transport: Rdma
     path.close()
 
 
-@pytest.mark.parametrize("whose", ["ours", "the owner's"])
-def test_a_broken_queue_pair_fails_the_path_and_gives_everything_back(own: Any, transport: RdmaTransport, whose: str):
+def test_refused_keys_fail_only_their_own_slices_and_the_writer_is_not_gone(own: Any, transport: RdmaTransport):
+    """Each breaks the queue pair, and with it what others have in flight."""
+    owner = own()
+    path = open_path(transport, owner.address)
+    data = noise(NUM, BLOCK)
+    path.carry(Slices(Operation.WRITE, [(i, 0, data[i]) for i in range(NUM)]))
+
+    class Spoiled(Slices):
+        """Before every other slice is taken its key goes bad: its block is revoked, or the key was never one."""
+
+        def take(self) -> Slice | None:
+            part = super().take()
+            if part is not None and (block := part.pieces[0].wire.block) % 2:
+                epoch, key = path.window_keys.get(block, (EPOCH, 0x15))
+                path.window_keys[block] = (epoch, key ^ 0x15)
+                if block < NUM // 2:
+                    owner.server.revoke([block])
+            return part
+
+    before = owner.blocks.copy()
+    work = Spoiled(Operation.WRITE, [(i, 0, data[i][::-1].copy()) for i in range(NUM)])
+    path.carry(work)
+    refused = list(range(1, NUM // 2, 2))
+    assert sorted(part.pieces[0].wire.block for part, _ in work.refused) == refused
+    assert all(isinstance(error, StaleEpoch) for _, error in work.refused)
+    assert len(work.done_parts) == NUM - len(refused) and not work.given_back
+    for block in range(NUM):
+        assert np.array_equal(owner.blocks[block], before[block] if block in refused else data[block][::-1])
+    eventually(lambda: owner.server.stats().connections == 1)
+    assert owner.gone == []
+    assert not any(staging.is_busy for staging in path._staging)
+    path.close()
+    eventually(lambda: len(owner.gone) == 1)
+
+
+def test_late_slices_do_not_keep_others_from_a_new_queue_pair(own: Any, transport: RdmaTransport):
     owner = own()
     path = open_path(transport, owner.address)
     path.carry(Slices(Operation.WRITE, [(0, 0, noise(BLOCK))]))
-    [attachment] = owner.server._exporters[0]._attachments
-    break_queue_pair(path.queue_pair if whose == "ours" else attachment._queue_pair)
+    path.window_keys[0] = (EPOCH, path.window_keys[0][1] ^ 0x15)
+    work = Slices(Operation.WRITE, [(0, 0, noise(BLOCK)), (1, 0, noise(BLOCK))])
+    first, second = work.waiting
+    drive = path._drive
+
+    def drive_late(work: Slices) -> None:
+        try:
+            drive(work)
+        finally:
+            if work.done_parts == []:
+                late = dataclasses.replace(first, deadline=time.monotonic())
+                path._flights[0].part = late
+
+    path._drive = drive_late  # type: ignore[method-assign]
+    path.carry(work)
+    assert len(work.given_back) == 1 and work.done_parts == [second]
+    assert owner.gone == []
+    path.close()
+
+
+def test_a_broken_queue_pair_fails_the_path_and_gives_everything_back(own: Any, transport: RdmaTransport):
+    owner = own()
+    path = open_path(transport, owner.address)
+    path.carry(Slices(Operation.WRITE, [(0, 0, noise(BLOCK))]))
+    break_queue_pair(path.queue_pair)
     work = Slices(Operation.WRITE, [(i, 0, noise(BLOCK)) for i in range(3)])
     started = time.monotonic()
     with pytest.raises(PathFailed):
@@ -214,6 +271,21 @@ def test_a_broken_queue_pair_fails_the_path_and_gives_everything_back(own: Any, 
     again.carry(work := Slices(Operation.WRITE, [(0, 0, noise(BLOCK))]))
     assert len(work.done_parts) == 1
     again.close()
+
+
+def test_a_queue_pair_that_the_owner_loses_is_replaced(own: Any, transport: RdmaTransport):
+    owner, data = own(), noise(3, BLOCK)
+    path = open_path(transport, owner.address)
+    path.carry(Slices(Operation.WRITE, [(0, 0, data[1])]))
+    [attachment] = owner.server._exporters[0]._attachments
+    break_queue_pair(attachment._queue_pair)
+    work = Slices(Operation.WRITE, [(i, 0, data[i]) for i in range(3)])
+    path.carry(work)
+    assert len(work.done_parts) == 3 and not work.given_back
+    assert np.array_equal(owner.blocks[:3], data)
+    eventually(lambda: owner.server.stats().connections == 1)
+    assert owner.gone == []
+    path.close()
 
 
 def test_another_transport_takes_over_in_the_middle(own: Any, engine_over: Any):
