@@ -83,10 +83,15 @@ class Promoting:
         await asyncio.gather(*loads, return_exceptions=True)
 
     def _worth_loading(self, keys: Sequence[BlockKey], recompute_ms: float, scattered: bool) -> list[BlockKey]:
-        """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile."""
+        """The stored part of ``keys`` (of their leading run), as far as loading is worthwhile, in the order in which it
+        is to be kept."""
         found = promotion(keys, self._index.exists(keys), self._ssd.length, self._ssd.load_s, recompute_ms, scattered)
         self._index.counters["promotions_not_worth_it"] += found.was_cut
-        return found.run if found.lacking and self._ssd.is_readable else []
+        if not (found.lacking and self._ssd.is_readable):
+            return []
+        if scattered:  # first what is here: loading the rest would push it out, and it would have to be loaded, too
+            return sorted(found.run, key=set(found.lacking).__contains__)
+        return found.run
 
     async def _have(self, key: BlockKey, readers_deadline: float, held: contextlib.ExitStack) -> bool:
         """Whether the block is in DRAM, after loading it if necessary."""

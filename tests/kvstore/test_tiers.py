@@ -190,6 +190,17 @@ async def test_what_memory_has_is_not_given_up_for_what_is_loaded_beside_it(tmp_
             await client.release([lease])
 
 
+async def test_what_memory_has_is_not_loaded_again_by_a_call_that_also_loads(tmp_path: Path) -> None:
+    async with store(tmp_path) as node, await join(node) as client:
+        for i in range(16):
+            assert await client.put(name(i), data(i), durable=True)
+        keys = [name(i) for i in (0, 1, 2, 3, 8, 9, 10, 11)]  # memory has the last four, which would leave next
+        lease = await client.acquire(keys, scattered=True)
+        assert all(block.length for block in lease.blocks)
+        assert (await client.stats()).counters["promotions"] == 4
+        await client.release([lease])
+
+
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
 async def test_a_call_for_more_than_memory_holds_gets_all_of_it(tmp_path: Path, transports: tuple[str, ...]) -> None:
     async with (
