@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import errno
 import itertools
 import mmap
 import os
+import platform
 import shutil
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -657,6 +661,44 @@ async def test_without_o_direct_the_page_cache_serves(tmp_path: Path) -> None:
         assert await found(opened, 0)
     async with tier(tmp_path) as again:  # the files are the same
         assert await found(again, 0) and await found(again, 1)
+
+
+def without_fallocate() -> None:
+    """Makes fallocate(2) fail in this thread and those that it starts, as file systems do that lack it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    load, jump_if_equal, give, allow, errno_is = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    rows = [
+        (load, 0, 0, 0),  # the number of the system call
+        (jump_if_equal, 0, 1, 285),
+        (give, 0, 0, errno_is | errno.EOPNOTSUPP),
+        (give, 0, 0, allow),
+    ]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+    program = ctypes.create_string_buffer(struct.pack("H6xQ", len(rows), ctypes.addressof(code)))
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0) != 0:  # PR_SET_SECCOMP
+        pytest.skip(f"no filters of system calls here: {os.strerror(ctypes.get_errno())}")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def test_a_file_system_that_cannot_reserve_room_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
+    async def use() -> None:
+        opened = await SsdTier.open(tmp_path, 64 * MIB, make_policy("lru", 1024), SIZE, segment_bytes=MIB)
+        assert await save(opened, *range(40)) == [True] * 40  # several segments
+        assert all([await found(opened, number) for number in range(40)])
+        await opened.close()
+        assert opened.counters["ssd_write_errors"] == 0
+        files = SsdLog(tmp_path, 1 << 50)
+        with pytest.raises(OSError, match="No space left"):
+            files.create(99)
+        files.close()
+
+    def run() -> None:
+        without_fallocate()
+        asyncio.run(use())
+
+    with ThreadPoolExecutor(1) as alone:
+        alone.submit(run).result()
 
 
 async def test_many_savers_and_readers_share_groups(tmp_path: Path) -> None:
