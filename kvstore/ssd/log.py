@@ -32,6 +32,7 @@ from mooncake.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SCAN_THREADS = 4
+FULL = (errno.ENOSPC, errno.EDQUOT)  # why a disk takes no more
 _SUFFIX, _ASIDE = ".kvlog", ".unread"
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -119,9 +120,11 @@ class SsdLog:
             raise ConfigError(f"store.ssd_path {directory}: {error.strerror}") from None
         try:
             fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(self._guard)
-            raise ConfigError(f"store.ssd_path {directory} is in use by another store") from None
+            is_in_use = isinstance(error, BlockingIOError)
+            reason = "is in use by another store" if is_in_use else f"cannot be locked: {error.strerror}"
+            raise ConfigError(f"store.ssd_path {directory} {reason}") from None
         self.is_direct = direct and self._can_be_direct()
         if direct and not self.is_direct:
             log.warning("%s: this file system refuses O_DIRECT; reads and writes go through the page cache", directory)
@@ -331,18 +334,20 @@ class SsdLog:
         return self.directory / f"{segment:016x}{_SUFFIX}"
 
     def _can_be_direct(self) -> bool:
-        path = self.directory / "probe"
+        path, page = self.directory / "probe", mmap.mmap(-1, PAGE)
         try:
-            fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT, 0o600)
-        except OSError:
-            return False
-        try:
-            return os.pwritev(fd, [mmap.mmap(-1, PAGE)], 0) == PAGE
-        except OSError:
-            return False
+            with _opened(path, os.O_CREAT | os.O_RDWR | os.O_DIRECT) as fd:
+                return os.pwritev(fd, [page], 0) == PAGE
+        except OSError as error:
+            if error.errno not in FULL:
+                return False
         finally:
-            os.close(fd)
             path.unlink(missing_ok=True)
+        try:  # a full disk says nothing of O_DIRECT
+            with _opened(self.directory / "lock", os.O_RDONLY | os.O_DIRECT) as fd:
+                return os.preadv(fd, [page], 0) >= 0
+        except OSError:
+            return False
 
     def _sync_directory(self) -> None:
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -378,6 +383,16 @@ class SsdLog:
         copy = memoryview(mmap.mmap(-1, size))
         np.copyto(np.frombuffer(copy[: part.nbytes], np.uint8), np.frombuffer(part, np.uint8))
         return copy
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _allocate(fd: int, nbytes: int) -> None:

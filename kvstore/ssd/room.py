@@ -6,7 +6,6 @@ deleted. It knows neither which blocks are worth keeping, nor who saves and read
 
 from __future__ import annotations
 
-import errno
 import logging
 import mmap
 import time
@@ -14,14 +13,12 @@ from collections.abc import Awaitable, Callable
 
 from kvstore.ssd.append import SsdAppender
 from kvstore.ssd.index import SsdBlock, SsdIndex
-from kvstore.ssd.log import SsdLog
+from kvstore.ssd.log import FULL, SsdLog
 from kvstore.ssd.record import BlockHeader, padded
 from mooncake.errors import KVLoadFailed
 from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SsdRoom:
@@ -59,7 +56,7 @@ class SsdRoom:
         try:
             await self._appender.in_writer(self._files.create, number)
         except OSError as error:
-            if error.errno not in _FULL or not await self._live_with_less():
+            if error.errno not in FULL or not await self._live_with_less():
                 raise
             await self._appender.in_writer(self._files.create, number)
         self._index.opened(number)

@@ -663,24 +663,29 @@ async def test_without_o_direct_the_page_cache_serves(tmp_path: Path) -> None:
         assert await found(again, 0) and await found(again, 1)
 
 
-def without_fallocate() -> None:
-    """Makes fallocate(2) fail in this thread and those that it starts, as file systems do that lack it."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    load, jump_if_equal, give, allow, errno_is = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
-    rows = [
-        (load, 0, 0, 0),  # the number of the system call
-        (jump_if_equal, 0, 1, 285),
-        (give, 0, 0, errno_is | errno.EOPNOTSUPP),
-        (give, 0, 0, allow),
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
-    program = ctypes.create_string_buffer(struct.pack("H6xQ", len(rows), ctypes.addressof(code)))
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0) != 0:  # PR_SET_SECCOMP
-        pytest.skip(f"no filters of system calls here: {os.strerror(ctypes.get_errno())}")
+FALLOCATE, PWRITEV2, FLOCK = 285, 328, 73  # system calls of x86-64
+filters_calls = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the number of a system call")
+def run_where(call: int, fails_with: int, work: Callable[[], object]) -> None:
+    """Do this in a thread where a system call fails, as on another file system, or on a full disk."""
+    load, jump_if_equal, give, allow, error = 0x20, 0x15, 0x06, 0x7FFF0000, 0x00050000
+    rows = [(load, 0, 0, 0), (jump_if_equal, 0, 1, call), (give, 0, 0, error | fails_with), (give, 0, 0, allow)]
+
+    def run() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *row) for row in rows))
+        program = ctypes.create_string_buffer(struct.pack("H6xQ", len(rows), ctypes.addressof(code)))
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        if libc.prctl(22, 2, ctypes.c_void_p(ctypes.addressof(program)), 0, 0) != 0:  # PR_SET_SECCOMP
+            pytest.skip(f"no filters of system calls here: {os.strerror(ctypes.get_errno())}")
+        work()
+
+    with ThreadPoolExecutor(1) as alone:
+        alone.submit(run).result()
+
+
+@filters_calls
 def test_a_file_system_that_cannot_reserve_room_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
     async def use() -> None:
         opened = await SsdTier.open(tmp_path, 64 * MIB, make_policy("lru", 1024), SIZE, segment_bytes=MIB)
@@ -693,12 +698,32 @@ def test_a_file_system_that_cannot_reserve_room_is_used_as_far_as_it_goes(tmp_pa
             files.create(99)
         files.close()
 
-    def run() -> None:
-        without_fallocate()
-        asyncio.run(use())
+    run_where(FALLOCATE, errno.EOPNOTSUPP, lambda: asyncio.run(use()))
 
-    with ThreadPoolExecutor(1) as alone:
-        alone.submit(run).result()
+
+def is_direct(path: Path) -> bool:
+    files = SsdLog(path, MIB)
+    files.close()
+    return files.is_direct
+
+
+@filters_calls
+def test_a_full_disk_is_not_taken_for_one_that_refuses_o_direct(tmp_path: Path) -> None:
+    if not is_direct(tmp_path):
+        pytest.skip("this file system refuses O_DIRECT")
+    for number, expected in ((errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EINVAL, False)):
+        answers: list[bool] = []
+        run_where(PWRITEV2, number, lambda answers=answers: answers.append(is_direct(tmp_path)))  # type: ignore[misc]
+        assert answers == [expected], os.strerror(number)
+
+
+@filters_calls
+def test_a_file_system_without_locks_is_not_taken_for_one_in_use(tmp_path: Path) -> None:
+    def open_it() -> None:
+        with pytest.raises(ConfigError, match="cannot be locked: No locks available"):
+            SsdLog(tmp_path, MIB)
+
+    run_where(FLOCK, errno.ENOLCK, open_it)
 
 
 async def test_many_savers_and_readers_share_groups(tmp_path: Path) -> None:
