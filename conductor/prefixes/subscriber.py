@@ -15,7 +15,7 @@ import grpc
 
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo
-from mooncake.directory import BlockTable, Directory
+from mooncake.directory import RECORD_KEY_BYTES, BlockTable, Directory
 from mooncake.rpc import common_pb2 as pb
 from mooncake.rpc.common_pb2_grpc import CacheEventsStub
 from mooncake.rpc.convert import event_from_wire
@@ -112,7 +112,9 @@ class Subscriber:
                     return
                 if message.reset:
                     self._index.clear(info.node_id)
-                changes = [event_from_wire(event) for event in message.events]
+                # Others may have put blocks with shorter names into a store: those are no prompt's.
+                ours = (event for event in message.events if len(event.key) >= RECORD_KEY_BYTES)
+                changes = list(map(event_from_wire, ours))
                 for tier, events in groupby(changes, key=attrgetter("tier")):
                     self._index.apply(info.node_id, events, Tier(tier))
                 self._directory.changed(info.node_id, cursor.incarnation, cursor.next_sequence, changes, message.reset)

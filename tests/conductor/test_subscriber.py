@@ -83,6 +83,19 @@ async def test_a_snapshot_comes_first_and_events_follow(
     assert index.num_blocks("n0") == 0
 
 
+async def test_names_that_are_no_prompts_hide_nothing(following: tuple[PrefixIndex, Subscriber], serve: Serve) -> None:
+    """Whoever uses a store by itself names blocks as they like."""
+    index, subscriber = following
+    log = EventLog(incarnation=5)
+    log.append([BlockEvent(True, BlockKey(b"mine")), *stored(0)])
+    _, port = await serve(CacheEventsServicer(log))
+    subscriber.follow(NodeInfo("n0", Role.STORE, 5, f"127.0.0.1:{port}"))
+    await holds(index, 0)
+    log.append([BlockEvent(True, BlockKey(b"yours")), BlockEvent(False, BlockKey(b"mine")), *stored(1)])
+    await holds(index, 0, 1)
+    assert index.num_blocks("n0") == 2
+
+
 async def test_a_restarted_cache_sends_a_new_snapshot(following: tuple[PrefixIndex, Subscriber], serve: Serve) -> None:
     index, subscriber = following
     first = EventLog(incarnation=5)
