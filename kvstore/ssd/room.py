@@ -82,7 +82,7 @@ class SsdRoom:
     async def _reclaim(self) -> None:
         """Copy the live records of the emptiest segments into the open one, and delete them, until there is room for
         a segment."""
-        for _ in range(self._index.max_segments):
+        for _ in range(len(self._index.segments)):  # more than there may be, if an earlier run was allowed more
             found = self._index.emptiest() if self._index.needs_reclaim() else None
             if found is None:
                 return

@@ -349,6 +349,19 @@ class SmallDisk(SsdLog):
         super().create(segment)
 
 
+async def test_a_tier_that_is_given_less_room_than_before_gives_back_the_rest(tmp_path: Path) -> None:
+    async with tier(tmp_path, 32 * MIB, MIB) as before:
+        for first in range(0, 400, 20):
+            assert all(await save(before, *range(first, first + 20)))
+    async with tier(tmp_path, 8 * MIB, MIB) as after:
+        assert size_of(tmp_path) > 16 * MIB
+        assert await save(after, 400) == [True]
+        assert size_of(tmp_path) <= 8 * MIB
+        kept = [number for number in range(401) if key(number) in after]
+        assert kept[-1] == 400 and len(kept) > 60
+        assert all([await found(after, number) for number in kept])
+
+
 @pytest.mark.parametrize("room", [0, 1, 2, 6])
 async def test_a_disk_that_is_smaller_than_promised_is_used_as_far_as_it_goes(
     tmp_path: Path, room: int, caplog: pytest.LogCaptureFixture
