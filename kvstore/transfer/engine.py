@@ -73,7 +73,8 @@ class TransferEngine:
         forget_after_s: float = FORGET_AFTER_S,
         max_peers: int = MAX_PEERS,
     ) -> None:
-        self._caller = Caller(peer_id, secrets.randbits(63) | 1, secret.encode())
+        name = peer_id.encode()[: protocol.MAX_PEER_ID_BYTES].decode(errors="ignore")  # peers tell us by the number
+        self._caller = Caller(name, secrets.randbits(63) | 1, secret.encode())
         self._transports = [make_transport(each, streams) if isinstance(each, str) else each for each in transports]
         for transport in self._transports:
             if transport.unavailable:

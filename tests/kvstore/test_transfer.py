@@ -336,6 +336,20 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
     server.stop()
 
 
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_whoever_has_a_long_name_is_admitted_and_known(segment, eventually: Eventually, transport):
+    gone: list[str] = []
+    server = SegmentServer(segment, "here", (transport,), on_peer_gone=gone.append)
+    server.start()
+    server.grant([3], EPOCH)
+    engine = TransferEngine("名" * 128, (transport,))
+    engine.write(server.address, [WriteRange(3, 0, noise(BLOCK), EPOCH)], soon())
+    assert server.is_connected(engine.writer_id)
+    engine.close()
+    eventually(lambda: gone == [engine.writer_id])
+    server.stop()
+
+
 @pytest.fixture(params=["C++", "Python", "shm"])
 def pair(request, segment, engine_over) -> Iterator[tuple[SegmentServer, TransferEngine]]:
     """An owner and a caller, both of the same kind."""
