@@ -40,6 +40,7 @@ HELLO_TIMEOUT_S = 5.0
 CREDIT_BYTES = 256 << 20  # writes in flight to this owner, over all connections
 _LANDING_POLL_S = 0.001
 _LANDING_GRACE_S = 0.05  # how long a revoke waits for half-received frames before it cuts their connections
+RETURN_S = 1.0  # for a peer to connect again whose last connection we cut: it is not gone, and writes elsewhere, too
 _JOIN_TIMEOUT_S = 5.0
 _TELL_EVERY_S = 10.0  # about connections that cannot be accepted
 
@@ -167,6 +168,7 @@ class SegmentServer:
                 left = patience - time.monotonic()
                 if left <= 0:
                     for connection in landing:
+                        connection.was_cut = True
                         connection.wire.shut()
                 self._changed.wait(_LANDING_POLL_S)
 
@@ -178,7 +180,7 @@ class SegmentServer:
     def is_connected(self, peer: str) -> bool:
         """Ask before you act on ``on_peer_gone``: by then it may be back, and in the middle of a copy."""
         with self._changed:
-            return any(each.peer == peer for each in self._connections)
+            return self._is_here(peer)
 
     def stats(self) -> ServerStats:
         total = Counts()
@@ -195,6 +197,7 @@ class SegmentServer:
             if self._stopping:
                 return
             self._stopping = True
+            self._changed.notify_all()
             for listener in self._listeners:
                 _shut(listener)
             for connection in self._connections:
@@ -300,8 +303,13 @@ class SegmentServer:
             return
         with self._changed:
             connection.peer = writer_id
+            self._changed.notify_all()
         files = [self._segment.fd, self._grants.read_only_fd] if connection.is_local else []
         socket.send_fds(wire.sock, [self._door.welcome(Status.OK)], files)
+
+    def _is_here(self, peer: str) -> bool:
+        """``is_connected``, called under the lock."""
+        return any(each.peer == peer for each in self._connections)
 
     def _share_credit(self) -> None:
         """Connections have come or gone; called under the lock."""
@@ -321,8 +329,10 @@ class SegmentServer:
             self._ended.add(connection.total())
             self._share_credit()
             self._changed.notify_all()
-            alive = any(each.peer == connection.peer for each in self._connections)
-            gone = bool(connection.peer) and not alive and not self._stopping
+            back_by = time.monotonic() + RETURN_S if connection.was_cut else 0.0
+            while not self._is_here(connection.peer) and not self._stopping and back_by > time.monotonic():
+                self._changed.wait(back_by - time.monotonic())
+            gone = bool(connection.peer) and not self._is_here(connection.peer) and not self._stopping
         if gone and self.on_peer_gone is not None:
             self.on_peer_gone(connection.peer)
 

@@ -62,6 +62,7 @@ class ServerConnection:
     wire: Wire
     is_local: bool  # over the unix socket: holds a mapping, sends nothing
     peer: str = ""  # set once it has said hello
+    was_cut: bool = False  # by us, because a frame would have gone on landing where it may not any more
     landing_here: frozenset[int] = NOWHERE  # blocks that the frame being received in Python writes into
     counts: Counts = field(default_factory=Counts)
     attachment: Attachment | None = None  # it uses another transport, and is silent here

@@ -336,6 +336,24 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
     server.stop()
 
 
+def test_a_writer_that_was_cut_by_a_revoke_and_returns_is_not_gone(segment, eventually: Eventually):
+    """On a slow network a frame takes longer than a revoke waits; what else it writes is sound."""
+    gone: list[str] = []
+    server = SegmentServer(segment, "here", ("tcp",), on_peer_gone=gone.append)
+    server.start()
+    server.grant([3], EPOCH)
+    with connect(server.address) as sock:
+        frame = protocol.pack_frame(Operation.WRITE, [WireRange(3, 0, 1 << 20, EPOCH)], 1 << 20, 1)
+        sock.sendall(frame + b"x" * 1000)
+        eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
+        server.revoke([3])
+        eventually(lambda: server.stats().connections == 0)
+    with connect(server.address):
+        assert gone == []
+    eventually(lambda: gone == ["raw/0000000000000001"])
+    server.stop()
+
+
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 def test_whoever_has_a_long_name_is_admitted_and_known(segment, eventually: Eventually, transport):
     gone: list[str] = []
