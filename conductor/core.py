@@ -175,7 +175,7 @@ class Core:
     def waiting_for(self) -> list[Role]:
         """Roles that serving needs and that have no live node."""
         needed = (Role.PREFILL,) if self._is_coupled else (Role.PREFILL, Role.DECODE)
-        return [role for role in needed if not self._has(NodeState.LIVE, role)]
+        return [role for role in needed if not self.registry.has(role, NodeState.LIVE)]
 
     def tick(self) -> None:
         now = self.clock()
@@ -186,7 +186,7 @@ class Core:
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
-            missing = [role for role in without_live if not self._has(NodeState.DRAINING, role)]
+            missing = [role for role in without_live if not self.registry.has(role, NodeState.DRAINING)]
             self.dispatcher.node_wait.nodes_changed(bool(missing), is_role_draining=bool(without_live))
         self.adapter_loader.finish()
         self.adapters.drop_unused(self.dispatcher.uses_adapter)
@@ -200,9 +200,6 @@ class Core:
     def _lacking(self, adapter: str) -> frozenset[int]:
         """Incarnations of nodes that cannot compute with the adapter of this digest (yet)."""
         return self.registry.lacking(adapter) if self.adapters.may_be_used(adapter) else frozenset()
-
-    def _has(self, state: NodeState, role: Role) -> bool:
-        return any(node.info.role is role and node.state is state for node in self.registry.nodes())
 
     def _remove(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)

@@ -76,6 +76,7 @@ class ConductorNode:
             tokenizer,
             core.dispatcher,
             cluster.status,
+            core.waiting_for,
             core.dispatcher.stats,
             capacity_tokens=longest_sequence(config, checkpoint, core.registry.most_pages),
             adapters=core.adapter_loader,

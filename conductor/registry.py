@@ -257,6 +257,10 @@ class Registry:
         """All nodes that are not gone, by id."""
         return (self._nodes[node_id] for node_id in sorted(self._nodes))
 
+    def has(self, role: Role, state: NodeState) -> bool:
+        """Whether a node of that role is in that state."""
+        return any(node.state is state and node.info.role is role for node in self._nodes.values())
+
     def live(self) -> frozenset[int]:
         """Incarnations of the nodes whose heartbeats arrive."""
         return frozenset(node.info.incarnation for node in self._nodes.values() if node.state is NodeState.LIVE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 
@@ -56,7 +56,8 @@ _PAGE_HEADERS = {
 
 
 class Ingress:
-    """The HTTP and gRPC APIs of a cluster. ``status`` must be cheap: the status page and the metrics call it."""
+    """The HTTP and gRPC APIs of a cluster. Health probes call ``waiting_for``, so it must be cheap; ``status`` lists
+    every node, for the status page and the metrics."""
 
     def __init__(
         self,
@@ -65,17 +66,19 @@ class Ingress:
         tokenizer: Tokenizer,
         dispatcher: Generator,
         status: Callable[[], StatusResponse],
+        waiting_for: Callable[[], Sequence[str]],
         stats: DispatchStats,
         keep_alive_s: float = KEEP_ALIVE_S,
         capacity_tokens: Callable[[], int] = lambda: 0,
         adapters: AdapterLoading | None = None,
     ) -> None:
-        """``capacity_tokens`` is passed to ``Pipeline``; ``adapters`` are those that come and go. Raises ConfigError
-        for an unknown parser."""
+        """``waiting_for`` names what serving needs and lacks; ``capacity_tokens`` is passed to ``Pipeline``;
+        ``adapters`` are those that come and go. Raises ConfigError for an unknown parser."""
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
         self._status = status
+        self._waiting_for = waiting_for
         model = served_model(config, checkpoint, {} if adapters is None else adapters.served)
         self._adapters = adapters if limits.max_loaded_adapters else None
         self._metrics = Metrics(model.name, status, stats)
@@ -146,11 +149,10 @@ class Ingress:
     async def _ready(self, request: Request) -> Response:
         if not self._pipeline.is_open:
             return json_response({"status": "stopping"}, 503)
-        status = self._status()
-        if status.ready:
+        waiting_for = self._waiting_for()
+        if not waiting_for:
             return json_response({"status": "ready"})
-        body = {"status": "waiting", "waiting_for": list(status.waiting_for)}
-        return json_response(body, 503, {"retry-after": "1"})
+        return json_response({"status": "waiting", "waiting_for": waiting_for}, 503, {"retry-after": "1"})
 
     async def _metrics_page(self, request: Request) -> Response:
         return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})

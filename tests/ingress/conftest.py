@@ -242,6 +242,7 @@ class Front:
     tokenizer: ByteTokenizer
     ingress: Ingress
     status: cluster_pb2.StatusResponse
+    statuses_told: list
     http_port: int
     grpc_address: str
     http: httpx.AsyncClient
@@ -275,12 +276,19 @@ async def running_front(script=None, **limits):
         sampling_defaults={"auto": defaults, "none": NEUTRAL}.get,
     )
     status = cluster_status()
+    statuses_told = []
+
+    def tell_status():
+        statuses_told.append(status)
+        return status
+
     ingress = Ingress(
         config,
         checkpoint,
         tokenizer,
         script,
-        lambda: status,
+        tell_status,
+        lambda: list(status.waiting_for),
         DispatchStats(),
         keep_alive_s,
         lambda: capacity_tokens,
@@ -292,7 +300,7 @@ async def running_front(script=None, **limits):
     http_port = await ingress.start_http()
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{http_port}", timeout=10, trust_env=False) as http:
-            yield Front(script, tokenizer, ingress, status, http_port, f"127.0.0.1:{grpc_port}", http)
+            yield Front(script, tokenizer, ingress, status, statuses_told, http_port, f"127.0.0.1:{grpc_port}", http)
     finally:
         await ingress.stop()
         await server.stop(0.2)

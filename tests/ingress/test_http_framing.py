@@ -470,6 +470,16 @@ async def test_health_says_what_the_cluster_waits_for(front):
     assert (await front.http.get("/health/live")).status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/health", "/health/ready", "/ping"])
+async def test_a_probe_does_not_look_at_every_node(front, path):
+    """It comes every second, and a cluster may have a thousand nodes."""
+    front.statuses_told.clear()
+
+    assert (await front.http.get(path)).json() == {"status": "ready"}
+
+    assert not front.statuses_told
+
+
 async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
     page = await front.http.get("/")
     status = (await front.http.get("/status.json")).json()
