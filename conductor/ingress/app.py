@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -79,6 +80,7 @@ class Ingress:
         self._timeout_s = limits.request_timeout_s
         self._status = status
         self._waiting_for = waiting_for
+        self._telling = asyncio.Lock()  # of all nodes: one thread at a time
         model = served_model(config, checkpoint, {} if adapters is None else adapters.served)
         self._adapters = adapters if limits.max_loaded_adapters else None
         self._metrics = Metrics(model.name, status, stats)
@@ -155,17 +157,24 @@ class Ingress:
         return json_response({"status": "waiting", "waiting_for": waiting_for}, 503, {"retry-after": "1"})
 
     async def _metrics_page(self, request: Request) -> Response:
-        return Response(self._metrics.render(), headers={"content-type": CONTENT_TYPE})
+        async with self._telling:
+            page = await asyncio.to_thread(self._metrics.page())
+        return Response(page, headers={"content-type": CONTENT_TYPE})
 
     async def _status_json(self, request: Request) -> Response:
-        body = json_format.MessageToDict(
-            self._status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
-        return json_response(body, headers={"cache-control": "no-store"})
+        async with self._telling:
+            return await asyncio.to_thread(_status_answer, self._status())
 
     async def _page(self, request: Request) -> Response:
         page = resources.files("conductor.ingress").joinpath("status.html").read_bytes()
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+
+def _status_answer(status: StatusResponse) -> Response:
+    body = json_format.MessageToDict(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return json_response(body, headers={"cache-control": "no-store"})
 
 
 def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Adapter]) -> ServedModel:

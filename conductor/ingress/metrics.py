@@ -6,7 +6,8 @@ The names vLLM dashboards expect (prefix ``vllm:``, labels ``model_name`` and ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -32,11 +33,13 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 
 
 class Metrics:
-    """Implements ``pipeline.Observer``; ``render`` returns the page that Prometheus reads."""
+    """Implements ``pipeline.Observer``; ``page`` makes what Prometheus reads."""
 
     def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
         self._registry = CollectorRegistry()
         self._model = model
+        self._status = status
+        self._stats = stats
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token", _LATENCY_S)
         self._gap = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a request", _LATENCY_S)
         self._mean_gap = self._histogram(
@@ -85,11 +88,13 @@ class Metrics:
             "mooncake_request_errors", "Requests that ended in an error", ("code",), registry=self._registry
         )
         self._http = Counter("mooncake_http_responses", "HTTP responses", ("route", "status"), registry=self._registry)
-        self._registry.register(_ClusterCollector(model, status, stats))
         ProcessCollector(registry=self._registry)
 
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
+    def page(self) -> Callable[[], bytes]:
+        """What writes a page of the cluster as it is now. Call that in a thread: a thousand nodes take it half a
+        second."""
+        cluster = _Cluster(self._model, self._status(), copy.deepcopy(self._stats))
+        return lambda: generate_latest(self._registry) + generate_latest(cluster)
 
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)
@@ -138,23 +143,19 @@ class Metrics:
         return Counter(name, text, _VLLM_LABELS, registry=self._registry).labels(self._model, _ENGINE)
 
 
-class _ClusterCollector(Collector):
-    """Reads the cluster's status once per scrape, so that the values of one page are consistent."""
+class _Cluster(Collector):
+    """One status, so that the values of one page are consistent."""
 
-    def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
+    def __init__(self, model: str, status: StatusResponse, stats: DispatchStats) -> None:
         self._model = model
         self._status = status
         self._stats = stats
 
-    def describe(self) -> Iterable[Metric]:
-        return ()  # names depend on the nodes; describing them would need a status
-
     def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        yield from self._engine(status)
-        yield from _nodes(status)
-        yield from _transports(status)
-        yield from self._requests(status)
+        yield from self._engine(self._status)
+        yield from _nodes(self._status)
+        yield from _transports(self._status)
+        yield from self._requests(self._status)
 
     def _engine(self, status: StatusResponse) -> Iterator[Metric]:
         """The whole cluster as the single engine of a vLLM dashboard."""

@@ -234,6 +234,18 @@ def cluster_status():
     return cluster_pb2.StatusResponse(model="bytes", ready=True, nodes=[node("prefill"), node("decode")])
 
 
+class ToldStatus:
+    """A status, and the threads in which it is read."""
+
+    def __init__(self, status):
+        self.status = status
+        self.read_in = set()
+
+    def __getattr__(self, name):
+        self.read_in.add(threading.current_thread().name)
+        return getattr(self.status, name)
+
+
 @dataclass
 class Front:
     """The ingress under test, and the script behind it."""
@@ -279,8 +291,8 @@ async def running_front(script=None, **limits):
     statuses_told = []
 
     def tell_status():
-        statuses_told.append(status)
-        return status
+        statuses_told.append(ToldStatus(status))
+        return statuses_told[-1]
 
     ingress = Ingress(
         config,

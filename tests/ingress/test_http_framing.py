@@ -480,6 +480,17 @@ async def test_a_probe_does_not_look_at_every_node(front, path):
     assert not front.statuses_told
 
 
+@pytest.mark.parametrize("path", ["/metrics", "/status.json"])
+async def test_what_is_told_of_every_node_is_worded_beside_the_event_loop(front, path):
+    front.statuses_told.clear()
+
+    assert "decode-0" in (await front.http.get(path)).text
+
+    [told] = front.statuses_told
+    assert told.read_in
+    assert threading.current_thread().name not in told.read_in
+
+
 async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
     page = await front.http.get("/")
     status = (await front.http.get("/status.json")).json()
