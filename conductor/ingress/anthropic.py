@@ -63,6 +63,9 @@ _TYPES = {
 MESSAGES = "/v1/messages"
 """Where the API begins."""
 
+VERSION_HEADER = "anthropic-version"
+"""Its clients send it with every request."""
+
 
 class MessagesApi:
     """The routes of the Messages API."""

@@ -186,3 +186,20 @@ class MessageErrorBody(msgspec.Struct, frozen=True):
 
 class TokenCount(msgspec.Struct, frozen=True):
     input_tokens: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    id: str
+    display_name: str
+    created_at: str  # RFC 3339
+    max_input_tokens: int
+    max_tokens: int
+    lifecycle: str = "active"
+    type: str = "model"
+
+
+class ModelPage(msgspec.Struct, frozen=True):
+    data: list[ModelInfo]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None

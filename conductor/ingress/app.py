@@ -30,6 +30,7 @@ from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_respon
 from conductor.ingress.http_server import HttpServer
 from conductor.ingress.intake import Intake
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
+from conductor.ingress.models_api import ModelsApi
 from conductor.ingress.openai import OpenAIApi
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
@@ -119,6 +120,7 @@ class Ingress:
 
     def _app(self, intake: Intake, keep_alive_s: float) -> ASGIApp:
         routes = [
+            *ModelsApi(intake.prompts).routes(),
             *OpenAIApi(intake, keep_alive_s).routes(),
             *ResponsesApi(intake, keep_alive_s).routes(),
             *MessagesApi(intake, keep_alive_s).routes(),

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP API over the shared pipeline: models, completions and chat.
+"""OpenAI's HTTP API over the shared pipeline: completions and chat.
 
 It knows what each field means and how answers are worded. It knows no sockets (``http_server.py``), and generates
 nothing itself (``pipeline.py``).
@@ -26,9 +26,6 @@ from conductor.ingress.intake import Call, Intake, guide_named
 from conductor.ingress.messages import Conversation, chat_messages
 from conductor.ingress.openai_answers import (
     Envelope,
-    ModelCard,
-    ModelList,
-    ModelPermission,
     PromptLogprobs,
     UsageBody,
     usage_body,
@@ -115,22 +112,11 @@ class OpenAIApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/models", guarded(self.list_models), methods=["GET"]),
-            Route("/v1/models/", guarded(self.list_models), methods=["GET"]),  # otherwise: the model with an empty name
-            Route("/v1/models/{model:path}", guarded(self.get_model), methods=["GET"]),
             Route("/v1/completions", guarded(self.complete), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
             Route("/v1/chat/completions/batch", guarded(self.chat_batch), methods=["POST"]),
             Route("/invocations", guarded(self.invoke), methods=["POST"]),
         ]
-
-    async def list_models(self, request: Request) -> Response:
-        return json_response(ModelList([self._card(name) for name in self._pipeline.model.names]))
-
-    async def get_model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        self._pipeline.model.adapter_of(name)
-        return json_response(self._card(name))
 
     async def complete(self, request: Request) -> Response:
         call, body = await self._intake.receive(request, CompletionRequest, COMPLETION.id_prefix)
@@ -305,13 +291,6 @@ class OpenAIApi:
             prompt_text=head.text,
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _card(self, name: str) -> ModelCard:
-        """An adapter's entry names its base model, as vLLM's does."""
-        model = self._pipeline.model
-        parent = None if name == model.name else model.name
-        permission = [ModelPermission(f"modelperm-{name}", model.created)]
-        return ModelCard(name, model.created, self._prompts.context_len, model.root_of(name), permission, parent=parent)
 
 
 def _ids(item: int | list[int]) -> list[int]:

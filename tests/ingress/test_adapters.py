@@ -53,6 +53,19 @@ async def test_an_adapter_begins_where_a_prompt_invokes_it_last(front):
     assert await asked("activated", turns) == (activated, len("<user>hi "))
 
 
+async def test_anthropic_s_clients_page_through_the_models(front):
+    anthropic = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        pages = [page async for page in (await client.models.list(limit=1)).iter_pages()]
+        before = await client.models.list(before_id="activated", limit=1)
+        for wrong in ({"limit": 0}, {"limit": "x"}, {"after_id": "other"}):
+            with pytest.raises(anthropic.BadRequestError):
+                await client.models.list(**wrong)
+
+    assert [[model.id for model in page.data] for page in pages] == [["bytes"], ["plain"], ["activated"]]
+    assert ([model.id for model in before.data], before.has_more) == (["plain"], True)
+
+
 class Loading:
     """``conductor.api.AdapterLoading`` without nodes."""
 

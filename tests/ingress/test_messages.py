@@ -247,3 +247,17 @@ async def test_the_official_client_reads_all_of_it(front):
     assert streamed.stop_reason == message.stop_reason == "tool_use"
     assert streamed.usage.output_tokens == message.usage.output_tokens
     assert counted.input_tokens == message.usage.input_tokens
+
+
+async def test_its_clients_find_the_models_in_its_form(front):
+    anthropic = pytest.importorskip("anthropic")
+    async with anthropic.AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        [model] = [model async for model in client.models.list()]
+        found = await client.models.retrieve("bytes")
+        with pytest.raises(anthropic.NotFoundError, match="is not served") as refused:
+            await client.models.retrieve("other")
+
+    assert (model.id, model.display_name, model.type, model.lifecycle) == ("bytes", "bytes", "model", "active")
+    assert model.created_at.tzinfo is not None and model.max_tokens == model.max_input_tokens == 4096
+    assert found == model
+    assert refused.value.body["type"] == "error"
