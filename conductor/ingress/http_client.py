@@ -8,14 +8,24 @@ from collections.abc import Awaitable
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from conductor.ingress.http_errors import BodyTooLarge, BodyTooSlow, ClientGone, UnsupportedMediaType
+from conductor.ingress.http_errors import (
+    BodyTooLarge,
+    BodyTooSlow,
+    ClientGone,
+    UnsupportedCoding,
+    UnsupportedMediaType,
+)
+from mooncake.errors import shown
 
 MAX_BODY_BYTES = 4 << 20
 BODY_TIMEOUT_S = 30.0
 
 
 async def read_json_body(request: Request) -> bytes:
-    """The raw body. Raises BodyTooLarge, BodyTooSlow, UnsupportedMediaType, or ClientGone."""
+    """The raw body. Raises BodyTooLarge, BodyTooSlow, UnsupportedMediaType, UnsupportedCoding, or ClientGone."""
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("", "identity"):
+        raise UnsupportedCoding(f"the body's Content-Encoding is {shown(coding)}: send it uncompressed")
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise UnsupportedMediaType("the body must be JSON; send the header Content-Type: application/json")

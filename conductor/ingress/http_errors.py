@@ -60,6 +60,13 @@ class UnsupportedMediaType(CallerError):
     code = "unsupported_media_type"
 
 
+class UnsupportedCoding(CallerError):
+    """The body is compressed: a small one could become gigabytes."""
+
+    http_status = 415
+    code = "unsupported_content_encoding"
+
+
 class ClientGone(Cancelled):
     """The client has disconnected: no response is due."""
 
@@ -101,6 +108,8 @@ def error_headers(error: MooncakeError) -> dict[str, str]:
         return {"retry-after-ms": str(max(1, round(wait_s * 1e3))), "retry-after": str(max(1, math.ceil(wait_s)))}
     if isinstance(error, (DeadlineExceeded, BodyTooSlow)):
         return {"x-should-retry": "false"}
+    if isinstance(error, UnsupportedCoding):
+        return {"accept-encoding": "identity"}  # RFC 9110, 15.5.16: what would be taken
     return {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import socket
@@ -261,6 +262,18 @@ async def test_a_body_has_a_bound(front):
 
     assert response.status_code == 413
     assert response.json()["error"]["code"] == "body_too_large"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/invocations"])
+async def test_a_compressed_body_is_refused_by_its_name(front, path):
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = await front.http.post(path, content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+
+    assert (response.status_code, response.headers["accept-encoding"]) == (415, "identity")
+    assert "gzip" in response.json()["error"]["message"]
+
+    plain = await front.http.post("/v1/completions", json={"prompt": "x"}, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
 
 
 async def test_a_body_that_is_not_declared_as_json_is_refused(front):
