@@ -14,6 +14,7 @@ import msgspec
 
 from conductor.ingress.nested_fields import unknown_nested
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
+from conductor.ingress.whole_numbers import with_whole_numbers
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import BeamSearch, Guide, RepetitionDetection, SamplingParams
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -21,7 +22,6 @@ from mooncake.sampling_params import guides_of, seed_or_random
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
-_WHOLE = re.compile(rb"(-?\d{1,18})\.0+")
 _MAX_NAMED_FIELDS = 8
 _MAX_FIELDS = 10_000  # of a body in which unknown ones are looked for: nobody else is served meanwhile
 
@@ -267,7 +267,7 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
         except msgspec.ValidationError as error:
             if "got `float`" not in str(error) or body.count(b":") > _MAX_FIELDS:
                 raise
-            body = _with_whole_numbers(body)
+            body = with_whole_numbers(body, form)
             request = msgspec.json.decode(body, type=form)
         if body.count(b":") > _MAX_FIELDS:  # each has one, and texts have more
             return request, []
@@ -283,13 +283,6 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
     more = [f"and {num_more} more"] if num_more > 0 else []
     named = [_with_nearest(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]
     return request, (named + nested)[:_MAX_NAMED_FIELDS] + more
-
-
-def _with_whole_numbers(body: bytes) -> bytes:
-    """With fields such as 8.0 as 8: clients compute with floats, and to other servers both are the same number."""
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    whole = {name: msgspec.Raw(found[1]) for name, raw in given.items() if (found := _WHOLE.fullmatch(raw))}
-    return msgspec.json.encode(given | whole)
 
 
 def _with_nearest(name: str, known: Sequence[str]) -> str:

@@ -271,5 +271,23 @@ def test_a_whole_number_may_be_written_as_a_float():
         decode_request(b'{"messages": [], "n": 1.0, "max_tokens": 8.5}', ChatRequest)
 
 
+def test_so_may_one_inside_another_field():
+    thinking = {"type": "enabled", "budget_tokens": 1024.0}
+    message = {"max_tokens": 8, "messages": [], "thinking": thinking, "stop_token_ids": [1, 2.0]}
+    request, _ = decode_request(json.dumps(message).encode(), MessagesRequest)
+    assert (request.thinking.budget_tokens, request.stop_token_ids) == (1024, [1, 2])
+
+    prompts = {"prompt": ["1.0", [5.0, 6], [7]], "repetition_detection": {"max_pattern_size": 2e1, "min_count": 3.0}}
+    request, _ = decode_request(json.dumps(prompts).encode(), CompletionRequest)
+    assert request.prompt == ["1.0", [5, 6], [7]]
+    assert (request.repetition_detection.max_pattern_size, request.repetition_detection.min_count) == (20, 3)
+
+    for wrong in (2.5, 1e30):
+        with pytest.raises(InvalidRequest, match=r"thinking\.budget_tokens: Expected `int"):
+            decode_request(
+                json.dumps(message | {"thinking": thinking | {"budget_tokens": wrong}}).encode(), MessagesRequest
+            )
+
+
 def call_of(parameters):
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
