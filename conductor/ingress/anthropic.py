@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from msgspec import structs
+from msgspec import UNSET, structs
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,6 +22,7 @@ from conductor.ingress.anthropic_types import (
     Block,
     CountRequest,
     EndDelta,
+    ErrorDetails,
     JsonDelta,
     MessageBody,
     MessageError,
@@ -65,6 +66,10 @@ MESSAGES = "/v1/messages"
 
 VERSION_HEADER = "anthropic-version"
 """Its clients send it with every request."""
+
+
+class NoThreads(InvalidRequest):
+    """Told so that its clients send the whole conversation instead, which their loops over tools do by themselves."""
 
 
 class MessagesApi:
@@ -251,7 +256,8 @@ def _error_body(error: MooncakeError) -> MessageErrorBody:
     elif isinstance(error, DeadlineExceeded):
         kind = "timeout_error"
     param = error.param if isinstance(error, InvalidRequest) else None
-    return MessageErrorBody(MessageError(kind, f"{param}: {error.message}" if param else error.message))
+    details = ErrorDetails("thread_unsupported_request", ("thread",)) if isinstance(error, NoThreads) else UNSET
+    return MessageErrorBody(MessageError(kind, f"{param}: {error.message}" if param else error.message, details))
 
 
 # ---------------------------------------------------------------- in
@@ -262,6 +268,10 @@ def check(body: MessagesRequest) -> None:
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             raise InvalidRequest("it is no field of a message", name)
+    if body.thread is not None:
+        raise NoThreads("conversations are not stored here: send the whole of it as messages", "thread")
+    if body.compaction is not None:
+        raise InvalidRequest("conversations are not summarized here", "compaction")
     if body.max_tokens is None or body.max_tokens < 1:
         raise InvalidRequest("a message says how many tokens its answer may have, at least 1", "max_tokens")
 

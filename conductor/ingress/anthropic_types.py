@@ -37,7 +37,7 @@ class OwnTool(msgspec.Struct, frozen=True):
     """``type`` names the tools that Anthropic runs itself; a client's have none, or "custom"."""
 
     without_effect: ClassVar = frozenset(
-        {"cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
+        {"allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "strict"}
     )
     name: str
     description: str | None = None
@@ -91,6 +91,8 @@ class CountRequest(GenerationFields, frozen=True, kw_only=True):
 class MessagesRequest(CountRequest, frozen=True, kw_only=True):
     stop_sequences: list[str] | None = None
     metadata: Metadata | None = None
+    thread: dict[str, object] | None = None  # refused, like the next: the server would have to keep the conversation
+    compaction: dict[str, object] | None = None  # or answer with a summary of it
     include_reasoning: bool | None = None  # None: true; vLLM's, of chats
 
     @property
@@ -174,9 +176,15 @@ class MessageEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     usage: MessageUsage | UnsetType = UNSET
 
 
+class ErrorDetails(msgspec.Struct, frozen=True):
+    error_code: str
+    unsupported: tuple[str, ...]
+
+
 class MessageError(msgspec.Struct, frozen=True):
     type: str
     message: str
+    details: ErrorDetails | UnsetType = UNSET
 
 
 class MessageErrorBody(msgspec.Struct, frozen=True):

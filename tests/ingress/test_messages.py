@@ -261,3 +261,31 @@ async def test_its_clients_find_the_models_in_its_form(front):
     assert model.created_at.tzinfo is not None and model.max_tokens == model.max_input_tokens == 4096
     assert found == model
     assert refused.value.body["type"] == "error"
+
+
+async def test_its_clients_loop_over_tools_sends_the_whole_conversation(front):
+    """It would have the server keep it, and send only the result of the call."""
+    anthropic = pytest.importorskip("anthropic")
+    front.script.text = CALL
+
+    @anthropic.beta_async_tool
+    async def get_weather(city: str) -> str:
+        return f"12 degrees in {city}"
+
+    asked = {"model": "bytes", "max_tokens": 200, "messages": ASK, "tools": [get_weather], "max_iterations": 2}
+    async with anthropic.AsyncAnthropic(base_url=front.url, api_key="none", max_retries=0) as client:
+        answers = [message async for message in client.beta.messages.tool_runner(**asked)]
+
+    assert len(answers) == 2
+    prompt = prompt_of(front)
+    assert "Weather?" in prompt and "Bern" in prompt and prompt.index("Weather?") < prompt.index("12 degrees in Bern")
+
+
+async def test_a_conversation_is_neither_kept_nor_summarized(front):
+    refused = await ask(front, thread={"type": "continue", "previous_message_id": "msg_1"})
+    assert refused.status_code == 400
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.json()["error"]["details"] == details
+
+    refused = await ask(front, compaction={"type": "summarize"})
+    assert (refused.status_code, "details" in refused.json()["error"]) == (400, False)
