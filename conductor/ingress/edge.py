@@ -44,7 +44,8 @@ class EdgeMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                named = ((name, request_id) for name in _id_headers(scope))
+                message["headers"] = [*message.get("headers", ()), *named]
                 if is_body_held_back:  # it may never come, and the next request would be taken for it
                     message["headers"].append((b"connection", b"close"))
             await send(message)
@@ -77,6 +78,12 @@ class EdgeMiddleware:
 def _expects_continue(scope: Scope) -> bool:
     """Whether the client waits to be told to send the body (RFC 9110, 10.1.1)."""
     return any(name == b"expect" and value.lower() == b"100-continue" for name, value in scope["headers"])
+
+
+def _id_headers(scope: Scope) -> tuple[bytes, ...]:
+    """Where the client looks for the request id: Anthropic's elsewhere than others."""
+    is_anthropic_s = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    return (b"x-request-id", b"request-id") if is_anthropic_s else (b"x-request-id",)
 
 
 def _client_request_id(scope: Scope) -> bytes | None:

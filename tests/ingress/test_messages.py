@@ -240,7 +240,10 @@ async def test_the_official_client_reads_all_of_it(front):
         counted = await client.messages.count_tokens(model="bytes", messages=ASK, tools=[WEATHER])
         with pytest.raises(anthropic.NotFoundError, match="is not served"):
             await client.messages.create(**asked | {"model": "other"})
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**asked | {"max_tokens": 0})
 
+    assert message._request_id and refused.value.request_id  # from a header that only it reads
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert message.content[2].input == streamed.content[2].input == {"city": "Bern"}
     assert streamed.content[0].thinking == "Hm." and "".join(told) == "Let me see. "
