@@ -52,7 +52,7 @@ class RequestSummary:
 @dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens of answer number ``choice``. The last delta of an answer carries the finish reason and the summary,
-    and may have no tokens."""
+    and may have no tokens; earlier ones carry the summary when the prefill node has reported."""
 
     tokens: tuple[SampledToken, ...] = ()
     finish_reason: FinishReason | None = None

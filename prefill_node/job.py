@@ -75,7 +75,7 @@ class PrefillJob:
         self._approximate = ApproximateKV(node, request, self._leases, self._deadline)
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
-        """Yields each answer's first token (all tokens if there is no decode node), then the report.
+        """Yields an early report, each answer's first token (all tokens if there is no decode node), then the report.
 
         Raises MooncakeError.
         """
@@ -92,6 +92,8 @@ class PrefillJob:
             if not computed_s:
                 computed_s = time.monotonic()
                 self._writes.start_sealing()
+                early = self._report(sequence.num_cached_tokens, computed_s, computed_s)
+                yield pb.PrefillResponse(early_report=report_to_wire(early))
             if output.prompt_logprobs is not None:
                 yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
             tokens[output.choice] = output.token

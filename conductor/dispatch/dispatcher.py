@@ -317,16 +317,28 @@ class Dispatcher:
         return booking
 
     def _record(self, progress: _RunningRequest, attempt: Attempt, delta: Delta) -> Delta:
-        """Count a delta on its way to the client, and add the summary once the prefill node has reported."""
+        """Count a delta on its way to the client, and add the summary when the prefill node has reported."""
         if delta.tokens and progress.is_new:
             self._record_first_token(progress, attempt)
         self.stats.output_tokens += len(delta.tokens)
         progress.add(delta)
-        report = attempt.merger.report
-        is_first_report = report is not None and not progress.has_report
-        if report is not None and is_first_report:
-            self.stats.count_prompt(progress.add_report(report), self._model.shape.block_tokens)
-        return replace(delta, summary=progress.summary) if is_first_report or delta.finish_reason is not None else delta
+        is_news = self._take_report(progress, attempt.merger)
+        return replace(delta, summary=progress.summary) if is_news or delta.finish_reason is not None else delta
+
+    def _take_report(self, progress: _RunningRequest, merger: Merger) -> bool:
+        """Whether the prefill node has told something new. An early report counts, too: a client that finds its stop
+        string ends the request before the whole one comes."""
+        report = merger.report or merger.early_report
+        if report is None or progress.has_report or report is progress.early_report:
+            return False
+        is_early = merger.report is None
+        if is_early:
+            progress.early_report = report
+        told = progress.add_report(report, is_early)
+        if not progress.is_counted:
+            progress.is_counted = True
+            self.stats.count_prompt(told, self._model.shape.block_tokens)
+        return True
 
     def _record_first_token(self, progress: _RunningRequest, attempt: Attempt) -> None:
         """The first token is there. Raises Overloaded like ``AdmissionQueue.check_after_prefill``."""

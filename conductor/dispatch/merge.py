@@ -40,6 +40,7 @@ class Merger:
         self.is_prefilled = False  # the prompt is computed and a token exists
         self.handoff = handoff
         self.report: PrefillReport | None = None
+        self.early_report: PrefillReport | None = None  # of what was known before the first token
 
     @property
     def waits_for_report(self) -> bool:
@@ -63,6 +64,9 @@ class Merger:
             self.report = report_from_wire(message.report)
             self._commit()
             return self.release()
+        if message.HasField("early_report"):
+            self.early_report = report_from_wire(message.early_report)
+            return None
         if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
             return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
         if not message.HasField("first_token"):

@@ -31,7 +31,9 @@ class RequestProgress:
     emitted: list[list[int]]  # by answer: token ids that the client has received
     ended: set[int] = field(default_factory=set)  # answers that are complete or no longer wanted
     summary: RequestSummary = field(default_factory=RequestSummary)
-    has_report: bool = False
+    has_report: bool = False  # a whole one
+    early_report: PrefillReport | None = None  # the last, as it came
+    is_counted: bool = False  # the prompt, with what was reused of it
     has_prompt_logprobs: bool = False
     error: MooncakeError | None = None  # the last attempt's
 
@@ -112,9 +114,9 @@ class RequestProgress:
         if delta.finish_reason is not None:
             self.ended.add(delta.choice)
 
-    def add_report(self, report: PrefillReport) -> PrefillReport:
-        """Keep the first report: a retry would also find what this request itself has stored. The numbers are those
-        of the original prompt, which may be shorter than what was computed."""
+    def add_report(self, report: PrefillReport, is_early: bool = False) -> PrefillReport:
+        """Keep the first whole report: a retry would also find what this request itself has stored. The numbers are
+        those of the original prompt, which may be shorter than what was computed."""
         prompt = len(self.request.tokens)
         local = min(report.local_cached_tokens, prompt)
         pool = min(report.pool_cached_tokens, prompt - local)
@@ -126,7 +128,7 @@ class RequestProgress:
             pool_cached_tokens=pool,
             blended_tokens=blended,
         )
-        self.summary, self.has_report = replace(self.summary, report=report), True
+        self.summary, self.has_report = replace(self.summary, report=report), not is_early
         return report
 
     def missing_finish_reason(self, eos_ids: Iterable[int]) -> FinishReason | None:

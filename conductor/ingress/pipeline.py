@@ -161,7 +161,7 @@ class Pipeline:
             async with contextlib.aclosing(deltas):
                 while unfinished:
                     delta = await self._next(deltas, request.deadline)
-                    if delta.summary is not None:  # of all answers: it comes once, and with those that the core ends
+                    if delta.summary is not None:  # of all answers: it comes when there is news, and at their ends
                         for answer in answers:
                             answer.summary = delta.summary
                     if delta.choice not in unfinished:

@@ -119,6 +119,7 @@ class PrefillResponse(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     REPORT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    EARLY_REPORT_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
@@ -135,20 +136,25 @@ class PrefillResponse(_message.Message):
     def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
         """before the first token, when asked for"""
 
+    @_builtins.property
+    def early_report(self) -> _common_pb2.PrefillReport:
+        """before the first token: some clients end a request soon after it"""
+
     def __init__(
         self,
         *,
         first_token: _common_pb2.SampledToken | None = ...,
         report: _common_pb2.PrefillReport | None = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
+        early_report: _common_pb2.PrefillReport | None = ...,
         choice: _builtins.int = ...,
         finish_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["early_report", b"early_report", "event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event", b"event", "finish_reason", b"finish_reason", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "early_report", b"early_report", "event", b"event", "finish_reason", b"finish_reason", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs", "early_report"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -170,6 +170,8 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if request.sampling.HasField("prompt_logprobs") and not index:
                 scores = [common_pb2.SampledToken(index=at, token_id=t) for at, t in enumerate(tokens[1:], 1)]
                 yield prefill_pb2.PrefillResponse(prompt_logprobs=common_pb2.PromptLogprobs(tokens=scores))
+            report = common_pb2.PrefillReport(prompt_tokens=len(tokens), local_cached_tokens=4)
+            yield prefill_pb2.PrefillResponse(early_report=report)
             for choice in answers:
                 is_end = token_id == EOS and not request.sampling.ignore_eos
                 reason = "" if request.decode_address else "stop" if is_end else "length"
@@ -187,7 +189,7 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
                 raise script.report_error
             if script.silent_report:
                 await asyncio.Event().wait()
-            report = common_pb2.PrefillReport(prompt_tokens=len(tokens), local_cached_tokens=4, transport="shm")
+            report.transport = "shm"
             yield prefill_pb2.PrefillResponse(report=report)
         finally:
             self.running -= 1

@@ -462,6 +462,19 @@ async def test_a_missing_report_does_not_hold_the_answer_back(start_cluster: Any
     await cluster.is_quiet()
 
 
+async def test_what_was_reused_of_a_prompt_is_told_with_the_first_token(start_cluster: Any) -> None:
+    """A stop string may be there already, and then nobody waits for the report that comes after the hand-off."""
+    cluster = await start_cluster(1, 1)
+    cluster.prefill[0].script.silent_report = True
+    deltas = cluster.core.dispatcher.generate(cluster.request(PROMPT, 500))
+    first = await anext(deltas)
+    await deltas.aclose()
+    assert first.tokens and first.summary.report.cached_tokens == 4
+    stats = cluster.core.dispatcher.stats
+    assert (stats.prompt_tokens, stats.cached_tokens) == (5, 4)
+    await cluster.is_quiet()
+
+
 @pytest.mark.parametrize("phase", ["queued at prefill", "decoding"])
 async def test_a_client_that_goes_away_frees_both_nodes_within_a_second(start_cluster: Any, phase: str) -> None:
     cluster = await start_cluster(1, 1)

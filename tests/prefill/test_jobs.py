@@ -40,6 +40,22 @@ async def start_node(folder: Path) -> PrefillNode:
 
 
 @pytest.mark.timeout(120)
+async def test_what_is_reused_of_a_prompt_is_told_before_its_first_token(tmp_path: Path) -> None:
+    node, channels = await start_node(tmp_path / "model"), Channels()
+    stub = prefill_pb2_grpc.PrefillStub(channels.get(node.control_address))
+    try:
+        for num_reused in (0, 128):
+            responses = [response async for response in stub.Run(REQUEST, timeout=60)]
+            assert [response.WhichOneof("event") for response in responses[:2]] == ["early_report", "first_token"]
+            early, whole = responses[0].early_report, responses[-1].report
+            assert early.local_cached_tokens == whole.local_cached_tokens == num_reused
+            assert early.prompt_tokens == len(PROMPT) and early.timings.prefill_ms > 0
+    finally:
+        await channels.close()
+        await node.stop()
+
+
+@pytest.mark.timeout(120)
 async def test_a_request_that_comes_twice_is_refused_and_the_first_one_goes_on(tmp_path: Path) -> None:
     node, channels = await start_node(tmp_path / "model"), Channels()
     stub = prefill_pb2_grpc.PrefillStub(channels.get(node.control_address))
