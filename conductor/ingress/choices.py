@@ -214,14 +214,14 @@ class ChatWriter(ChoiceWriter):
 
 
 class CompletionWriter(ChoiceWriter):
-    """``echo`` is prepended to the answer's text, and the prompt's tokens to its log-probabilities."""
+    """``echo``, the prompt's text, is prepended to the answer's, and its tokens to the log-probabilities."""
 
-    def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str = "") -> None:
+    def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str | None = None) -> None:
         super().__init__(index, extras)
-        self._text = self._echo = echo
+        self._text = self._echo = echo or ""
         self._offset = 0  # of the next token in the text
         self._stream = extras.stream()
-        self._echoed = prompt_ids if echo else []
+        self._echoed = [] if echo is None else prompt_ids  # control tokens alone have no text
         self._prompt_ids: list[int] | UnsetType = prompt_ids if extras.token_ids else UNSET
 
     def _opening(self) -> list[AnyChoice]:

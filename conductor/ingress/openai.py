@@ -142,7 +142,7 @@ class OpenAIApi:
                 )
                 await self._prompts.check_guide(sampling.guide)
             jobs.append(self._intake.job(call, tokens, sampling, len(jobs)))
-            echo = await self._prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else ""
+            echo = await self._prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else None
             ids = tokens.tolist()
             writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))

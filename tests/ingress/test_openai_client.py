@@ -627,6 +627,16 @@ async def test_the_offsets_of_tokens_fit_the_text(front, client, stream, skips, 
     assert (text, told) == (f"{echoed}bäc", offsets)
 
 
+@pytest.mark.parametrize("max_tokens", [0, 2])
+async def test_a_prompt_without_text_is_scored_too(front, client, max_tokens):
+    front.script.text = "yo"
+    wishes = {"model": "bytes", "prompt": [256, 256], "echo": True, "logprobs": 0, "max_tokens": max_tokens}
+    [choice] = (await client.completions.create(**wishes)).choices
+    assert choice.text == "yo"[:max_tokens]
+    assert choice.logprobs.tokens == ["<end>", "<end>", "y", "o"][: 2 + max_tokens]
+    assert choice.logprobs.text_offset == [0, 0, 0, 1][: 2 + max_tokens]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_alone_is_scored_by_asking_for_no_tokens(front, client, stream):
     wishes = {"model": "bytes", "prompt": [[72, 105], [72, 111]], "echo": True, "logprobs": 1, "max_tokens": 0}
