@@ -97,6 +97,10 @@ class ChoiceWriter(ABC):
             self._tokens = []
         return chunks
 
+    def tells_prompt(self, piece: Piece) -> bool:
+        """Whether the prompt's log-probabilities, which may be many, are told with this piece or one soon after it."""
+        return piece.prompt_logprobs is not None or (self._prompt_scores is not None and not self._told_scores)
+
     def prompt_scores(self) -> PromptLogprobs | UnsetType:
         """The prompt's scores in vLLM's form, once, if the client wants them."""
         scores, self._told_scores = (None if self._told_scores else self._prompt_scores), True

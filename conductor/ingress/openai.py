@@ -256,13 +256,20 @@ class OpenAIApi:
         wants_running_usage = wants_usage and options is not None and bool(options.continuous_usage_stats)
         head = PromptHead(plan.prompt_token_ids, plan.prompt_text)
 
-        async def tell(number: int, piece: Piece) -> None:
+        def words(number: int, piece: Piece) -> list[bytes]:
             nonlocal head
+            events = []
             for choice in plan.writers[number].chunks(piece):
                 usage = (plan.usage if wants_running_usage else None) if wants_usage else UNSET
                 chunk = self._envelope(plan, plan.wording.chunk, [choice], usage, head)
                 head = PromptHead()  # sent once
-                await stream.event(msgspec.json.encode(chunk))
+                events.append(msgspec.json.encode(chunk))
+            return events
+
+        async def tell(number: int, piece: Piece) -> None:
+            is_long = plan.writers[number].tells_prompt(piece)  # never with a head, which is of chats
+            for event in await asyncio.to_thread(words, number, piece) if is_long else words(number, piece):
+                await stream.event(event)
 
         await self._pipeline.run(plan.jobs, tell)
         if wants_usage:

@@ -34,7 +34,7 @@ from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
 MAX_CHOICES = 128  # sequences of one request: prompts times n, or times best_of
-MAX_SCORES = 1 << 20  # of prompts, told at once: they are worded on the event loop, in microseconds each
+MAX_SCORES = 1 << 20  # of prompts, told at once: they are put into words in microseconds each
 MAX_PRIORITY = (1 << 31) - 1
 COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may use what is left of the context
 

@@ -470,6 +470,15 @@ async def test_the_log_probabilities_of_a_whole_answer_do_not_block_the_event_lo
         assert front.tokenizer.named_in[-1] != threading.current_thread().name
 
 
+@pytest.mark.parametrize("wishes", [{"echo": True, "logprobs": 0}, {"prompt_logprobs": 1}])
+async def test_those_of_a_prompt_do_not_block_it_in_a_stream_either(open_front, wishes):
+    async with open_front() as front:
+        _, raw = await events(front, "/v1/completions", {"prompt": "xyz"} | wishes)
+
+        assert '"token_logprobs":[null,' in raw or '"prompt_logprobs":[null,' in raw
+        assert front.tokenizer.named_in[0] != threading.current_thread().name
+
+
 async def test_health_says_what_the_cluster_waits_for(front):
     assert (await front.http.get("/health/ready")).status_code == 200
 
