@@ -62,11 +62,11 @@ class EventStream:
         async with self._lock:
             self._last_at = asyncio.get_running_loop().time()
             if not self.has_started:
-                self.has_started = True
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                 headers |= {"x-accel-buffering": "no", **self._headers}
                 raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
+                self.has_started = True  # not before: a comment that keeps the stream alive may be cancelled meanwhile
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 

@@ -15,6 +15,7 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from conductor.ingress.event_stream import EventStream
 from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
 from mooncake.app.role_main import run_async
 from mooncake.errors import NodeUnavailable
@@ -477,6 +478,24 @@ async def test_those_of_a_prompt_do_not_block_it_in_a_stream_either(open_front, 
 
         assert '"token_logprobs":[null,' in raw or '"prompt_logprobs":[null,' in raw
         assert front.tokenizer.named_in[0] != threading.current_thread().name
+
+
+async def test_a_comment_that_is_given_up_before_a_response_starts_does_not_count_as_its_start():
+    sent, may_send = [], asyncio.Event()
+
+    async def send(message):  # as to a client that has not read the answer before
+        await may_send.wait()
+        sent.append(message["type"])
+
+    stream = EventStream(send, {}, keep_alive_s=0.0)
+    comment = asyncio.create_task(stream.keep_alive())
+    await asyncio.sleep(0.01)
+    comment.cancel()
+    await asyncio.gather(comment, return_exceptions=True)
+    may_send.set()
+    await stream.event(b"1")
+
+    assert sent == ["http.response.start", "http.response.body"]
 
 
 async def test_health_says_what_the_cluster_waits_for(front):
