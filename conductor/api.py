@@ -5,7 +5,7 @@ Ingress knows text, HTTP and gRPC; the core knows nodes, placement and hand-offs
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,7 +58,7 @@ class Delta:
     finish_reason: FinishReason | None = None
     summary: RequestSummary | None = None
     choice: int = 0
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # if requested, before any token: all but the first
+    prompt_logprobs: Collection[SampledToken] | None = None  # if requested, before any token: all but the first
 
 
 class Generator(Protocol):

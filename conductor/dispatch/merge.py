@@ -11,7 +11,7 @@ from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffState, Lifecycle
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.rpc import decode_pb2, prefill_pb2
-from mooncake.rpc.convert import prompt_logprobs_from_wire, report_from_wire, sampled_from_wire
+from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 
@@ -68,7 +68,7 @@ class Merger:
             self.early_report = report_from_wire(message.early_report)
             return None
         if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
-            return Delta(prompt_logprobs=prompt_logprobs_from_wire(message.prompt_logprobs))
+            return Delta(prompt_logprobs=UnreadScores(message.prompt_logprobs))
         if not message.HasField("first_token"):
             return None
         self.is_prefilled = True

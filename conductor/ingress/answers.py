@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -62,7 +62,7 @@ class Piece:
     text: str
     outcome: Outcome | None = None
     choice: int = 0
-    prompt_logprobs: tuple[SampledToken, ...] | None = None  # before any token: all prompt tokens but the first
+    prompt_logprobs: Collection[SampledToken] | None = None  # before any token: all prompt tokens but the first
     parts: tuple[Part, ...] = ()
     is_reasoning: tuple[bool, ...] = ()  # for each token, its tags included
 

@@ -6,7 +6,7 @@ Tokens wait until their text is complete, so that a chunk's log-probabilities an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from msgspec import UNSET, UnsetType, structs
@@ -66,7 +66,7 @@ class ChoiceWriter(ABC):
         self._extras = extras
         self._text = ""  # not yet in a chunk
         self._tokens: list[SampledToken] = []  # likewise
-        self._prompt_scores: tuple[SampledToken, ...] | None = None  # of all prompt tokens but the first
+        self._prompt_scores: Collection[SampledToken] | None = None  # of all prompt tokens but the first
         self._has_begun = False
         self._told_scores = False
         self._has_told = False  # a chunk with news
@@ -314,7 +314,7 @@ def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
     return ContentLogprob(extras.name_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
 
 
-def _prompt_scores(scores: tuple[SampledToken, ...], extras: Extras) -> PromptLogprobs:
+def _prompt_scores(scores: Collection[SampledToken], extras: Extras) -> PromptLogprobs:
     """One entry per prompt token: None for the first, then the token and the most likely others by id."""
     entries: list[dict[str, PromptLogprob] | None] = [None]
     for token in scores:

@@ -17,7 +17,7 @@ from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, DEADLINE_GRACE_S, 
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
-from mooncake.rpc.convert import report_to_wire, sampled_to_wire, sampling_from_wire
+from mooncake.rpc.convert import UnreadScores, report_to_wire, sampled_to_wire, sampling_from_wire
 from mooncake.rpc.server import remaining_s
 from mooncake.text.chat_template import ChatMessage
 from mooncake.types import TokenIds
@@ -158,9 +158,10 @@ def piece_to_wire(request_id: str, piece: Piece) -> pb.GenerateResponse:
 
 
 def _prompt_logprobs_to_wire(piece: Piece) -> common_pb2.PromptLogprobs | None:
-    if piece.prompt_logprobs is None:
-        return None
-    return common_pb2.PromptLogprobs(tokens=[sampled_to_wire(token) for token in piece.prompt_logprobs])
+    scores = piece.prompt_logprobs
+    if scores is None or isinstance(scores, UnreadScores):
+        return None if scores is None else scores.message
+    return common_pb2.PromptLogprobs(tokens=[sampled_to_wire(token) for token in scores])
 
 
 def _outcome_to_wire(outcome: Outcome) -> pb.GenerateResponse:

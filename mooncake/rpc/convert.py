@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -168,6 +168,23 @@ def prompt_logprobs_to_wire(prompt: TokenIds, scores: Sequence[TokenLogprob]) ->
 
 def prompt_logprobs_from_wire(message: pb.PromptLogprobs) -> tuple[SampledToken, ...]:
     return tuple(sampled_from_wire(token) for token in message.tokens)
+
+
+class UnreadScores(Collection[SampledToken]):
+    """A prompt's log-probabilities as they came. They are read whenever somebody iterates: a million take a second, so
+    whoever needs them does so in a thread, and whoever passes them on not at all."""
+
+    def __init__(self, message: pb.PromptLogprobs) -> None:
+        self.message = message
+
+    def __len__(self) -> int:
+        return len(self.message.tokens)
+
+    def __iter__(self) -> Iterator[SampledToken]:
+        return map(sampled_from_wire, self.message.tokens)
+
+    def __contains__(self, token: object) -> bool:
+        return any(token == one for one in self)
 
 
 def check_scores(num_tokens: int, num_top: int, most_bytes: int) -> None:

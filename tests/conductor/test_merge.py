@@ -10,7 +10,7 @@ from conductor.dispatch.lifecycle import HandoffState, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable
 from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
-from mooncake.types import FinishReason
+from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
 def prefill_message(index: int = 0, token_id: int = 100, finish: str = "") -> prefill_pb2.PrefillResponse:
@@ -114,3 +114,17 @@ def test_without_a_hand_off_the_prefill_node_gives_the_whole_answer(reason: Fini
 def test_a_finish_reason_that_does_not_exist_is_our_bug() -> None:
     with pytest.raises(InternalError, match="bored"):
         merger().on_decode_message(decode_message(0, finish="bored"))
+
+
+def test_log_probabilities_of_a_prompt_are_read_where_they_are_needed() -> None:
+    """Not on their way: that of a long prompt takes a second, in which no other answer goes on."""
+    message = prefill_pb2.PrefillResponse(
+        prompt_logprobs=common_pb2.PromptLogprobs(tokens=[common_pb2.SampledToken(index=1, token_id=7, logprob=-0.5)])
+    )
+    delta = Merger([0], handoff_lifecycle("h"), wants_prompt_logprobs=True).on_prefill_message(message)
+    assert delta is not None and delta.prompt_logprobs is not None
+
+    message.prompt_logprobs.tokens.add(index=2, token_id=8, logprob=-1.0)
+
+    assert [token.token_id for token in delta.prompt_logprobs] == [7, 8]
+    assert len(delta.prompt_logprobs) == 2 and SampledToken(1, 7, TokenLogprob(-0.5)) in delta.prompt_logprobs
