@@ -448,7 +448,9 @@ def test_a_token_alone_has_the_bits_that_it_has_beside_a_few(
 ) -> None:
     """Decode steps and drafts agree, also where a matrix unit multiplies several rows and vectors one."""
     for context in (40, 700, 711):  # windows begin at other tokens of a strip
-        assert_cuts_change_no_bit(cpu, ragged([(context, 10)], block_tokens=block_tokens, dtype=dtype), window, (1, 2, 4, 7))
+        assert_cuts_change_no_bit(
+            cpu, ragged([(context, 10)], block_tokens=block_tokens, dtype=dtype), window, (1, 2, 4, 7)
+        )
 
 
 def assert_cuts_change_no_bit(cpu: CpuKernels, whole: Ragged, window: int, cuts: tuple[int, ...]) -> None:
