@@ -47,8 +47,8 @@ class LayerAdapter:
 
 
 def load_adapter(adapter: Adapter, config: ModelConfig) -> list[LayerAdapter]:
-    """By layer. Raises ModelError for tensors that do not fit the model or adapt something else in it, and for an
-    impossible invocation."""
+    """By layer. Raises ModelError for tensors that do not fit the model, adapt something else in it or are not finite,
+    and for an impossible invocation."""
     if max(adapter.invocation, default=0) >= config.vocab_size:
         raise ModelError(f"the adapter {adapter.name} is invoked by tokens that the model does not have")
     try:
@@ -86,9 +86,12 @@ def _layer(
             rank = pair["A"].shape[0] if pair["A"].dim() else 0
             if not rank or pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
                 raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
-            downs.append(pair["A"])
             rows = pair["B"] if order is None or projection not in "qk" else heads_in_order(pair["B"], order)
-            ups.append(rows * adapter.scale(rank))
+            scaled = rows * adapter.scale(rank)
+            if not (pair["A"].isfinite().all() and scaled.isfinite().all()):  # each of its answers would fail
+                raise ModelError(f"the adapter {adapter.name} has NaN or infinite numbers in {projection}_proj")
+            downs.append(pair["A"])
+            ups.append(scaled)
         return (torch.cat(downs), _block_diagonal(ups)) if downs else None
 
     return LayerAdapter(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from greedy import greedy
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
@@ -140,6 +140,18 @@ def test_what_is_not_plain_lora_is_refused(models: tuple[Path, dict[str, Any]], 
         save_file({name.format("A"): down, name.format("B"): up}, tmp_path / "adapter_model.safetensors")
         with pytest.raises(ModelError, match="another shape"):
             load_adapter(open_adapter("a", str(tmp_path)), other)
+
+
+@pytest.mark.parametrize(("half", "value"), [("A", float("nan")), ("B", float("-inf")), ("B", 3e38)])
+def test_weights_that_are_not_finite_are_refused(half: str, value: float, tmp_path: Path) -> None:
+    """Such an adapter was loaded, and each request for it failed. 3e38 is infinite once it is scaled."""
+    write_adapter(tmp_path, write_tiny_model(tmp_path))
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[f"base_model.model.model.layers.1.mlp.up_proj.lora_{half}.weight"][0, -1] = value
+    save_file(tensors, file)
+    with pytest.raises(ModelError, match=r"the adapter mine has NaN or infinite numbers in up_proj"):
+        LLM(str(tmp_path), kv_gb=0.01, adapters={"mine": str(tmp_path)})
 
 
 def _narrower(config: Any) -> Any:
