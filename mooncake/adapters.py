@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import os
 import stat
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -76,9 +77,14 @@ def last_occurrence(tokens: TokenIds, wanted: Sequence[int]) -> int | None:
     return int(places[-1]) if len(places) else None
 
 
+def adapter_folder(path: str) -> Path:
+    """``~`` is the home of this process's user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no such user
+
+
 def open_adapter(name: str, path: str) -> Adapter:
     """Raises ModelError for a folder that is missing, or that contains anything but plain or activated LoRA."""
-    folder = Path(path)
+    folder = adapter_folder(path)
     try:
         for file_name, most in MAX_FILE_BYTES.items():
             found = (folder / file_name).stat()

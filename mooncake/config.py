@@ -59,10 +59,20 @@ __all__ = [
     "transfer_secret",
 ]
 
+_FILES = {
+    "model": ("key_scales",),
+    "conductor": ("calibration", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+    "store": ("ssd_path",),
+    "prefill": ("variant",),
+    "transfer": ("secret_file",),
+    "node": ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"),
+}
+"""Values that are paths. Those of models and adapters are not only paths: who opens them knows what ``~`` means."""
+
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
-    """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. API keys in neither come
-    from the environment. Raises ConfigError."""
+    """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. ``~`` at the start of a path
+    is this process's home. API keys in neither come from the environment. Raises ConfigError."""
     tree: dict[str, object] = {}
     if path is not None:
         try:
@@ -74,6 +84,7 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
     for override in overrides or []:
         _apply_override(tree, override)
     _check_names(tree, Config, "")
+    _expand_home(tree)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -142,6 +153,15 @@ def _check_names(tree: dict[str, object], struct: type[msgspec.Struct], prefix: 
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{name} must be a table, got {value!r}")
             _check_names(value, inner, f"{name}.")
+
+
+def _expand_home(tree: dict[str, object]) -> None:
+    for section, keys in _FILES.items():
+        branch = tree.get(section, {})
+        assert isinstance(branch, dict), "_check_names has refused others"
+        for key in keys:
+            if isinstance(value := branch.get(key), str):
+                branch[key] = os.path.expanduser(value)  # noqa: PTH111 - Path's raises where there is no such user
 
 
 def transfer_secret(config: Config) -> str:

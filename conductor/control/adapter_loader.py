@@ -9,11 +9,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 
 from conductor.control.adapters import AdapterCatalogue, without
 from conductor.registry import Registry
-from mooncake.adapters import CONFIG_FILE, Adapter, open_adapter
+from mooncake.adapters import CONFIG_FILE, Adapter, adapter_folder, open_adapter
 from mooncake.errors import DeadlineExceeded, InvalidRequest, ModelError, NodeUnavailable, NotFound, shown
 from mooncake.types import Role
 
@@ -122,7 +121,7 @@ def _check_texts(name: str, path: str) -> None:
 
 def _opened(name: str, path: str) -> Adapter:
     """Raises NotFound where there is none, and InvalidRequest for a broken one."""
-    folder = Path(path).absolute()  # nodes may run in other folders
+    folder = adapter_folder(path).absolute()  # nodes may run in other folders
     try:
         if not (folder / CONFIG_FILE).is_file():
             raise NotFound(f"no adapter is found in {folder}: there is no {CONFIG_FILE}")

@@ -38,10 +38,11 @@ def load(
     in_place: Annotated[bool, typer.Option("--in-place", help="Replace a loaded one of this name.")] = False,
 ) -> None:
     """Have every node load an adapter. Needs conductor.max_loaded_adapters."""
+    from mooncake.adapters import adapter_folder
     from mooncake.app.reach import reach
 
     with reach(address_of(address, config, overrides)) as client:
-        client.load_adapter(name, str(folder.absolute()), in_place)
+        client.load_adapter(name, str(adapter_folder(str(folder)).absolute()), in_place)
     typer.echo(f"{name} is loaded")
 
 

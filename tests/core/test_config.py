@@ -151,6 +151,23 @@ def test_a_secret_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
     assert refused.value.message == f"transfer.secret_file: cannot read {tmp_path / 'none'}: No such file or directory"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("conductor.calibration", "store.ssd_path", "prefill.variant", "transfer.secret_file"),
+        *(f"{section}.ssl_{what}" for section in ("conductor", "node") for what in ("certfile", "keyfile", "ca_certs")),
+    ],
+)
+def test_a_path_may_begin_at_home(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An SSD tier was kept in a folder called ``~``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    section, _, key = name.partition(".")
+    needed = [f"{section}.ssl_certfile=/c"] if key in ("ssl_keyfile", "ssl_ca_certs") else []
+    config = load_config(None, [f"{name}=~/here", *needed])
+    assert getattr(getattr(config, section), key) == str(tmp_path / "here")
+    assert f"cannot read {tmp_path / 'here'}" in problem("model.kv_dtype=int8", "model.key_scales=~/here")
+
+
 def test_files_that_are_wrong_are_named(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     assert "cannot read the configuration" in problem(path=file)

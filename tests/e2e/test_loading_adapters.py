@@ -209,6 +209,7 @@ async def test_what_cannot_be_loaded_is_refused_and_changes_nothing(front: Front
         return str(answer.json()["error"]["message"])
 
     assert "no adapter is found in" in await refused(404, "x", folder / "nowhere")
+    assert f"no adapter is found in {Path.home() / 'nowhere'}:" in await refused(404, "x", "~/nowhere")
     assert "the name 'tiny' is taken" in await refused(400, "tiny", folder / "sql", load_inplace=True)
     assert "both lora_name and lora_path" in await refused(400, "", folder / "sql")
     assert "printable" in await refused(400, "x", "a\0b")
@@ -243,6 +244,8 @@ async def test_the_command_line_loads_lists_and_unloads(front: Front, monkeypatc
     assert await run("load", "mine", "sql") == (0, "mine is loaded\n", ""), (
         "a folder beside the person, not the cluster"
     )
+    monkeypatch.setenv("HOME", str(front.folder))
+    assert await run("load", "mine", "~/sql", "--in-place") == (0, "mine is loaded\n", ""), "the person's home"
     code, listed, _ = await run("list", "--json")
     rows = [{"name": "mine", "path": str(front.folder / "sql"), "errors_by_node": {"prefill-0": "", "decode-0": ""}}]
     assert (code, json.loads(listed)) == (0, rows)

@@ -154,6 +154,12 @@ def test_weights_that_are_not_finite_are_refused(half: str, value: float, tmp_pa
         LLM(str(tmp_path), kv_gb=0.01, adapters={"mine": str(tmp_path)})
 
 
+def test_a_folder_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_adapter(tmp_path / "sql", write_tiny_model(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_adapter("sql", "~/sql").path == tmp_path / "sql"
+
+
 def _narrower(config: Any) -> Any:
     from dataclasses import replace
 
