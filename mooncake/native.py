@@ -48,8 +48,10 @@ def load_native(
     path = _cache_folder() / f"{name}-{_digest(command, [*sources, *headers])}.so"
     if not path.exists():
         try:
-            with _alone(path):
+            with _alone(path) as is_alone:
                 if not path.exists():
+                    if is_alone:
+                        _drop_cut_short(path)
                     started_s = time.monotonic()
                     _build(command, sources, path)
                     log.info("built %s in %.1f s: %s", sources[0].name, time.monotonic() - started_s, path)
@@ -103,28 +105,41 @@ def _digest(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """While no other process builds ``path``. Where files cannot be locked, all build; each renames its own result."""
+def _alone(path: Path) -> Iterator[bool]:
+    """While no other process builds ``path``. False: files cannot be locked, so all build, and each renames its own
+    result."""
     lock = path.with_suffix(".lock")
     try:
         file = lock.open("w")
     except OSError:
-        yield
+        yield False
         return
     with file:
+        is_locked = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             log.debug("%s cannot be locked", lock)
+            is_locked = False
         try:
-            yield
+            yield is_locked
         finally:
             lock.unlink(missing_ok=True)
 
 
+def _drop_cut_short(target: Path) -> None:
+    """What builds of ``target`` left that were killed; nobody builds it now."""
+    for folder in target.parent.glob(f"{_build_prefix(target)}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build_prefix(target: Path) -> str:
+    return f"build-{target.stem}-"
+
+
 def _build(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
     """Compile, the sources in parallel, and rename into place."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=_build_prefix(target)) as folder:
         objects = [str(Path(folder) / f"{index}.o") for index in range(len(sources))]
         built = Path(folder) / "library.so"
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:

@@ -1,6 +1,11 @@
 """C++ functions called as Python functions: conversion of arguments and results, and errors for wrong ones."""
 
+import os
 import pwd
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -73,3 +78,28 @@ def test_without_a_home_folder_nothing_is_built(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "any.cpp").touch()
     with pytest.raises(BuildFailed, match=r"no home folder.*set XDG_CACHE_HOME"):
         load_native("any", tmp_path / "any.cpp")
+
+
+def test_what_a_killed_build_left_goes_with_the_next_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And nothing of another build, which may be under way."""
+    source, begun = tmp_path / "sums.cpp", tmp_path / "begun"
+    source.write_text("int two() { return 2; }\n")
+    slow = tmp_path / "slow"  # a compiler that does not end
+    slow.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec g++ --version\ntouch {begun}\nexec sleep 60\n')
+    slow.chmod(0o700)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CXX": str(slow)}
+    build = [sys.executable, "-c", f"from mooncake.native import *; load_native('sums', Path({str(source)!r}))"]
+    with subprocess.Popen(build, env=environment, start_new_session=True) as killed:
+        while not begun.exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+        os.killpg(killed.pid, signal.SIGKILL)
+    folder = tmp_path / "mooncake" / "kernels"
+    assert [path.name[:6] for path in folder.iterdir() if path.is_dir()] == ["build-"]
+    other = folder / "build-others-of-another-library"
+    other.mkdir()
+    slow.write_text('#!/bin/sh\nexec g++ "$@"\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", str(slow))
+    load_native("sums", source)
+    assert [path for path in folder.iterdir() if path.suffix != ".so"] == [other]
