@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections.abc import Callable, Collection, Sequence
 
 from mooncake.app.outputs import output_file
@@ -54,10 +55,10 @@ class Flags:
         self.add("--transports", default=default, help=what)
 
     def vllm_python(self, what: str) -> None:
-        self.add("--vllm-python", default="", metavar="PATH", help=what)
+        self._interpreter("--vllm-python", what)
 
     def llama_python(self, what: str) -> None:
-        self.add("--llama-python", default="", metavar="PATH", help=what)
+        self._interpreter("--llama-python", what)
 
     def peer_model(self) -> None:
         what = "the same model as an HF folder; created if not given"
@@ -65,7 +66,7 @@ class Flags:
 
     def mooncake_python(self) -> None:
         what = "a Python that has mooncake-transfer-engine-non-cuda, to compare with"
-        self.add("--mooncake-python", default="", metavar="PATH", help=what)
+        self._interpreter("--mooncake-python", what)
 
     def reps(self, default: int, what: str = "repetitions of each measurement") -> None:
         self.add("--reps", type=whole("--reps", 1), default=default, help=what)
@@ -86,6 +87,10 @@ class Flags:
     def json_line(self) -> None:
         self.add("--json", action="store_true", help="end with one line of JSON")
 
+    def _interpreter(self, flag: str, what: str) -> None:
+        """ "" is none."""
+        self.add(flag, type=_program(flag), default="", metavar="PATH", help=what)
+
 
 def add_overrides(parser: argparse.ArgumentParser) -> None:
     what = "override one value; may be repeated"
@@ -100,6 +105,17 @@ def whole(flag: str, least: int) -> Callable[[str], int]:
         if value < least:
             raise ConfigError(f"{flag} must be a whole number from {least} on, got {text!r}")
         return value
+
+    return read
+
+
+def _program(flag: str) -> Callable[[str], str]:
+    """The argparse type of a program, or "" for none. It raises ConfigError: what needs the program may come late."""
+
+    def read(text: str) -> str:
+        if text and shutil.which(text) is None:
+            raise ConfigError(f"{flag}: there is no program {text!r}")
+        return text
 
     return read
 

@@ -195,6 +195,7 @@ def test_a_peer_that_does_not_start_says_why(python: str, model: str, words: str
         (engine.main, ["--against", "nobody"], "--against knows transformers, vllm, llama.cpp, not nobody"),
         (engine.main, ["--against", "vllm"], "--against vllm needs --vllm-python"),
         (engine.main, ["--against", "llama.cpp"], "--against llama.cpp needs --llama-python"),
+        (engine.main, ["--against", "vllm", "--vllm-python", "/no/x"], "--vllm-python: there is no program '/no/x'"),
         (engine.main, ["--batch", "1,x"], "--batch takes numbers from 1 to 64, got '1,x'"),
         (engine.main, ["--long", "5000"], "prompt and answer must have 2 to 4096 tokens"),
         (serve.main, ["--transports", "pigeon"], "--transports knows shm, tcp, not pigeon"),
