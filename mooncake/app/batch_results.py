@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TextIO
 
+from mooncake.app.outputs import writing
 from mooncake.errors import ConfigError, shown
 
 
@@ -86,8 +87,9 @@ class BatchResults:
             raise
 
     def add(self, answer: BatchAnswer) -> None:
-        self._file.write(f"{answer.line}\n")
-        self._file.flush()
+        with writing(self._shown_path):
+            self._file.write(f"{answer.line}\n")
+            self._file.flush()
         self._order.append(self._places[answer.custom_id])
 
     def close(self) -> None:
@@ -95,7 +97,8 @@ class BatchResults:
         if self._is_regular and not self._file.closed and self._order != sorted(self._order):
             whole = [result for result in self._read() if result.custom_id]
             self._replace(sorted(whole, key=lambda result: self._places[result.custom_id]))
-        self._file.close()
+        with writing(self._shown_path):  # what a full disk had no room for is tried once more
+            self._file.close()
 
     def _read(self) -> list[_Result]:
         """What the file holds. A line that is cut counts as a result without an answer."""

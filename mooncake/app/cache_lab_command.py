@@ -18,6 +18,7 @@ from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
 from mooncake.app.cache_lab_report import PUBLISHED, cells, markdown
 from mooncake.app.console import amount, counted, err, out, plain_table, print_json
 from mooncake.app.extras import require
+from mooncake.app.outputs import writing
 from mooncake.errors import ConfigError
 from mooncake.trace import HitCount, expected_hits, load_trace
 
@@ -107,7 +108,8 @@ def write_report(file: Path, paths: Sequence[Path], options: LabOptions) -> None
             done = _run(tasks, replace(options, rules=rules))
             rates = {(task.policy, task.capacity): entry.rates for task, entry in done.items()}
             parts.append(markdown(f"{stem}, {TITLES[rules]}", cells(stem, rules, rates)))
-    file.write_text("\n".join(parts))
+    with writing(file):
+        file.write_text("\n".join(parts))
     err.print(f"report: {escape(str(file))}", soft_wrap=True)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from mooncake.errors import ConfigError
@@ -24,6 +26,16 @@ def writable_folder(path: Path | None) -> Path | None:
         if problem := problem if there.is_dir() else errno.ENOTDIR:
             raise ConfigError(f"cannot write in {path}: {os.strerror(problem)}")
     return path
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """An OSError that is raised here names the file; that of a full disk names none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def output_folder(text: str) -> Path:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult
+from mooncake.app.outputs import writing
 from mooncake.app.replay import ReplayReport
 
 if TYPE_CHECKING:
@@ -97,7 +98,8 @@ def _figure(path: Path, draw: Callable[[Axes], None], is_crowded: bool = False) 
         figure.legend(frameon=False, fontsize="small", loc="outside right center")
     elif axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False)
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
     return path
 
 

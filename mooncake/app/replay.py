@@ -21,6 +21,7 @@ import msgspec
 
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, summarize
+from mooncake.app.outputs import writing
 from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
 from mooncake.hashing import extend_chain
 from mooncake.rpc import common_pb2, inference_pb2
@@ -251,7 +252,8 @@ def write_json(report: ReplayReport, path: Path, trace: str) -> None:
             "results": [asdict(result) for result in report.results],
         }
     )
-    path.write_bytes(text + b"\n")
+    with writing(path):
+        path.write_bytes(text + b"\n")
 
 
 def _finite(value: object) -> object:

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from mooncake.app.console import PROSE_WIDTH, duration, err, out, plain_table, print_json
 from mooncake.app.latency import Spread
+from mooncake.app.outputs import writing
 from mooncake.app.sim.arenas import use_huge_pages
 from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
 from mooncake.app.sim.simulation import Run, Simulation
@@ -183,7 +184,7 @@ def write_requests(simulation: Simulation, path: Path) -> None:
     """Write one JSON object per request, in the order of the trace."""
     results = simulation.results
     columns = [getattr(results, name).tolist() for name in REQUEST_COLUMNS]
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         for row in zip(*columns, strict=True):
             record = {name: _known(value) for name, value in zip(REQUEST_COLUMNS, row, strict=True)}
             file.write(msgspec.json.encode(record) + b"\n")

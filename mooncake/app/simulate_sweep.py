@@ -13,6 +13,7 @@ from msgspec.structs import replace as replace_struct
 from rich.markup import escape
 
 from mooncake.app.console import err, out, plain_table, print_json
+from mooncake.app.outputs import writing
 from mooncake.app.sim.charts import Series, lines
 from mooncake.app.sim.cluster import Cluster, Ssd
 from mooncake.app.sim.simulation import Run, Simulation
@@ -184,11 +185,12 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
     style += "svg .legend{paint-order:stroke;stroke:#fff;stroke-width:3px}"
     title = html.escape(f"{vary} on {name}")
     data = msgspec.json.encode([point.line for point in points]).decode().replace("<", "\\u003c")
-    path.write_text(
-        f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-        f"<h1>{title}</h1>{''.join(charts)}"
-        f'<script type="application/json" id="data">{data}</script>'
-    )
+    with writing(path):
+        path.write_text(
+            f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
+            f"<h1>{title}</h1>{''.join(charts)}"
+            f'<script type="application/json" id="data">{data}</script>'
+        )
 
 
 def _count(text: str) -> int:

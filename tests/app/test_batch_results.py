@@ -97,3 +97,10 @@ def test_results_may_go_into_a_pipe(tmp_path: Path) -> None:
     assert write(tmp_path / "pipe", [answer("b"), answer("a")]) == set()
     reader.join(10)
     assert [json.loads(line)["custom_id"] for line in read[0].splitlines()] == ["b", "a"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_results_for_which_there_is_no_room_are_named() -> None:
+    with pytest.raises(OSError, match=r"No space left on device: '/dev/full'"):  # noqa: SIM117
+        with closing(BatchResults(Path("/dev/full"), IDS)) as results:
+            results.add(answer("a"))

@@ -419,9 +419,25 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
                 check=False,
             )
         assert done.returncode == 1
-        assert done.stderr.endswith("No space left on device\n")
-        assert done.stderr.splitlines()[-1].startswith("mooncake: ")
+        file = "/dev/full: " if "/dev/full" in flags else ""
+        assert done.stderr.splitlines()[-1] == f"mooncake: {file}No space left on device"
         assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("sweep", "--preset", "vllm-16", "--vary", "load", "--values", "1", "--report"),
+        ("cache-lab", "--policy", "lru", "--capacity", "10", "--report"),
+    ],
+)
+def test_a_report_for_which_there_is_no_room_is_named(command: tuple[str, ...], tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n')
+    name, *flags = command
+    done = run(name, str(trace), *flags, "/dev/full")
+    assert (done.returncode, done.stderr) == (1, "mooncake: /dev/full: No space left on device\n")
 
 
 @pytest.mark.slow
