@@ -15,7 +15,7 @@ from mooncake.app.latency import Outcome, RequestResult, Spread
 from mooncake.app.reach import telling_what_to_do
 from mooncake.app.replay import Replay, ReplayOptions, ReplayReport, write_json
 from mooncake.app.role_main import run_async, unless_stopped
-from mooncake.errors import Cancelled
+from mooncake.errors import Cancelled, NodeUnavailable
 from mooncake.trace import load_trace, scale
 
 NO_SAMPLE = "–"
@@ -30,7 +30,8 @@ class ReplayOutput:
 def replay_trace(
     path: Path, address: str, limit: int | None, max_output: int | None, options: ReplayOptions, output: ReplayOutput
 ) -> None:
-    """Raises InvalidRequest for a broken trace; Cancelled after Ctrl-C, once the results so far are reported."""
+    """Raises InvalidRequest for a broken trace; once the results so far are reported, NodeUnavailable when no request
+    was answered, and Cancelled after Ctrl-C."""
     if output.plots is not None:
         require("matplotlib", "plots", "--plots")
     trace = [scale(request, options.tokens_per_block, max_output) for request in load_trace(path, limit)]
@@ -54,6 +55,8 @@ def replay_trace(
         out.print(f"plots: {escape(', '.join(str(file) for file in files))}", soft_wrap=True)
     if not complete:
         raise Cancelled("stopped before the end of the trace")
+    if trace and not report.summary.ok:
+        raise NodeUnavailable("no request was answered")
 
 
 class Meter:

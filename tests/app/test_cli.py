@@ -334,6 +334,15 @@ def test_replay_reports_and_writes_files(cluster: LocalCluster, tmp_path: Path) 
     assert hint in again.stdout and hint not in done.stdout
 
 
+def test_a_replay_that_gets_no_answer_ends_with_1_after_its_report(cluster: LocalCluster, tmp_path: Path) -> None:
+    too_long = {"timestamp": 0, "input_length": 102_400, "output_length": 4, "hash_ids": list(range(200))}
+    (tmp_path / "t.jsonl").write_text(json.dumps(too_long))
+    done = run("replay", f"{tmp_path}/t.jsonl", "--address", cluster.grpc_address, "--tokens-per-block", "512")
+    assert done.returncode == 1
+    assert "0 of 1 requests" in done.stdout and "lower --tokens-per-block" in done.stdout
+    assert "no request was answered" in done.stderr
+
+
 def test_ctrl_c_ends_a_replay_with_a_report_of_what_was_measured(cluster: LocalCluster, tmp_path: Path) -> None:
     """One request at a time: once the second has been sent, the client has read the first one's answer."""
     lines = [
