@@ -20,7 +20,7 @@ constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int ROWS_BESIDE_TILES = 6;  // with more query rows the matrix unit also mixes; measured
 constexpr int WIDENED_ROWS = 16;  // with more query rows V is widened once for all of them
-constexpr int AHEAD_ROWS = IS_ZEN ? 64 : 32;      // rows of K or V to prefetch ahead
+constexpr int AHEAD_ROWS = ROWS_NEAR == SECOND_CACHE ? 64 : 32;  // rows of K or V to prefetch ahead
 
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
 // as one lane and split afterwards. `keys` has AHEAD_ROWS more entries: as many rows are prefetched as are transposed.

@@ -68,7 +68,7 @@ template <class T> inline const T* row_of_zeros(int head_dim) {
 // than none).
 template <class T> inline void bring_near(const T* const* rows, int num_rows, int d, int count) {
     for (int i = 0; i < num_rows; i++)
-        for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at, 0, NEAR);
+        for (int at = 0; at < count * int(sizeof(T)); at += 64) __builtin_prefetch((const char*)(rows[i] + d) + at, 0, ROWS_NEAR);
 }
 
 inline void put_row(float* to, const float* from, int D) { std::memcpy(to, from, D * sizeof(float)); }

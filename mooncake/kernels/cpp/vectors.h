@@ -23,6 +23,14 @@ constexpr bool IS_ZEN = false;
 constexpr int SECOND_CACHE = 2;
 constexpr int NEAR = IS_ZEN ? SECOND_CACHE : 3;
 
+// The same for rows of K and V, which lie in pieces of a page each. A core with a matrix unit, too, gets more of them at a
+// time into the second cache (seen on Granite Rapids).
+#if defined(__AMX_TILE__)
+constexpr int ROWS_NEAR = SECOND_CACHE;
+#else
+constexpr int ROWS_NEAR = NEAR;
+#endif
+
 #if defined(__AVX512F__)
 constexpr int W = 16;  // floats in a vector
 #elif defined(__AVX__)
