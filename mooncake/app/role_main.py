@@ -69,6 +69,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         give_way(config.node.nice)
         raise_file_limit()
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
+        _end_at_once()
     except (ConfigError, ModelError, Unauthenticated) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
@@ -145,13 +146,15 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
             await asyncio.gather(*tasks, return_exceptions=True)
             await _stop(node, started)
             if asked_to_stop.is_set() and not started:
-                _leave_threads()
+                _end_at_once()
 
 
-def _leave_threads() -> None:
-    """Exit now with 0: a normal exit would wait for threads that compile kernels or read weights."""
+def _end_at_once() -> None:
+    """Exit now with 0, once the node has stopped: a normal exit would wait for threads that compile kernels or read
+    weights, and take the interpreter apart, with torch for longer than the node takes to stop."""
     logging.shutdown()
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        sys.stdout.flush()
     os._exit(0)
 
 

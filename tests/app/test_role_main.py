@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROLE = textwrap.dedent(
     """
-    import asyncio, subprocess
+    import asyncio, atexit, subprocess
     from mooncake.app.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
 
@@ -43,6 +43,7 @@ ROLE = textwrap.dedent(
 
         async def wait_fatal(self):
             if self.mode != "replaced":
+                atexit.register(print, "taken apart")  # what a stopped node leaves out
                 await asyncio.Event().wait()
             return StaleEpoch("there is another lamp")
 
