@@ -3,6 +3,9 @@ PYTHON ?= python3.11
 TORCH ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
+# Python keeps what it compiles, whatever the environment says: tests start hundreds of processes, which compiled all of
+# ours anew.
+export PYTHONDONTWRITEBYTECODE :=
 PROTOS := $(patsubst proto/%,mooncake/rpc/%,$(wildcard proto/*.proto))
 
 .PHONY: help setup demo test test-slow test-all check sanitize bench gpu gpu-site proto clean
