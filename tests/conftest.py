@@ -83,8 +83,9 @@ async def rpc_server() -> AsyncIterator[Callable[[], RpcServer]]:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """For tests that only talk to a cluster and leave it as it is. One prefill, one decode, one store."""
+    """For tests that only talk to a cluster and leave it as it is. One prefill, one decode, one store. It runs beside
+    most of the suite, so its heartbeats are as rare as a user's."""
     from live import running_cluster, small_config  # most tests need none of it
 
-    with running_cluster(small_config()) as running:
+    with running_cluster(small_config("conductor.heartbeat_interval_s=0.5")) as running:
         yield running
