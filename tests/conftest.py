@@ -7,9 +7,10 @@ begin later than that are skipped and listed, so that a slow machine still gives
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,6 +41,19 @@ def pytest_configure(config: pytest.Config) -> None:
     core. Processes started by tests are not affected."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Nearly all that is made here (modules, tests) lives to the end: the garbage collector need not visit it, neither
+    meanwhile nor during the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def is_slow(item: pytest.Item) -> bool:
