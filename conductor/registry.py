@@ -202,7 +202,7 @@ class Registry:
             self._move(node, NodeEvent.CALL_FAILED)
 
     def set_health(self, node_id: str, health: Health, reason: str) -> None:
-
+        """``reason``: why it is not healthy; "" when it is."""
         node = self._nodes.get(node_id)
         if node is not None:
             node.health, node.health_reason = health, reason

@@ -15,7 +15,7 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from google.protobuf.message import DecodeError, Message
 
@@ -35,8 +35,6 @@ OPEN_TIMEOUT_S = 2.0
 SILENT_S = 5.0  # silence while calls time out: fall back to gRPC, whose pings find out why
 _HEAD = struct.Struct("<IBI")  # message length, kind, call number
 _TAKEN, _FAILED = 254, 255
-
-M = TypeVar("M", bound=Message)
 
 _METHODS: tuple[tuple[str, type[Message], type[Message]], ...] = (
     ("Reserve", pb.ReserveRequest, pb.ReserveResponse),

@@ -52,7 +52,6 @@ class Conversion:
 
     nbytes: int  # read
     unverified_bytes: int  # of those: parts of layers, which have no checksum, and shards without checksums
-    num_ranges: int
 
 
 class WrongBytes(ChecksumMismatch):
@@ -103,7 +102,7 @@ class LayoutReader:
                     if job.is_verifiable:
                         _verify(job, job.pieces_in_place())
         unverified = sum(job.box.nbytes for job in jobs if not job.is_verifiable)
-        return Conversion(sum(job.box.nbytes for job in jobs), unverified, sum(job.box.moves.shape[1] for job in jobs))
+        return Conversion(sum(job.box.nbytes for job in jobs), unverified)
 
     def close(self) -> None:
         self._helper.shutdown()

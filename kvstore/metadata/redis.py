@@ -80,7 +80,6 @@ class RedisDirectory:
         self._prefix = prefix
         self._ttl_ms = round(ttl_s * 1000)
         self._refresh_s = ttl_s / 3
-        self._timeout_s = timeout_s
         self._nodes: dict[str, _Node] = {}
         self._gone: dict[str, int] = {}  # node ids to remove, with the generation of their log
         self._blocks_of: BlocksOf = lambda node_id: iter(())

@@ -42,13 +42,8 @@ _loading = threading.Lock()
 _loaded: list[Verbs] = []
 
 
-def load_pyverbs() -> None:
-    """Import it, which works even without a device. Raises VerbsUnavailable."""
-    pyverbs()
-
-
 def pyverbs() -> Verbs:
-    """pyverbs, imported at first use. Raises VerbsUnavailable."""
+    """pyverbs, imported at first use, which works even without a device. Raises VerbsUnavailable."""
     with _loading:
         if not _loaded:
             _loaded.append(_import_verbs())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.transfer.rdma_find import VerbsUnavailable, load_pyverbs
+from kvstore.transfer.rdma_find import VerbsUnavailable, pyverbs
 from kvstore.transfer.rdma_verbs import Device
 from mooncake.checkpoint import open_checkpoint
 from mooncake.model import load_model
@@ -33,7 +33,7 @@ def in_machine(*arguments: str, timeout_s: int, memory: str = "2G", model: str =
     if not TOOL.exists():
         pytest.skip("no verbs here, and no program to get a machine that has them (RDMA_VM)")
     try:
-        load_pyverbs()
+        pyverbs()
     except VerbsUnavailable as error:
         pytest.skip(str(error))
     # Torch's kernels: compiling ours takes minutes in there.
