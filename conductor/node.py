@@ -13,10 +13,10 @@ from pathlib import Path
 
 from conductor.api import DRAIN_S
 from conductor.core import Core
+from conductor.dispatch.placer import ModelFacts
 from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
 from conductor.placement.calibration import read_calibration
-from conductor.placement.placer import ModelFacts
 from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from mooncake.adapters import parse_adapters

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from conductor.control.health import Health
 from mooncake.adapter_loads import AdapterLoad
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
@@ -60,6 +59,16 @@ TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
     (_S.DRAINING, _E.LATE): _S.DRAINING,
     (_S.DRAINING, _E.TIMED_OUT): _S.GONE,
 }
+
+
+class Health(StrEnum):
+    """How well a node works, as ``control.health`` judges it: beside its state, which says whether it is heard."""
+
+    HEALTHY = "healthy"
+    SUSPECTED = "suspected"  # gets work only when no other node is left
+    DRAINING = "draining"  # finishes what it has
+    ISOLATED = "isolated"  # gets nothing but probes
+    PROBATION = "probation"  # works, but the first fault isolates it again
 
 
 @dataclass(frozen=True, slots=True)

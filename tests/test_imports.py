@@ -16,6 +16,10 @@ ROOT = Path(__file__).parents[1]
 # The diagram: each room, and the other rooms that it may import.
 CORE = {"mooncake", "mooncake.rpc"}
 COMPUTE = {"mooncake.kernels", "mooncake.model", "mooncake.engine"}
+FACTS = {f"conductor.{name}" for name in ("arrays", "native", "registry", "stats")}  # what its parts decide with
+CONDUCTOR = FACTS | {
+    f"conductor.{name}" for name in ("api", "prefixes", "placement", "admission", "dispatch", "control", "ingress")
+}
 ALLOWED: dict[str, set[str]] = {
     "mooncake": {"mooncake.rpc"},
     "mooncake.rpc": {"mooncake"},
@@ -27,9 +31,18 @@ ALLOWED: dict[str, set[str]] = {
     "kvstore": CORE,
     "prefill_node": CORE | COMPUTE | {"kvstore", "mooncake.engine_node"},
     "decode_node": CORE | COMPUTE | {"kvstore", "mooncake.engine_node"},
-    "conductor": CORE,
+    **dict.fromkeys(FACTS, CORE),
+    "conductor.api": CORE,
+    "conductor.prefixes": CORE | FACTS,
+    "conductor.placement": CORE | FACTS | {"conductor.prefixes"},
+    "conductor.admission": CORE | FACTS | {"conductor.placement"},
+    "conductor.dispatch": CORE | FACTS | {"conductor.api", "conductor.placement", "conductor.admission"},
+    "conductor.control": CORE | FACTS | {"conductor.prefixes", "conductor.placement"},
+    "conductor.ingress": CORE | {"conductor.api", "conductor.stats"},
+    "conductor": CORE | CONDUCTOR,
     "mooncake.app": CORE
     | COMPUTE
+    | CONDUCTOR
     | {"mooncake.engine_node", "mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
 }
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from conductor.admission.lengths import Kind, OutputLengths, sample_beyond
+from conductor.arrays import Bools, Floats
 from conductor.placement.bookings import Booking
-from conductor.placement.view import Bools, Floats
 
 NUM_SAMPLES = 16  # sampled lengths of each answer: one per possible future
 

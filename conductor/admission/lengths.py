@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from conductor.placement.view import Floats
+from conductor.arrays import Floats
 
 HALF_LIFE = 2000  # requests of a kind after which a sample counts half
 MAX_KINDS = 20_000

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.placement.view import Bools, Floats
+from conductor.arrays import Bools, Floats
 
 MAX_RETRY_S = 60  # the longest retry time that is given
 WINDOW_S = 120  # how long samples are kept

@@ -20,8 +20,9 @@ import numpy as np
 
 from conductor.admission.inflight_requests import NUM_SAMPLES, DecodeBatch, InflightRequests
 from conductor.admission.lengths import Kind, OutputLengths
+from conductor.arrays import Floats
 from conductor.placement.scheduler import Placement
-from conductor.placement.view import Floats, PlacementQuery
+from conductor.placement.view import PlacementQuery
 
 CONFIDENCE = 0.9  # fraction of the sampled futures in which the request must fit
 TBT_ROOM = 0.85  # of the limit, for the step a request joins: its longest gaps come later, or before its first step

@@ -18,16 +18,10 @@ from enum import StrEnum
 from statistics import median_low
 from typing import NamedTuple
 
+from conductor.registry import Health
+
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
 JITTER_MS = 2.0  # what a busy machine may add to a step: one of 1 ms that takes 2 is no fault
-
-
-class Health(StrEnum):
-    HEALTHY = "healthy"
-    SUSPECTED = "suspected"  # gets work only when no other node is left
-    DRAINING = "draining"  # finishes what it has
-    ISOLATED = "isolated"  # gets nothing but probes
-    PROBATION = "probation"  # works, but the first fault isolates it again
 
 
 class HealthSignal(StrEnum):

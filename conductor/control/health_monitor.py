@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conductor.control.health import Health, HealthLimits, HealthTracker
+from conductor.control.health import HealthLimits, HealthTracker
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost
-from conductor.registry import NodeInfo, Registry
+from conductor.registry import Health, NodeInfo, Registry
 from mooncake.config import HealthSection
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc

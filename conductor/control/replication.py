@@ -18,7 +18,8 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from conductor.placement.view import NONE, Bools, PlacementQuery, View
+from conductor.arrays import Bools
+from conductor.placement.view import NONE, PlacementQuery, View
 from conductor.prefixes.index import PrefixIndex
 from mooncake.types import BlockKey
 

@@ -25,11 +25,11 @@ from conductor.dispatch.lifecycle import RequestState, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_requests import NodeRequests, node_requests
 from conductor.dispatch.node_wait import NodeWait
+from conductor.dispatch.placer import ModelFacts, Placer
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure, incarnations
 from conductor.placement.bookings import Booking
 from conductor.placement.fleet import Fleet
-from conductor.placement.placer import ModelFacts, Placer
 from conductor.placement.scheduler import Placement
 from conductor.placement.view import RequestFacts
 from conductor.registry import NodeInfo

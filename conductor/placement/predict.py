@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.placement.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, Floats, PlacementQuery
+from conductor.arrays import Floats
+from conductor.placement.view import FASTEST, MAX_SOURCES, NONE, SESSION_MS, Choice, PlacementQuery
 
 
 class FirstToken(NamedTuple):

@@ -11,14 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from conductor.arrays import Bools
 from conductor.placement.bookings import Booking
 from conductor.placement.fleet import Fleet
+from conductor.placement.pending_native import new_pending_prefixes
 from conductor.placement.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.placement.policies.milliseconds import milliseconds
 from conductor.placement.predict import Breakdown, Prediction, explain
 from conductor.placement.search import NativeSearch, load_search
-from conductor.placement.view import NONE, Bools, Choice, PlacementQuery, RequestFacts, Shape
-from conductor.prefixes.pending_native import new_pending_prefixes
+from conductor.placement.view import NONE, Choice, PlacementQuery, RequestFacts, Shape
 from conductor.registry import NodeInfo
 from mooncake.errors import NodeUnavailable, Overloaded
 

@@ -11,14 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from conductor.arrays import Bools, Floats, Ints, Links
 from conductor.registry import NodeInfo
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Links = npt.NDArray[np.int32]
 
 NONE = -1  # no node, where an index is expected
 MAX_SOURCES = 3  # stores considered as sources of a prefix

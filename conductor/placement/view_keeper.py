@@ -9,9 +9,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from conductor.arrays import Bools, Ints, Links
 from conductor.placement.bookings import NodeBookings
 from conductor.placement.cost import ALL_NODES, MAX_FITS, Changed, CostModel, TransferCost
-from conductor.placement.view import NONE, Bools, DecodeSide, Ints, Links, PrefillSide, StoreSide, View
+from conductor.placement.view import NONE, DecodeSide, PrefillSide, StoreSide, View
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
 from mooncake.types import Role

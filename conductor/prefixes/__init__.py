@@ -1,1 +1,1 @@
-"""Which node holds which prefix, or will once its prompts are computed."""
+"""Which node holds which prefix."""

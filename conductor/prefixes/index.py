@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from conductor.placement.view import Floats
+from conductor.arrays import Floats
 from conductor.prefixes.table import NUM_SHARDS, Slots
 from conductor.prefixes.table_native import new_table
 from mooncake.types import BlockEvent, Tier

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from conductor.placement.view import Floats, Ints
+from conductor.arrays import Floats, Ints
 from mooncake.directory import RECORD_KEY_BYTES
 from mooncake.types import BlockEvent, Tier
 

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import numpy as np
 
+from conductor.arrays import Floats
 from conductor.native import load_or_warn
-from conductor.placement.view import Floats
 from conductor.prefixes.table import INDEX_KEY_BYTES, PrefixTable, Slots
 from mooncake.types import BlockEvent, Tier
 

@@ -17,7 +17,7 @@ import pytest
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
-from conductor.placement.placer import ModelFacts
+from conductor.dispatch.placer import ModelFacts
 from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from kvstore.metadata.memory import MemoryDirectory

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from conductor.control.health import TRANSITIONS, Health, HealthTracker
+from conductor.control.health import TRANSITIONS, HealthTracker
+from conductor.registry import Health
 
 USUAL_MS = 20.0
 

@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from conductor.control.health import Health
-from conductor.registry import NodeState
+from conductor.registry import Health, NodeState
 from mooncake.config import load_config
 from mooncake.errors import ChecksumMismatch
 from mooncake.rpc import cluster_pb2

@@ -5,9 +5,9 @@ import pytest
 from placing import Cluster, pair
 
 from conductor.placement.bookings import Booking
+from conductor.placement.pending import MARKER_TOKENS
+from conductor.placement.pending_native import new_pending_prefixes
 from conductor.placement.view import RequestFacts
-from conductor.prefixes.pending import MARKER_TOKENS
-from conductor.prefixes.pending_native import new_pending_prefixes
 from mooncake.types import BlockKey
 
 

@@ -5,8 +5,7 @@ from itertools import product
 
 import pytest
 
-from conductor.control.health import Health
-from conductor.registry import TRANSITIONS, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
+from conductor.registry import TRANSITIONS, Health, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 

@@ -9,7 +9,7 @@ import pytest
 from waiting import until
 
 from conductor.core import Core
-from conductor.placement.placer import ModelFacts
+from conductor.dispatch.placer import ModelFacts
 from conductor.placement.view import RequestFacts, Shape
 from conductor.registry import NodeInfo
 from kvstore.checksum import range_checksums

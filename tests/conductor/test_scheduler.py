@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from placing import Cluster, incarnation, incarnations, pair
 
-from conductor.control.health import Health
 from conductor.placement.bookings import Booking
 from conductor.placement.policies.milliseconds import REPLICA_COST
 from conductor.placement.scheduler import Placement, Scheduler
-from conductor.registry import NodeLoad
+from conductor.registry import Health, NodeLoad
 from mooncake.errors import NodeUnavailable, Overloaded
 
 

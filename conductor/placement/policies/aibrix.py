@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from conductor.arrays import Floats
 from conductor.placement.policies.pick import allowed, any_least, least_decode, uncached_tokens
-from conductor.placement.view import NONE, Choice, Floats, PlacementQuery
+from conductor.placement.view import NONE, Choice, PlacementQuery
 
 FULL = 0.9
 

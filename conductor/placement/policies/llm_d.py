@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from conductor.arrays import Floats
 from conductor.placement.policies.pick import allowed, any_least, idlest_decode
-from conductor.placement.view import Choice, Floats, PlacementQuery
+from conductor.placement.view import Choice, PlacementQuery
 
 QUEUE_WEIGHT, PREFIX_WEIGHT = 2.0, 3.0
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from conductor.arrays import Floats
 from conductor.placement.predict import FirstToken, decode_work_ms, first_token, sent_bytes
-from conductor.placement.view import FASTEST, Choice, Floats, PlacementQuery
+from conductor.placement.view import FASTEST, Choice, PlacementQuery
 
 REPLICA_COST = 0.15  # of the time to compute a block's tokens; fitted to the first half of the conversation trace
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from conductor.placement.view import NONE, Bools, Floats, PlacementQuery
+from conductor.arrays import Bools, Floats
+from conductor.placement.view import NONE, PlacementQuery
 
 
 def any_least(cost: Floats, rng: np.random.Generator) -> int:

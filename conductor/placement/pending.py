@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from conductor.arrays import Floats
 from conductor.placement.bookings import Booking
-from conductor.placement.view import Floats, View
+from conductor.placement.view import View
 
 MARKER_TOKENS = 1024  # distance between two markers
 

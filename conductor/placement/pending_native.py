@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from conductor.arrays import Floats
 from conductor.native import load_or_warn
 from conductor.placement.bookings import Booking
-from conductor.placement.view import Floats, View
-from conductor.prefixes.pending import PendingPrefixes, stride_blocks
+from conductor.placement.pending import PendingPrefixes, stride_blocks
+from conductor.placement.view import View
 
 SOURCE = Path(__file__).with_name("pending.cpp")
 
