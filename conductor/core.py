@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from conductor.control.adapter_loader import AdapterLoader
 from conductor.control.adapters import AdapterCatalogue
@@ -64,13 +64,14 @@ class Core:
         self.fleet = Fleet(self.registry, self.costs, self.index, model.shape.chunk_tokens, section.ssd_mb_per_s)
         self.directory = directory
         self.subscriber = Subscriber(self.index, self.channels, directory)
-        self.dispatcher = Dispatcher(config, model, self.fleet, self.channels, self.incarnation, clock)
+        self.adapters = AdapterCatalogue(model.names, section.max_loaded_adapters)
+        self.dispatcher = Dispatcher(
+            config, model, self.fleet, self.channels, self.incarnation, self._lacking, self._corrupted_between, clock
+        )
         self.health = HealthMonitor(
             config.health, self.registry, self.costs, self.channels, self.dispatcher.has_no_work_on, clock
         )
-        self.dispatcher.on_checksum_error = self.health.checksum_error
         self._watches_health = config.health.watch
-        self.adapters = AdapterCatalogue(model.names, section.max_loaded_adapters)
         self.adapter_loader = AdapterLoader(
             self.adapters,
             self.registry,
@@ -79,7 +80,6 @@ class Core:
             section.request_timeout_s,
             clock,
         )
-        self.dispatcher.placer.lacking = self._lacking
         self.role_requests = RoleRequests(self.registry)
         self._role_switcher: RoleSwitcher | None = None
         if section.balance:
@@ -200,6 +200,9 @@ class Core:
     def _lacking(self, adapter: str) -> frozenset[int]:
         """Incarnations of nodes that cannot compute with the adapter of this digest (yet)."""
         return self.registry.lacking(adapter) if self.adapters.may_be_used(adapter) else frozenset()
+
+    def _corrupted_between(self, nodes: Iterable[NodeInfo]) -> None:
+        self.health.checksum_error(nodes)
 
     def _remove(self, info: NodeInfo, why: str) -> None:
         log.warning("%s node %s %s", info.role, info.node_id, why)

@@ -25,7 +25,7 @@ from conductor.dispatch.lifecycle import RequestState, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_requests import NodeRequests, node_requests
 from conductor.dispatch.node_wait import NodeWait
-from conductor.dispatch.placer import ModelFacts, Placer
+from conductor.dispatch.placer import ModelFacts, NodesLacking, Placer
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure, incarnations
 from conductor.placement.bookings import Booking
@@ -73,14 +73,17 @@ class Dispatcher:
         fleet: Fleet,
         channels: Channels,
         incarnation: int,
+        lacking: NodesLacking,
+        on_checksum_error: Callable[[Iterable[NodeInfo]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``on_checksum_error`` is called with the nodes between which bytes were corrupted."""
         self._limits = config.conductor
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
         self._model = model
         self._fleet = fleet
         self.stats = DispatchStats()
-        self.placer = Placer(config, model, fleet, self.stats)
+        self.placer = Placer(config, model, fleet, self.stats, lacking)
         self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock, self.stats.admission)
         self.node_wait = NodeWait(config.conductor.node_wait_s, clock)
         self._channels = channels
@@ -89,8 +92,7 @@ class Dispatcher:
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._running: dict[str, _RunningRequest] = {}  # by request id
         self._demand_heard_at = -math.inf  # when a request that was going to be refused was last read
-        # called with the nodes between which bytes were corrupted
-        self.on_checksum_error: Callable[[Iterable[NodeInfo]], None] = lambda nodes: None
+        self._on_checksum_error = on_checksum_error
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
@@ -353,7 +355,7 @@ class Dispatcher:
         self.stats.failed_attempts[failure.error.code] += 1
         progress.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
-            self.on_checksum_error(attempt.nodes)
+            self._on_checksum_error(attempt.nodes)
         may_try = progress.retries.learn(self._failure(attempt))
         if not (may_try and failure.is_retryable):
             raise failure.error from None

@@ -24,6 +24,8 @@ from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
 from mooncake.types import Role
 
+NodesLacking = Callable[[str], frozenset[int]]  # by an adapter's digest: incarnations of nodes that do not have it
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
@@ -40,16 +42,18 @@ class ModelFacts:
 
 
 class Placer:
-    """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
+    """One owner: the dispatcher."""
 
-    def __init__(self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats) -> None:
+    def __init__(
+        self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats, lacking: NodesLacking
+    ) -> None:
+        """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
         self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
         self.on_arrival: list[Callable[[PlacementQuery, Placement, float], None]] = []  # called once per request
-        # called with the digest of a request's adapter: incarnations of nodes that do not have it
-        self.lacking: Callable[[str], frozenset[int]] = lambda digest: frozenset()
         self._model = model
         self._fleet = fleet
         self._stats = stats
+        self._lacking = lacking
         self._max_local_tokens = config.conductor.max_tail_tokens
         self._is_coupled = config.cluster.coupled > 0  # prefill nodes give whole answers, and keep their KV
         prepare_hashing()
@@ -68,7 +72,7 @@ class Placer:
             needs_decode=not self._is_coupled and (left > 1 or progress.is_beam_search),
             # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.
             budget_ms=(request.deadline - now) * 1e3 if progress.is_new else float("inf"),
-            excluded=self.lacking(request.adapter) if request.adapter else frozenset(),
+            excluded=self._lacking(request.adapter) if request.adapter else frozenset(),
             session=request.session,
             number=self._stats.requests,
         )
