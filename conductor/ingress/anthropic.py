@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -38,8 +39,7 @@ from conductor.ingress.anthropic_types import (
     ToolUseBlock,
     Turn,
 )
-from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
-from conductor.ingress.http_client import unless_gone
+from conductor.ingress.event_stream import StreamingAnswer, event_frame
 from conductor.ingress.http_errors import error_headers, guarded, json_response
 from conductor.ingress.intake import Intake, warning
 from conductor.ingress.messages import Conversation, content_text
@@ -47,6 +47,7 @@ from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseForm
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
+from conductor.ingress.typed_events import stream_events, write_whole
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.text.chat_template import ChatCall, ChatMessage
 from mooncake.types import FinishReason
@@ -115,20 +116,9 @@ class MessagesApi:
         cut_reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
         writer = MessageWriter(head, body.wants_thoughts, cut_reason)
         if body.stream:
-
-            async def stream(events: EventStream) -> None:
-                async def tell(number: int, piece: Piece) -> None:
-                    for event in writer.take(piece):
-                        await events.event(msgspec.json.encode(event), event.type)
-
-                await intake.pipeline.run([job], tell)
-
-            return StreamingAnswer(stream, call.headers, self._keep_alive_s, b"", failed=error_frame, refused=refusal)
-
-        async def take(number: int, piece: Piece) -> None:
-            writer.take(piece)
-
-        await unless_gone(request.receive, intake.pipeline.run([job], take))
+            produce = partial(stream_events, intake.pipeline, job, writer)
+            return StreamingAnswer(produce, call.headers, self._keep_alive_s, b"", failed=error_frame, refused=refusal)
+        await write_whole(intake.pipeline, job, writer, request)
         return json_response(writer.message, headers=call.headers)
 
 
@@ -149,7 +139,7 @@ class MessageWriter:
         self._num_tokens = 0
 
     def take(self, piece: Piece) -> list[MessageEvent]:
-        """Emits nothing before the answer has content: an error until then still has its own HTTP status."""
+        """See ``EventWriter``."""
         if not self._has_begun:
             self._has_begun = True
             self._tell("message_start", message=self.message)

@@ -10,6 +10,7 @@ import itertools
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -21,8 +22,7 @@ from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
-from conductor.ingress.event_stream import EventStream, StreamingAnswer, event_frame
-from conductor.ingress.http_client import unless_gone
+from conductor.ingress.event_stream import StreamingAnswer, event_frame
 from conductor.ingress.http_errors import NoSuchRoute, guarded, json_response
 from conductor.ingress.intake import WARNING_HEADER, Call, Intake
 from conductor.ingress.messages import Conversation, content_text
@@ -64,6 +64,7 @@ from conductor.ingress.tools import (
     chat_calls,
     tools_of,
 )
+from conductor.ingress.typed_events import stream_events, write_whole
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
 from mooncake.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from mooncake.text.chat_template import ChatMessage
@@ -116,20 +117,9 @@ class ResponsesApi:
         extras = intake.extras(body, logprobs is not None)
         writer = ResponseWriter(head, extras, sends_reasoning=body.include_reasoning is not False)
         if body.stream:
-
-            async def stream(events: EventStream) -> None:
-                async def tell(number: int, piece: Piece) -> None:
-                    for event in writer.take(piece):
-                        await events.event(msgspec.json.encode(event), event.type)
-
-                await intake.pipeline.run([job], tell)
-
-            return StreamingAnswer(stream, call.headers, self._keep_alive_s, last=b"", failed=writer.failed)
-
-        async def take(number: int, piece: Piece) -> None:
-            writer.take(piece)
-
-        await unless_gone(request.receive, intake.pipeline.run([job], take))
+            produce = partial(stream_events, intake.pipeline, job, writer)
+            return StreamingAnswer(produce, call.headers, self._keep_alive_s, last=b"", failed=writer.failed)
+        await write_whole(intake.pipeline, job, writer, request)
         return json_response(writer.response, headers=call.headers)
 
 
@@ -153,7 +143,7 @@ class ResponseWriter:
         self._num_reasoning = 0  # how many of them are reasoning
 
     def take(self, piece: Piece) -> list[ResponseEvent]:
-        """Emits nothing before the answer has content: an error until then still has its own HTTP status."""
+        """See ``EventWriter``."""
         if not self._num_events:
             self._tell("response.created", response=self.response)
             self._tell("response.in_progress", response=self.response)
