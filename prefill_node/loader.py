@@ -7,15 +7,12 @@ clock, before a layer counts as loaded. They go to host memory, and from there t
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +30,6 @@ from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.converted_prefix import ConvertedLease
 
 log = logging.getLogger(__name__)
-
-L = TypeVar("L")
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,27 +226,6 @@ class PrefixLoad:
             if self._error is None and len(self._arrivals) < len(self._order):
                 self._error = error
             self._changed.notify_all()
-
-
-def lease_in_time(
-    leasing: Coroutine[object, object, L],
-    loop: asyncio.AbstractEventLoop,
-    timeout_s: float,
-    release: Callable[[L], object],
-) -> L:
-    """Have the event loop acquire a lease while this thread waits. One that arrives after the timeout is passed to
-    ``release``. Raises KVLoadFailed, and what ``leasing`` does."""
-    future = asyncio.run_coroutine_threadsafe(leasing, loop)
-
-    def release_late(done: Future[L]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            release(done.result())
-
-    try:
-        return future.result(timeout_s)
-    except TimeoutError:
-        future.add_done_callback(release_late)
-        raise KVLoadFailed("no lease on the stored prefix came in time") from None
 
 
 class Loader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from mooncake.errors import KVLoadFailed
 from mooncake.page_groups import one_group
 from mooncake.types import BlockKey, KVLayout
 from prefill_node.converted_prefix import ConvertedLease
-from prefill_node.loader import LeasedPrefix, Loader, PrefixLoad, lease_in_time
+from prefill_node.loader import LeasedPrefix, Loader, PrefixLoad
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=4, head_dim=8, dtype="float32")
 NUM_BLOCKS = 4
@@ -122,25 +121,3 @@ def test_a_layer_of_several_rows_is_read_as_one_range_and_each_row_is_checked() 
         transfer.close()
         server.stop()
     assert spoilt == [[], [bytes([2]) * 32]]
-
-
-async def test_a_lease_that_comes_too_late_ends_at_once() -> None:
-    """Otherwise its blocks could not be evicted until it expires."""
-    may_come = asyncio.Event()
-    ended: asyncio.Queue[int] = asyncio.Queue()
-
-    async def leasing(lease_id: int) -> int:
-        await may_come.wait()
-        return lease_id
-
-    async def refused() -> int:
-        await may_come.wait()
-        raise KVLoadFailed("it is gone")
-
-    loop = asyncio.get_running_loop()
-    for call in (leasing(7), refused()):
-        with pytest.raises(KVLoadFailed, match="came in time"):
-            await asyncio.to_thread(lease_in_time, call, loop, 0.01, ended.put_nowait)
-    may_come.set()
-    assert await asyncio.to_thread(lease_in_time, leasing(8), loop, WAIT_S, ended.put_nowait) == 8
-    assert await asyncio.wait_for(ended.get(), WAIT_S) == 7 and ended.empty()
