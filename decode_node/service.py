@@ -29,10 +29,12 @@ from mooncake.types import SegmentAddress
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    def __init__(self, host: EngineHost, receiver: Receiver, generated: WriteBackHook, address: SegmentAddress) -> None:
+    def __init__(
+        self, host: EngineHost, receiver: Receiver, writeback_hook: WriteBackHook, address: SegmentAddress
+    ) -> None:
         self._host = host
         self._receiver = receiver
-        self._writeback_hook = generated
+        self._writeback_hook = writeback_hook
         self._address = address
         self.num_running = 0
         self._clean_ups = CleanUps()

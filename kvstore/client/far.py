@@ -35,9 +35,9 @@ from mooncake.types import SegmentAddress
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 4
-PROMPT_S = 0.002
-PROMPT_BYTES_PER_S = 2e9
-INLINE_BYTES = 4 << 20  # more is moved in a thread anyway
+PROMPT_S = 0.002  # how long a nearby store may take to answer, besides the bytes,
+PROMPT_BYTES_PER_S = 2e9  # which come at least at this rate
+PROMPT_BYTES = 4 << 20  # more is moved in a thread: at that rate these take 2 ms of the event loop
 OPEN_TIMEOUT_S = 2.0  # for a connection: nobody can stop its thread meanwhile, for which a program's exit waits, too
 AGAIN_AFTER_S = 1.0  # after a connection failed, or two puts in a row found no slot
 
@@ -83,7 +83,7 @@ class FarStore:
         return self._segment is not None and time.monotonic() >= self._not_before_s
 
     async def get(self, key: bytes, into: memoryview, deadline: float) -> int | None:
-        """``read`` for one block. ``into`` has at most INLINE_BYTES; raises InvalidRequest when it is too short."""
+        """``read`` for one block. ``into`` has at most PROMPT_BYTES; raises InvalidRequest when it is too short."""
         async with self._exchange(deadline) as connection:
             if connection is not None:
                 get = connection.get(key, into)
@@ -235,7 +235,7 @@ class FarStore:
 
     async def _go(self, connection: KeyedWire, step: Step, deadline: float, nbytes: int = 0) -> None:
         """Run it here, or in a thread. Does not return while bytes move, even when cancelled."""
-        prompt_s, is_short = PROMPT_S + nbytes / PROMPT_BYTES_PER_S, nbytes <= INLINE_BYTES
+        prompt_s, is_short = PROMPT_S + nbytes / PROMPT_BYTES_PER_S, nbytes <= PROMPT_BYTES
         if is_short and self._is_prompt:
             try:
                 step(min(deadline, time.monotonic() + prompt_s))

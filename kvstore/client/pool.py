@@ -25,7 +25,7 @@ from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.memory import Memory, readable, writable
 from kvstore.client.pool_answers import OUTAGES, Told, answers_of, grouped, share_s
 from kvstore.client.pool_keys import Key, PoolKeys
-from kvstore.client.store_client import StoreClient, ways
+from kvstore.client.store_client import StoreClient, allowed_shortcuts
 from kvstore.client.types import MAX_BATCH, StoreStats, renumbered, room_in
 from kvstore.segment import MAX_BLOCK_BYTES
 from kvstore.transfer.engine import TransferEngine
@@ -93,9 +93,9 @@ class Client:
         if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise InvalidRequest(f"a client's name has 1 to {MAX_NAME_CHARS} printable characters", "name")
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
-        short = ways(transports, max_mb_per_s)
+        shortcuts = allowed_shortcuts(transports, max_mb_per_s)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)
-        stores = {address: StoreClient(address, transfer, channels, tenant, *short) for address in listed}
+        stores = {address: StoreClient(address, transfer, channels, tenant, *shortcuts) for address in listed}
         client: Client | None = None
         try:
             client = cls(stores, namespace, salt, replicas)
@@ -203,7 +203,6 @@ class Client:
         wire, view = self._keys.wire(key), writable(into)
         if offset < 0 or view.nbytes < 1:
             raise InvalidRequest("a range begins at 0 or later and has at least one byte", "offset")
-
         return await self._read_range(wire, offset, view, deadline)
 
     # Many blocks

@@ -48,7 +48,7 @@ class RangeClient(ABC):
         self._copies_inline = copies_inline
 
     @abstractmethod
-    def _met(self, incarnation: int) -> None:
+    def _heard_from(self, incarnation: int) -> None:
         """A store has answered; 0 when it did not give its incarnation."""
 
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
@@ -266,7 +266,7 @@ class RangeClient(ABC):
             into_dram=into_dram,
         )
         response = await self._calls.reserve(request, left_s(deadline))
-        self._met(response.segment.incarnation)
+        self._heard_from(response.segment.incarnation)
         return reservations_from_wire(response), [slot.stored for slot in response.slots]
 
     async def _acquire(self, keys: Sequence[bytes], recompute_ms: float, scattered: bool, timeout_s: float) -> Lease:
@@ -275,7 +275,7 @@ class RangeClient(ABC):
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()
         response = await self._calls.acquire(request, timeout_s)
-        self._met(response.segment.incarnation)
+        self._heard_from(response.segment.incarnation)
         return lease_from_wire(response, asked_s)
 
 

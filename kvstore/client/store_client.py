@@ -21,8 +21,7 @@ from typing_extensions import Buffer
 
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client.far import INLINE_BYTES as FAR_INLINE_BYTES
-from kvstore.client.far import FarStore
+from kvstore.client.far import PROMPT_BYTES, FarStore
 from kvstore.client.near import NearStore
 from kvstore.client.ranges import RangeClient
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
@@ -36,8 +35,8 @@ from mooncake.rpc.server import Channels
 UNHEARD = -1  # the store's incarnation is not known yet
 
 
-def ways(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
-    """Which shortcuts a client of an engine like this may use: ``copies_inline``, ``is_keyed``."""
+def allowed_shortcuts(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
+    """Which shortcuts clients over an engine like this may take: ``copies_inline`` and ``is_keyed`` of ``StoreClient``."""
     is_free = max_mb_per_s == 0
     return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
 
@@ -66,8 +65,8 @@ class StoreClient(RangeClient):
         super().__init__(address, transfer, channels, tenant, copies_inline)
         self._far = FarStore(transfer, tenant) if is_keyed else None
         self._near = NearStore(self._calls, self._far, tenant)
-        self._life = 0  # the store's incarnation when its shortcuts were last looked up; 0: never
-        self._is_meeting = False
+        self._incarnation = 0  # the store's when its shortcuts were last looked up; 0: never
+        self._is_looking_up = False
         self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
 
     @classmethod
@@ -88,7 +87,7 @@ class StoreClient(RangeClient):
         is wrong."""
         transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
         channels = Channels()
-        client = cls(address, transfer, channels, tenant, *ways(transports, max_mb_per_s))
+        client = cls(address, transfer, channels, tenant, *allowed_shortcuts(transports, max_mb_per_s))
         client._owned.push_async_callback(channels.close)
         client._owned.callback(transfer.close)
         try:
@@ -221,7 +220,7 @@ class StoreClient(RangeClient):
             return room_in(into, length)
 
         deadline, is_near = time.monotonic() + timeout_s, self._near.board is not None
-        if not is_near and self._far is not None and self._far.is_open and 0 < into.nbytes <= FAR_INLINE_BYTES:
+        if not is_near and self._far is not None and self._far.is_open and 0 < into.nbytes <= PROMPT_BYTES:
             length = await self._far.get(key, into, deadline)
             if length is None:
                 [length], _ = await self._get_leased([key], room, deadline)
@@ -348,11 +347,11 @@ class StoreClient(RangeClient):
         return pinned
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
-        self._life = self._life or UNHEARD
+        self._incarnation = self._incarnation or UNHEARD
         response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
-        if self._life != response.segment.incarnation:
+        if self._incarnation != response.segment.incarnation:
             self._near.close()  # the board of an earlier incarnation
-            self._life = response.segment.incarnation
+            self._incarnation = response.segment.incarnation
         self._near.has_ssd = response.ssd_capacity_bytes > 0
         await self._calls.open_fast_rpc(response.fast_rpc_port)
         if self._copies_inline:
@@ -368,18 +367,18 @@ class StoreClient(RangeClient):
         if self._far is not None and self._near.board is None:
             await self._far.knock(deadline)
 
-    def _met(self, incarnation: int) -> None:
+    def _heard_from(self, incarnation: int) -> None:
         """Look up the shortcuts again if the store was restarted."""
 
-        async def meet() -> None:
+        async def look_up() -> None:
             try:
                 await self.stats()
             finally:
-                self._is_meeting = False
+                self._is_looking_up = False
 
-        if self._life and incarnation not in (0, self._life) and not self._is_meeting:
-            self._is_meeting = True
-            self._calls.later(meet())
+        if self._incarnation and incarnation not in (0, self._incarnation) and not self._is_looking_up:
+            self._is_looking_up = True
+            self._calls.later(look_up())
 
     async def _put(
         self,
