@@ -40,7 +40,7 @@ class InferenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Where a finished request ran and what it reused."""
+    """Where a request runs, or ran, and what it reused, as far as is known."""
 
     report: PrefillReport = field(default_factory=PrefillReport)
     prefill_node: str = ""

@@ -35,7 +35,7 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1
+TICK_S = 0.1  # how late, at most, it is noticed that a node is silent
 
 
 class Core:

@@ -38,7 +38,7 @@ from mooncake.types import KVLayout, SampledToken
 log = logging.getLogger(__name__)
 
 ANNOUNCE_WAIT_S = 10.0  # how long a writer may be ahead of the conductor's announcement
-MAX_HANDOFFS = 1024
+MAX_HANDOFFS = 1024  # open at once; further ones are refused
 
 T = TypeVar("T")
 

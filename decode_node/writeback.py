@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_WAITING = 256  # blocks; each is held in the cache until it is written
 WAITING_SHARE = 1 / 8  # at most this fraction of the cache, or one batch
-BATCH_BLOCKS = 8
+BATCH_BLOCKS = 8  # stored with one call
 WRITE_TIMEOUT_S = 5.0
 BACKOFF_S = 10.0  # for which a pool that did not answer is offered nothing
 

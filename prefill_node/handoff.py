@@ -21,7 +21,7 @@ from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)
 
-CLOSE_TRIES = 3
+CLOSE_TRIES = 3  # after which the end of our connections has to tell the decode node
 
 
 class HandoffSender:

@@ -13,7 +13,7 @@ from enum import IntEnum
 from itertools import count
 from typing import Generic, TypeVar
 
-MAX_TENANTS = 10_000
+MAX_TENANTS = 10_000  # remembered; beyond that those without queued requests are forgotten
 
 
 class Band(IntEnum):
@@ -24,7 +24,7 @@ class Band(IntEnum):
     BATCH = 2  # idle capacity only
 
 
-BATCH_PRIORITY = 100
+BATCH_PRIORITY = 100  # of a request, from which on it is of the batch class
 
 
 def band_of(priority: int) -> Band:

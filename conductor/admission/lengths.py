@@ -16,10 +16,10 @@ import numpy.typing as npt
 from conductor.arrays import Floats
 
 HALF_LIFE = 2000  # requests of a kind after which a sample counts half
-MAX_KINDS = 20_000
+MAX_KINDS = 20_000  # with a histogram; beyond that the one unused for longest is forgotten
 KNOWN_TURNS = 200_000  # prompts whose answer lengths are remembered for the next turn
 TRUST = 30.0  # samples at which a kind's own histogram counts as much as the one it falls back to
-STEPS_AN_OCTAVE = 4
+STEPS_AN_OCTAVE = 4  # bins of the histograms: each ends a fifth above the one before
 NUM_BINS = 20 * STEPS_AN_OCTAVE  # lengths up to 2^20
 _UPPER = np.ceil(2.0 ** (np.arange(1, NUM_BINS + 1) / STEPS_AN_OCTAVE))  # the longest answer in each bin
 

@@ -24,8 +24,8 @@ from conductor.prefixes.index import PrefixIndex
 from mooncake.types import BlockKey
 
 DEPTHS = tuple(2**power for power in range(2, 16))  # prefix lengths in blocks that are watched
-MAX_WATCHED = 4096
-MAX_REPLICATED = 256
+MAX_WATCHED = 4096  # prefixes; beyond that those not requested for longest are forgotten
+MAX_REPLICATED = 256  # prefixes; copies of the oldest one are left to eviction
 TICK_S = 0.25  # between two ticks
 IDLE_REQUESTS = 0.5  # below this many recent requests, a new one begins a burst
 

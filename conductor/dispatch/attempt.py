@@ -28,7 +28,7 @@ from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
-END_CHOICE_TIMEOUT_S = 5.0
+END_CHOICE_TIMEOUT_S = 5.0  # nobody waits for it
 INBOX_LIMIT = 256  # messages buffered for a slow client; beyond that gRPC's flow control holds the nodes back
 REPORT_GRACE_S = 0.5  # how long a finished answer waits for the prefill node's report
 LOSS_GRACE_S = 0.25  # how long a failed hand-off waits for the other node's call, which tells whether that node is gone

@@ -1,6 +1,6 @@
 """Progress of one request, over all its attempts: the tokens the client has, where a retry continues, the summary.
 
-Pure. ``lifecycle`` is the table of its states, ``retry`` keeps what its failures have taught, and ``dispatch`` runs it.
+Pure. ``lifecycle`` is the table of its states, ``retry`` keeps what its failures have taught, ``dispatcher`` runs it.
 """
 
 from __future__ import annotations

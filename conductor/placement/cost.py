@@ -27,8 +27,8 @@ _PAIR = "\x00"
 
 @dataclass(frozen=True, slots=True)
 class PrefillCost:
-    """Milliseconds to compute ``new`` tokens after ``prefix`` cached ones, in steps of ``chunk`` tokens (0: one
-    step)."""
+    """Milliseconds to compute what is not cached of a prompt: of a step, of a new token, and of a pair of one and
+    an earlier one."""
 
     step_ms: float = 0.0
     token_ms: float = 0.0
@@ -36,13 +36,14 @@ class PrefillCost:
     is_known: bool = False
 
     def ms(self, new_tokens: float, prefix_tokens: float, steps: int = 1) -> float:
+        """To compute ``new_tokens`` after ``prefix_tokens`` cached ones in this many steps."""
         pairs = new_tokens * (prefix_tokens + new_tokens / 2)
         return steps * self.step_ms + self.token_ms * new_tokens + self.pair_ms * pairs
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeCost:
-    """Milliseconds of one step of ``batch`` sequences with ``context`` KV tokens in total."""
+    """Milliseconds of a decode step: of itself, each sequence, and each KV token that they attend to together."""
 
     step_ms: float = 0.0
     sequence_ms: float = 0.0
@@ -78,6 +79,7 @@ class Changed(NamedTuple):
     peer: str = ""
 
 
+# Usual sizes of the features, which bring them near 1 (``LinearFit``).
 _PREFILL_SCALES = (1.0, 1e3, 1e6)
 _DECODE_SCALES = (1.0, 10.0, 1e4)
 _TRANSFER_SCALES = (1.0, 1e6)

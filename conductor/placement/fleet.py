@@ -15,11 +15,11 @@ from conductor.placement.view_keeper import ViewKeeper
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeLoad, Registry
 
-MAX_SESSIONS = 100_000
+MAX_SESSIONS = 100_000  # remembered; beyond that those unused for longest are forgotten
 
 
 class Fleet:
-    """One owner: the dispatcher books, the cluster service reports. All times are given (seconds, monotonic)."""
+    """One owner: the core. The scheduler books, heartbeats report. All times are given (seconds, monotonic)."""
 
     def __init__(
         self,

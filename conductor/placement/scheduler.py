@@ -23,7 +23,7 @@ from conductor.placement.view import NONE, Choice, PlacementQuery, RequestFacts,
 from conductor.registry import NodeInfo
 from mooncake.errors import NodeUnavailable, Overloaded
 
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 30.0  # of a retry time, for a deadline that cannot be met
 
 
 class Placement(NamedTuple):

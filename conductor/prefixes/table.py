@@ -20,8 +20,8 @@ INDEX_KEY_BYTES = RECORD_KEY_BYTES
 # by a key's first byte: a growing table then stops the process for a millisecond, not for a second
 NUM_SHARDS = 256
 MAX_SHARED = 1 << 16  # distinct sets kept for sharing
-MAX_MEMBERS = 1024
-FEW_BITS = 8
+MAX_MEMBERS = 1024  # sets whose slots are kept as an array
+FEW_BITS = 8  # up to so many slots are set one by one
 FEW_ENDS = 4  # of runs within a prompt: usually some nodes hold its system prompt, and few the conversation
 
 

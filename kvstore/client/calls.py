@@ -26,11 +26,11 @@ from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
 
 DEFAULT_TIMEOUT_S = 5.0
-MAX_OWED = 4096
+MAX_OWED = 4096  # beyond that the oldest are held until our connections end
 LOOK_AGAIN_S, MAX_LOOK_AGAIN_S = 1.0, 30.0  # before looking for a fast RPC again, doubled while it refuses
 REPEAT_OWED_AFTER_S = 1.0
 UNHEARD_S = 60.0  # how long after its caller has gone an answer may still arrive
-END_LEASES_AFTER_S = 0.02
+END_LEASES_AFTER_S = 0.02  # so that the ends of many travel in one message, usually the next acquire
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ UNHEARD = -1  # the store's incarnation is not known yet
 
 
 def allowed_shortcuts(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
-    """Which shortcuts clients over an engine like this may take: ``copies_inline`` and ``is_keyed`` of ``StoreClient``."""
+    """``copies_inline`` and ``is_keyed`` of clients over an engine like this."""
     is_free = max_mb_per_s == 0
     return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
 

@@ -51,11 +51,11 @@ NUM_CLASSES = MOST_READS + 2
 UNKNOWN = NUM_CLASSES  # the queues of blocks that came before anything was known
 ENOUGH_READS = 256  # before that nothing is known
 PRIOR = 50.0  # blocks of the mean class that every class starts with
-MOST_GHOSTS = 131_072
+MOST_GHOSTS = 131_072  # evicted blocks that are remembered
 MOST_WEIGHT = 262_144.0  # blocks counted in a class before old counts fade
 WALK_S = 1.0  # between two checks for blocks that have aged
 MOST_MOVES = 4096  # per check
-LEARN_S = 5.0
+LEARN_S = 5.0  # between two estimates of what a block is worth by class and age
 
 
 @dataclass(slots=True)

@@ -40,10 +40,10 @@ from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
 
-MAX_PEERS = 1024
-_HELPER_THREADS = 64
+MAX_PEERS = 1024  # incarnations with open paths; beyond that the longest unused idle one is closed
+_HELPER_THREADS = 64  # of all links together
 _PACED_SLICE_S = 0.02  # a rate limit cuts slices of this duration, so that the flow is smooth
-_TICK_S = 0.020
+_TICK_S = 0.020  # between two looks for late and stalled transfers: a stall shows after three (STALL_S)
 FORGET_AFTER_S = 60.0  # unused for this long, a vanished peer's connections are closed
 _SWEEP_S = 5.0
 _IDLE_TICKS = 50  # without anything in flight, before the watch goes to sleep

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 MAX_FAILURES = 3  # consecutive broken paths, with nothing arriving in between, before a transport is given up
 GIVEN_UP_S = 1.0  # how long a path may stall with only cancelled transfers
-_RATE_SAMPLE_S = 0.050
+_RATE_SAMPLE_S = 0.050  # of traffic, at most, that make one sample
 _RATE_SAMPLE_BYTES = 64 << 10  # smaller transfers measure latency, not rate
-_EWMA_WEIGHT = 0.2
+_EWMA_WEIGHT = 0.2  # of a new sample in the moving average that status shows
 
 
 @dataclass(frozen=True, slots=True)

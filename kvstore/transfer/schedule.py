@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 FAIR_SHARE = 16  # one slice in this many goes to a class that others have overtaken
 OVERTAKEN_S = 0.010  # overtaken for this long, a class may claim that share
-SLICE_S = 0.010
+SLICE_S = 0.010  # a slice takes at most this long, since an urgent one waits for those in flight
 ON_WAY_S = 0.020  # a path takes as many slices at once as it is predicted to carry in this time
-EWMA_WEIGHT = 0.3
-MIN_SAMPLE_BYTES = 64 << 10
+EWMA_WEIGHT = 0.3  # of a new sample in the moving average
+MIN_SAMPLE_BYTES = 64 << 10  # smaller slices measure the round trip, not the rate
 STALL_S = 0.060  # without a byte moving, while another path to the same peer moves some
 LONG_STALL_S = 0.5  # without a byte moving, while another path is idle
 MAX_PATIENCE = 64.0
-CALM_S = 10.0
+CALM_S = 10.0  # without another such cut, after which patience is halved
 BACKOFF_S = 0.1  # before a failed path is opened again; doubles each time,
 MAX_BACKOFF_S = 5.0  # up to this
 
