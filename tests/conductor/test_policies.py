@@ -70,7 +70,7 @@ class TestAlgorithm1:
         cluster.scheduler.policy = algorithm_1_with(threshold)
         return cluster
 
-    def test_nobody_matches(self) -> None:
+    def test_a_prompt_that_nobody_holds_is_computed_whole(self) -> None:
         placement = self.cluster().place(num_tokens=1280)
         assert (placement.fetched_tokens, placement.new_tokens) == (0, 1280)
 
@@ -86,7 +86,7 @@ class TestAlgorithm1:
         placement = cluster.place(num_tokens=1280, runs={"s0": 10, "p1": own}, excluded=incarnations("p0", "p2"))
         assert placement.fetched_tokens == fetched
 
-    def test_everybody_holds_everything(self) -> None:
+    def test_a_prompt_that_everybody_holds_costs_its_last_token(self) -> None:
         placement = self.cluster().place(num_tokens=640, runs={"s0": 10, "s1": 10, "s2": 10})
         assert placement.new_tokens == 1
 

@@ -16,7 +16,7 @@ def handoff_in(state: HandoffState) -> Handoff:
     return Handoff("h", epoch=7, state=state)
 
 
-def test_the_good_way() -> None:
+def test_a_hand_off_that_goes_well_is_opened_again_after_a_refusal_written_and_committed() -> None:
     handoff = Handoff("h", epoch=7)
     assert handoff.apply(E.OPEN) is HandoffState.OPENING
     assert handoff.apply(E.REFUSED) is HandoffState.ANNOUNCED, "it may ask again"

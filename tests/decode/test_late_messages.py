@@ -154,7 +154,7 @@ async def a_node(*transports: str) -> AsyncIterator[Node]:
         thread.engine.block_pool.check()
 
 
-async def test_the_good_way() -> None:
+async def test_messages_in_time_give_the_whole_answer_and_all_blocks_back() -> None:
     async with a_node() as node:
         _, inbox = node.announce("h")
         handoff = await node.open("h")

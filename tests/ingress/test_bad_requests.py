@@ -70,7 +70,7 @@ def door(open_front):
 
 @quick
 @given(path=st.sampled_from(POSTS), body=bodies)
-def test_any_json_object(door, path, body):
+def test_any_json_object_is_answered_or_refused_in_words(door, path, body):
     needed = {"max_tokens": 5} if path == "/v1/messages" else {}
 
     async def ask(front):
@@ -87,7 +87,7 @@ def test_any_json_object(door, path, body):
 
 @quick
 @given(path=st.sampled_from(POSTS), raw=st.binary(max_size=60) | json_values.map(lambda v: json.dumps(v).encode()))
-def test_any_bytes(door, path, raw):
+def test_any_other_bytes_are_refused_as_an_invalid_request(door, path, raw):
     async def ask(front):
         return await front.http.post(path, content=raw, headers={"content-type": "application/json"})
 
@@ -212,7 +212,7 @@ prompts = st.one_of(
 
 @quick
 @given(prompt=prompts, sampling=samplings, stop=st.lists(texts, max_size=2), salt=texts, name=texts, request_id=texts)
-def test_any_grpc_request(door, prompt, sampling, stop, salt, name, request_id):
+def test_any_grpc_request_is_answered_or_refused_as_invalid(door, prompt, sampling, stop, salt, name, request_id):
     async def ask(front):
         request = pb.GenerateRequest(
             sampling=sampling, stop=stop, cache_salt=salt, model=name, request_id=request_id, **prompt

@@ -155,7 +155,7 @@ async def test_calls_are_items_of_their_own_and_their_results_are_input(front, c
     assert '"city": "Bern"' in prompt and "<tool_response>\nRain.\n</tool_response>" in prompt
 
 
-async def test_calls_stream(front, client):
+async def test_the_arguments_of_a_call_stream_in_parts_which_add_up(front, client):
     front.script.text = CALL
     events = [
         event async for event in await client.responses.create(model="bytes", input="W?", tools=[WEATHER], stream=True)

@@ -151,7 +151,7 @@ def test_heads_that_are_no_runs_of_words_are_refused_in_a_sentence() -> None:
         HostMirror(cache, share=Share(layout, slice(0, 1)))
 
 
-def test_places_keep_blocks(cache: DeviceCache) -> None:
+def test_a_block_copied_to_a_place_outside_of_the_cache_comes_back_as_it_was(cache: DeviceCache) -> None:
     cache.tensor[2] = 5
     cache.copy_block(2, 7)  # the second place
     cache.tensor[2] = 0

@@ -348,6 +348,6 @@ def test_a_hundred_thousand_operations_agree_with_a_dict() -> None:
     assert StoreLife.operations >= 100_000 and StoreLife.renewed >= 1000
 
 
-def test_contents_differ() -> None:
+def test_the_blocks_that_the_model_puts_differ_in_content() -> None:
     assert len({content(n, v) for n in range(20) for v in range(20)}) > 390
     assert np.mean([len(content(n, 0)) for n in range(KEYS)]) > 1000

@@ -104,14 +104,14 @@ SETTINGS = settings(max_examples=150, suppress_health_check=[HealthCheck.functio
 @SETTINGS
 @given(data=st.binary(max_size=200))
 @example(data=b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-def test_bytes_from_nowhere(target: Target, data: bytes) -> None:
+def test_any_bytes_from_a_stranger_leave_a_server_that_serves_others(target: Target, data: bytes) -> None:
     target.throw(data)
     target.check()
 
 
 @SETTINGS
 @given(data=st.binary(max_size=400))
-def test_bytes_after_a_good_hello(target: Target, data: bytes) -> None:
+def test_any_bytes_after_a_good_hello_leave_it_serving_too(target: Target, data: bytes) -> None:
     target.throw(target.hello + data)
     target.check()
 

@@ -195,7 +195,7 @@ def test_room_for_inputs_is_whole_layers(ours: Checkpoint) -> None:
         ours.kv_layout(64, "int8", (2,))
 
 
-def test_other_families_refuse(tmp_path: Path) -> None:
+def test_other_families_refuse_to_keep_hidden_states(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "gpt2")
     with pytest.raises(ModelError, match="Llama family"):
         load_model(open_checkpoint(str(tmp_path)), FLOAT32, keep_hidden=(1,))
