@@ -126,7 +126,7 @@ class Store:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
-        self._hear_readers()
+        self._count_reads()
         return await self._writing.reserve(Wanted(names, writer, length, ranges, tenant, into_dram, number), wait_s)
 
     async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
@@ -149,7 +149,7 @@ class Store:
     def settle(self) -> None:
         """Work that no put waits for: process arrivals and reads, make room, publish changes."""
         self.ahead.catch_up()
-        self._hear_readers()
+        self._count_reads()
         self.ahead.fill_short()
         self._saving.save_leaving()
         self._make_room()
@@ -157,7 +157,7 @@ class Store:
     def hear_readers(self) -> None:
         """Process the reads noted on the board since the last call."""
         self.ahead.catch_up()
-        self._hear_readers()
+        self._count_reads()
 
     def near_writer_gone(self, writer: str) -> None:
         """A client on this host is gone, and no longer maps the segment."""
@@ -181,7 +181,7 @@ class Store:
         (``recompute_ms`` each; 0: impossible).
         """
         self.ahead.catch_up()
-        self._hear_readers()
+        self._count_reads()
         self._saving.count_sights(keys)
         if self._ssd is None or self._promoting is None:
             return self._index.acquire(keys, time.monotonic(), scattered)
@@ -233,7 +233,7 @@ class Store:
         """Free the DRAM of a chain from its last block backwards, as far as nothing here builds on a block, nobody
         reads it and it is not pinned. Its blocks on the SSD stay. Returns how many blocks went."""
         self.ahead.catch_up()
-        self._hear_readers()
+        self._count_reads()
         count = self._index.give_up(keys, time.monotonic())
         self._saving.room_came()
         self._publish()
@@ -264,7 +264,7 @@ class Store:
                     self.ahead.take_back(reserved.grant)
                 elif not (reserved.writer.startswith(OWN) or self._maps_memory(reserved.writer)):
                     self._index.reservations.abort(reserved.grant)
-        self._hear_readers()
+        self._count_reads()
         self._saving.room_came()
         self._make_room()
 
@@ -327,7 +327,7 @@ class Store:
         if is_new:
             self._saving.copy_if_due(name)
 
-    def _hear_readers(self) -> None:
+    def _count_reads(self) -> None:
         """Blocks read through the board count as used, for eviction and for the SSD."""
         if self._board is not None and (slots := self._board.take_notes()):
             self.num_heard += len(slots)

@@ -114,6 +114,12 @@ class StoreClient(RangeClient):
     ) -> None:
         await self.close()
 
+    @property
+    def _open_far(self) -> FarStore | None:
+        """For whole blocks of a store that is not on this host, as long as its data plane answers."""
+        far = self._far
+        return far if far is not None and self._near.board is None and far.is_open else None
+
     # Whole blocks
 
     async def put(
@@ -203,8 +209,8 @@ class StoreClient(RangeClient):
         such slot, or it has expired: then the block must be reserved first."""
         if self._near.board is not None:
             return await self._near.put(name, view, ranges, timeout_s)
-        if self._far is not None and self._far.is_open:
-            return await self._far.put(name, view, ranges, time.monotonic() + timeout_s)
+        if (far := self._open_far) is not None:
+            return await far.put(name, view, ranges, time.monotonic() + timeout_s)
         return None
 
     def get_here(self, key: bytes, into: object) -> int | None:
@@ -219,9 +225,9 @@ class StoreClient(RangeClient):
         def room(_: int, length: int) -> memoryview:
             return room_in(into, length)
 
-        deadline, is_near = time.monotonic() + timeout_s, self._near.board is not None
-        if not is_near and self._far is not None and self._far.is_open and 0 < into.nbytes <= PROMPT_BYTES:
-            length = await self._far.get(key, into, deadline)
+        deadline, far = time.monotonic() + timeout_s, self._open_far
+        if far is not None and 0 < into.nbytes <= PROMPT_BYTES:
+            length = await far.get(key, into, deadline)
             if length is None:
                 [length], _ = await self._get_leased([key], room, deadline)
             return length
@@ -242,8 +248,8 @@ class StoreClient(RangeClient):
         Returns the lengths; None for blocks that are not stored, and for corrupt ones, which have then been dropped.
         """
         deadline = time.monotonic() + timeout_s
-        if self._far is not None and self._near.board is None and self._far.is_open:
-            lengths = await self._far.read(keys, room, deadline)
+        if (far := self._open_far) is not None:
+            lengths = await far.read(keys, room, deadline)
         else:
             lengths = await self._near.read(keys, room)
         for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
@@ -308,8 +314,8 @@ class StoreClient(RangeClient):
         """Whether each key is stored now. Protects nothing: it may be gone by the time the answer arrives."""
         deadline = time.monotonic() + timeout_s
         known = self._near.exists(keys)
-        if self._far is not None and self._near.board is None and self._far.is_open:
-            known = await self._far.exists(keys, deadline)
+        if (far := self._open_far) is not None:
+            known = await far.exists(keys, deadline)
         for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
             response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
