@@ -10,6 +10,7 @@ from kvstore.ahead import Committed
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index.types import OWN, BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Store
+from kvstore.transfer.protocol import MAX_KEY_BYTES
 from kvstore.writing import Sealing
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
@@ -18,8 +19,7 @@ from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import BlockKey, SegmentAddress
 
 MAX_BLOCKS = 65536  # in one message
-MAX_KEY_BYTES = 256
-MAX_WRITER_ID_BYTES = 300
+MAX_WRITER_ID_BYTES = 300  # a peer's id and its incarnation take up to 272 (``transport.Caller``)
 MAX_TENANT_BYTES = 128
 MAX_WAIT_S = 30.0  # for room
 MAX_PIN_S = 30 * 86400.0

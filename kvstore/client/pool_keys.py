@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 import xxhash
 
+from kvstore.transfer import protocol
 from mooncake.errors import InvalidRequest
 
-MAX_KEY_BYTES = 240
 NAMESPACE_BYTES = 16
-MIN_WIRE_BYTES, MAX_WIRE_BYTES = NAMESPACE_BYTES + 1, NAMESPACE_BYTES + MAX_KEY_BYTES
+MIN_WIRE_BYTES, MAX_WIRE_BYTES = NAMESPACE_BYTES + 1, protocol.MAX_KEY_BYTES
+MAX_KEY_BYTES = MAX_WIRE_BYTES - NAMESPACE_BYTES  # of a caller's key
 _WRONG_KIND = "a key is bytes, or a str that UTF-8 can encode"
 
 Key = str | bytes
