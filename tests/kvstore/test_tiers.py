@@ -27,6 +27,7 @@ from kvstore.segment import Segment
 from kvstore.ssd.index import SsdIndex
 from kvstore.ssd.io import PlainIO, SsdIO
 from kvstore.ssd.log import SsdLog
+from kvstore.ssd.reads import SsdReads
 from kvstore.ssd.tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Store
 from kvstore.transfer.requests import WriteRange
@@ -479,13 +480,18 @@ async def test_a_stop_ends_loads_that_are_under_way(
     async with store(tmp_path, 40) as node, await join(node) as client:
         for i in range(70):
             assert await client.put(name(i), data(i), durable=True)
-        read = SsdLog.read_blocks
+        read, close, is_closed = SsdLog.read_blocks, SsdReads.close, threading.Event()
 
-        def read_slowly(log: SsdLog, reads: Any) -> Any:
-            time.sleep(0.1)
+        def read_when_closed(log: SsdLog, reads: Any) -> Any:
+            assert is_closed.wait(10)
             return read(log, reads)
 
-        monkeypatch.setattr(SsdLog, "read_blocks", read_slowly)
+        def tell_closed(reads: SsdReads) -> None:
+            close(reads)
+            is_closed.set()
+
+        monkeypatch.setattr(SsdLog, "read_blocks", read_when_closed)
+        monkeypatch.setattr(SsdReads, "close", tell_closed)
         keys = [BlockKey(name(i)) for i in range(70)]
         lacking = [key for key, is_here in zip(keys, node.store._index.exists(keys), strict=True) if not is_here]
         acquiring = [asyncio.create_task(node.store.acquire([key])) for key in lacking[:30]]
