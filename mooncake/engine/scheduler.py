@@ -73,12 +73,12 @@ class Scheduler:
     def reserve(self, sequence: Sequence) -> int:
         """Allocate blocks for all its tokens, without running it. Returns how many leading ones are cached.
 
-        Raises OutOfBlocks when there is no room now; sequences that were preempted and wait for blocks go first.
+        Raises OutOfBlocks when there is no room now; waiting sequences that were preempted or forked here go first.
         """
         self._check_fits(sequence)
         if not self.block_manager.tables.has_free_row:
             raise OutOfBlocks(f"{self._max_sequences} sequences are running or about to")
-        if self.waiting and (self.waiting[0].num_preemptions or self.waiting[0].choice):
+        if self.waiting and self.waiting[0].has_begun:
             raise OutOfBlocks("sequences that have begun here come first")
         sequence.extend_keys(self._block_tokens)
         num_cached = self.block_manager.allocate(

@@ -188,6 +188,11 @@ class Sequence:
         return self.num_computed == self.num_tokens - 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has run in this engine, or is a fork of one that has."""
+        return self.num_preemptions > 0 or self.request_id != self.root_id
+
+    @property
     def is_below_min_tokens(self) -> bool:
         """Whether ``min_tokens`` forbids ending the answer with the next token."""
         return self.num_tokens - self.num_prompt < self.sampling.min_tokens

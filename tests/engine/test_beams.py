@@ -165,6 +165,17 @@ def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
     assert source.block_pool.num_in_use == target.block_pool.num_in_use == 0
 
 
+def test_no_hand_off_takes_the_room_that_beams_wait_for() -> None:
+    prompt, engine = random_prompt(10, 3), hash_engine(max_sequences=2, chunk_tokens=0)
+    engine.add(hash_sequence("r", prompt, beams(12, n=3)))
+    outputs = engine.step()  # two beams run, and one waits
+    while engine.is_open("r"):
+        with pytest.raises(OutOfBlocks):
+            engine.reserve(hash_sequence("other", random_prompt(5, 1)))
+        outputs += engine.step()
+    assert answers(outputs) == searched(prompt, beams(12, n=3))
+
+
 def steps(engine: Engine, count: int) -> list[StepOutput]:
     return [output for _ in range(count) for output in engine.step()]
 
