@@ -119,11 +119,14 @@ class Engine:
                 self._requests.fail(sequence, Cancelled(f"request {request_id} was aborted"))
 
     def end_choice(self, request_id: str, choice: int) -> None:
-        """One of several answers is no longer wanted; the others continue, and no output is produced. Idempotent."""
+        """One of several answers is no longer wanted; the others continue, and no output is produced. Idempotent.
+
+        Blocks that others may be reading or filling stay until ``abort``, as after a normal end.
+        """
         for sequence in self._requests.sequences_of(request_id):
             is_it = sequence.choice == choice and sequence.has_forked and not sequence.is_beam
             if is_it and sequence.state in SCHEDULABLE:
-                self._requests.remove(sequence)
+                self._requests.stop_early(sequence)
                 self._requests.close(request_id)
 
     def is_open(self, request_id: str) -> bool:

@@ -584,6 +584,33 @@ def test_a_failed_load_of_one_does_not_lose_the_load_of_another() -> None:
     assert answers(run_all(target, hook)) == {name: true_answer(prompt, 12) for name, prompt in prompts.items()}
 
 
+def test_blocks_of_an_answer_that_somebody_fills_outlive_its_end() -> None:
+    """One answer of two gives way, and is to load its prefix once more when it is no longer wanted."""
+    prompt = random_prompt(10, 0)
+    source, engine = filled_engine(prompt), hash_engine(num_blocks=12, chunk_tokens=64)
+    hook = Pool(source, engine)
+    first = hash_sequence("r", prompt, SamplingParams(max_tokens=20, temperature=1.0, seed=5, n=2), reused=ReusedKV(2))
+    engine.add(first)
+    engine.step(hook)
+    engine.end_choice("r", 1)
+    for seed in (1, 2):  # who come first, and need all blocks
+        sampling = SamplingParams(max_tokens=24, temperature=0.0)
+        engine.add(hash_sequence(f"before {seed}", random_prompt(12, seed), sampling, priority=-1))
+    hook.fail_at = ("r", 0)
+    with pytest.raises(KVLoadFailed):
+        run_all(engine, hook)
+    filled = list(first.blocks.block_table)
+    assert first.blocks.is_loading and filled and first.num_preemptions
+    engine.end_choice("r", 0)
+    assert first.blocks.block_table == filled and not engine.is_open("r") and not engine.take_ended()
+    engine.block_pool.check()
+    assert engine.block_pool.num_in_use >= len(filled)
+    engine.abort("r")  # once nobody fills them any more
+    assert not engine.take_ended()
+    run_all(engine, hook)
+    assert is_empty(engine)
+
+
 def test_without_a_hook_nothing_can_be_loaded() -> None:
     engine = hash_engine()
     engine.add(hash_sequence("r", random_prompt(9, 0), reused=ReusedKV(2)))
