@@ -6,7 +6,8 @@
     for answer in llm.generate(["The capital of France is", "2 + 2 ="], SamplingParams(max_tokens=16)):
         print(answer.text)
 
-It keeps its paged cache between calls, so a second call reuses the blocks of the first. Not safe for several threads.
+It keeps its paged cache between calls, so a second call reuses the blocks of the first. Ctrl-C ends a call after the
+step in progress, pressed again at once. Not safe for several threads.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from mooncake.engine.engine import Engine
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
+from mooncake.interrupts import HeldInterrupts
 from mooncake.llm_absent import absent_because, unknown_argument
 from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, beams_of
 from mooncake.llm_inputs import (
@@ -312,12 +314,13 @@ class LLM:
         samplings = one_each(self.get_default_sampling_params() if sampling is None else sampling, len(prompts))
         priorities = priority_list(priority, len(prompts))
         drafts = [self._draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
-        try:
-            self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm)
-        finally:
-            for draft in drafts:
-                self.engine.abort(draft.sequence.request_id)
-            self.engine.take_ended()
+        with HeldInterrupts() as interrupts:  # in the middle of a step one would leave blocks that are nobody's
+            try:
+                self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm, interrupts)
+            finally:
+                for draft in drafts:
+                    self.engine.abort(draft.sequence.request_id)
+                self.engine.take_ended()
         return [draft.completion() for draft in drafts]
 
     def _draft(self, prompt: TokenIds, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
@@ -364,7 +367,7 @@ class LLM:
             adapter=adapter,
         )
 
-    def _run(self, drafts: list[Draft], shows_progress: bool) -> None:
+    def _run(self, drafts: list[Draft], shows_progress: bool, interrupts: HeldInterrupts) -> None:
         by_id = {draft.sequence.request_id: draft for draft in drafts}
         to_add = sorted(drafts, key=lambda draft: draft.sequence.priority)[::-1]  # the next one is the last
         most_waiting = min(self.engine.config.max_sequences, self.engine.config.max_waiting)
@@ -380,6 +383,7 @@ class LLM:
                         self.engine.end_choice(output.request_id, output.choice)
                         progress.advance(bar, draft.is_complete)
                 self._check_progress(by_id)
+                interrupts.let_through()
 
     def _check_progress(self, by_id: Mapping[str, Draft]) -> None:
         for request_id, error in self.engine.take_ended():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
+from mooncake.interrupts import HeldInterrupts
 from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason
 
@@ -342,6 +345,54 @@ def test_the_template_gets_tools_calls_and_variables(tmp_path: Path) -> None:
 def test_tools_are_refused_where_the_template_would_drop_them(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="no place for tools"):
         llm.chat([{"role": "user", "content": "rain?"}], GREEDY, tools=[TOOL])
+
+
+class InterruptAt:
+    """While it traces, Ctrl-C is pressed before a line of the engine, the ``number``-th."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:
+        if "/mooncake/engine/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def test_an_interrupt_anywhere_leaves_nothing_half_done(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, head_dim=16)
+    prompts = [list(range(100 + i, 120 + 5 * i)) for i in range(3)]
+    several = SamplingParams(max_tokens=8, temperature=1.0, seed=1, n=2, ignore_eos=True)
+    with LLM(str(tmp_path), kv_gb=5e-5, block_tokens=8, chunk_tokens=16, threads=1, max_model_len=64) as llm:
+        wanted = [[answer.token_ids for answer in each.outputs] for each in llm.generate(prompts, several)]
+        assert llm.engine.load().preemptions, "blocks are to be given away and taken again"
+        before = sys.gettrace()
+        for number in range(1, 6000, 83):
+            llm.reset_prefix_cache()
+            pressed = InterruptAt(number)
+            sys.settrace(pressed)
+            try:
+                llm.generate(prompts, several)
+            except KeyboardInterrupt:
+                assert pressed.left <= 0
+            finally:
+                sys.settrace(before)
+            assert llm.engine.block_pool.num_in_use == 0 and not llm.engine.has_work
+            llm.engine.block_pool.check()
+        got = llm.generate(prompts, several)
+        assert [[answer.token_ids for answer in each.outputs] for each in got] == wanted
+        assert pressed.left < 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), HeldInterrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it waited")
 
 
 def test_what_is_closed_answers_no_more(tmp_path: Path) -> None:
