@@ -22,6 +22,7 @@ from mooncake.errors import OutOfBlocks, Overloaded
 from mooncake.page_groups import UNIFORM, PageGroups
 
 MAX_LOOKAHEAD = 8  # waiting sequences that a long prompt leaves budget for
+MAX_SCORED = 512  # prompt tokens of a step with log-probabilities: each has a row of logits, half a megabyte and more
 WATERMARK = 100  # one block in this many stays free at admission while others run, so that they can grow
 
 
@@ -53,6 +54,7 @@ class Scheduler:
         self._max_sequences = max_sequences
         self._max_waiting = max_waiting
         self._splits_prompts = chunk_tokens > 0
+        self._max_scored = max(MAX_SCORED, pool.block_tokens)
         self._arrivals = 0
 
     # Arrival and departure
@@ -214,38 +216,55 @@ class Scheduler:
         for index in range(first_chunk, len(plan.entries)):
             entry = plan.entries[index]
             left = entry.sequence.num_tokens - entry.end
-            aligned = (entry.end + budget) // self._block_tokens * self._block_tokens - entry.end
-            more = left if left <= budget else aligned
+            mine = min(budget, self._scorable(entry.sequence, plan))
+            aligned = (entry.end + mine) // self._block_tokens * self._block_tokens - entry.end
+            more = left if left <= mine else aligned
             more = self.block_manager.extend_to(entry.sequence, entry.end + more) - entry.end
             if left > 0 and more > 0:
-                plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
+                longer = plan.entries[index] = StepEntry(entry.sequence, entry.first, entry.num_tokens + more)
+                plan.num_scored += len(longer.scored) - len(entry.scored)
                 budget -= more
 
     def _plan_chunk(self, sequence: Sequence, budget: int, plan: StepPlan) -> int:
         """Plan as many tokens of the sequence as the budget and the block borders allow. Returns how many.
 
         A chunk ends at its prompt's end or on a block border, so that a prompt is always cut at the same places,
-        whatever else runs. Only a budget below one block makes it end elsewhere.
+        whatever else runs. Only a budget below one block makes it end elsewhere, and ``MAX_SCORED`` sooner.
         """
+        budget = min(budget, self._scorable(sequence, plan))
         first, left, entries = sequence.num_computed, sequence.num_tokens - sequence.num_computed, plan.entries
         if first in sequence.reused.variant_tokens:
             left, entries = sequence.reused.variant_tokens.stop - first, plan.variant_entries
         count = min(left, budget)
         if count < left:
             aligned = (first + count) // self._block_tokens * self._block_tokens - first
-            if not self._splits_prompts or (aligned <= 0 and budget < self._max_budget):
+            is_cut = self._splits_prompts or sequence.is_scoring
+            if not is_cut or (aligned <= 0 and budget < self._max_budget):
                 return 0
             count = aligned if aligned > 0 else count
         count = self.block_manager.extend_to(sequence, first + count) - first
         if count <= 0:  # it lacks pages of its windows; sequences admitted later advance, and free some
             return 0
-        entries.append(StepEntry(sequence, first, count))
+        entry = StepEntry(sequence, first, count)
+        entries.append(entry)
+        plan.num_scored += len(entry.scored)
         return count
+
+    def _scorable(self, sequence: Sequence, plan: StepPlan) -> int:
+        """How many more tokens of it the step may have because of their log-probabilities."""
+        return self._max_scored - plan.num_scored if sequence.is_scoring else self._max_budget
+
+    def _next_waiting(self, plan: StepPlan) -> Sequence | None:
+        """Prompts to be scored wait for those before them, and are overtaken meanwhile."""
+        for sequence in self.waiting:
+            if not sequence.is_parked and self._scorable(sequence, plan) >= min(self._block_tokens, self._max_budget):
+                return sequence
+        return None
 
     def _admit(self, plan: StepPlan, budget: int) -> int:
         """Admit sequences there is room for. Returns the rest of the budget."""
         while self.block_manager.tables.has_free_row and budget > 0:
-            sequence = next((waiting for waiting in self.waiting if not waiting.is_parked), None)
+            sequence = self._next_waiting(plan)
             if sequence is None:
                 break
             if not self.block_manager.fits_at_all(sequence):  # it grew, was preempted, and no longer fits

@@ -64,3 +64,4 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     failures: list[tuple[Sequence, MooncakeError]] = field(default_factory=list)
+    num_scored: int = 0  # prompt tokens whose logits are wanted too

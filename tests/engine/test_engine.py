@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.engine.reused_kv import ReusedKV
+from mooncake.engine.scheduler import MAX_SCORED
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import (
@@ -35,7 +38,9 @@ from mooncake.types import FinishReason, SampledToken
 from tests.engine.hash_model import (
     BLOCK,
     GREEDY,
+    LAYOUT,
     VOCAB,
+    HashConfig,
     HashModel,
     answers,
     hash_engine,
@@ -717,6 +722,40 @@ def test_every_token_of_a_prompt_is_scored_once(settings: dict[str, int]) -> Non
                 wanted = logits - np.log(np.exp(logits).sum())
                 assert score.logprob == pytest.approx(wanted[prompt[place]])
                 assert score.top[0][1] == pytest.approx(wanted.max()) and len(score.top) == 2
+    assert is_empty(engine)
+
+
+class CountsRows:
+    """Finds all tokens equally likely, and notes the rows of logits of each step."""
+
+    def __init__(self) -> None:
+        self.config = HashConfig()
+        self.rows: list[int] = []
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        self.rows.append(len(batch.logit_rows))
+        return torch.zeros(len(batch.logit_rows), VOCAB)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"chunk_tokens": 0}, {"chunk_tokens": 1500}, {"chunk_tokens": 1500, "block": 700}]
+)
+def test_no_step_has_more_rows_of_logits_than_there_is_memory_for(settings: dict[str, int]) -> None:
+    block, model = settings.pop("block", 4), CountsRows()
+    config = EngineConfig(block, settings["chunk_tokens"], max_sequences=8, max_model_len=1600)
+    engine = Engine(model, KVCache(replace(LAYOUT, block_tokens=block), 5600 // block), config)
+    scored, plain = SamplingParams(max_tokens=1, prompt_logprobs=0), SamplingParams(max_tokens=1)
+    prompts = {f"r{i}": random_prompt(length, i) for i, length in enumerate([1400, 900, 1300, 400])}
+    for name, prompt in prompts.items():
+        engine.add(hash_sequence(name, prompt, scored, max_model_len=1600))
+    engine.add(hash_sequence("plain", random_prompt(100, 9), plain))
+    outputs = run_all(engine)
+    assert max(model.rows) <= max(MAX_SCORED, block) + 5
+    assert outputs[0].request_id == "plain", "who needs no such rows does not wait for those who do"
+    assert [output.request_id for output in outputs[1:]] == sorted(prompts)
+    for output in outputs[1:]:
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == len(prompts[output.request_id]) - 1
     assert is_empty(engine)
 
 
