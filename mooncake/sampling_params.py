@@ -128,10 +128,10 @@ class SamplingParams:
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
             logit_bias=_biases(self.logit_bias),
-            allowed_token_ids=_ids(self.allowed_token_ids),
+            allowed_token_ids=_ids("allowed_token_ids", self.allowed_token_ids),
             bad_words=bad_words,
             seed=seed_or_random(self.seed),
-            stop_token_ids=_ids(self.stop_token_ids),
+            stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
@@ -221,9 +221,13 @@ def _texts(name: str, given: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _ids(given: Collection[int] | None) -> tuple[int, ...]:
-    """What is no collection is left for the engine's own check to name."""
-    return () if given is None else tuple(given) if isinstance(given, Collection) else given
+def _ids(name: str, given: Collection[int] | None) -> tuple[int, ...]:
+    """What is no collection is left for the engine's own check to name. Raises InvalidRequest."""
+    if not isinstance(given, Collection):
+        return () if given is None else given
+    if not all(issubclass(kind, Integral) for kind in set(map(type, given))):
+        raise InvalidRequest(f"{name} are ids of tokens, whole numbers", name)
+    return tuple(given)
 
 
 def _biases(given: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> tuple[tuple[int, float], ...]:
