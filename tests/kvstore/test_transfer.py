@@ -314,6 +314,13 @@ def connect(address: SegmentAddress) -> socket.socket:
     return sock
 
 
+def begin_to_write(sock: socket.socket, segment: Segment, eventually: Eventually) -> None:
+    """A frame of 1 MiB into block 3, of which 1000 bytes have come."""
+    frame = protocol.pack_frame(Operation.WRITE, [WireRange(3, 0, 1 << 20, EPOCH)], 1 << 20, 1)
+    sock.sendall(frame + b"x" * 1000)
+    eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
+
+
 @pytest.mark.parametrize("is_native", [True, False])
 def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventually: Eventually, is_native):
     gone: list[str] = []
@@ -321,9 +328,7 @@ def test_after_a_revoke_not_even_a_write_that_had_begun_can_land(segment, eventu
     server.start()
     server.grant([3], EPOCH)
     with connect(server.address) as sock:
-        frame = protocol.pack_frame(Operation.WRITE, [WireRange(3, 0, 1 << 20, EPOCH)], 1 << 20, 1)
-        sock.sendall(frame + b"x" * 1000)
-        eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
+        begin_to_write(sock, segment, eventually)
         started = time.monotonic()
         server.revoke([3])
         assert time.monotonic() - started < 0.5
@@ -343,9 +348,7 @@ def test_a_writer_that_was_cut_by_a_revoke_and_returns_is_not_gone(segment, even
     server.start()
     server.grant([3], EPOCH)
     with connect(server.address) as sock:
-        frame = protocol.pack_frame(Operation.WRITE, [WireRange(3, 0, 1 << 20, EPOCH)], 1 << 20, 1)
-        sock.sendall(frame + b"x" * 1000)
-        eventually(lambda: segment.block(3)[:1000] == b"x" * 1000)
+        begin_to_write(sock, segment, eventually)
         server.revoke([3])
         eventually(lambda: server.stats().connections == 0)
     with connect(server.address):
