@@ -481,15 +481,16 @@ async def test_those_of_a_prompt_do_not_block_it_in_a_stream_either(open_front, 
 
 
 async def test_a_comment_that_is_given_up_before_a_response_starts_does_not_count_as_its_start():
-    sent, may_send = [], asyncio.Event()
+    sent, is_sending, may_send = [], asyncio.Event(), asyncio.Event()
 
     async def send(message):  # as to a client that has not read the answer before
+        is_sending.set()
         await may_send.wait()
         sent.append(message["type"])
 
     stream = EventStream(send, {}, keep_alive_s=0.0)
     comment = asyncio.create_task(stream.keep_alive())
-    await asyncio.sleep(0.01)
+    await is_sending.wait()
     comment.cancel()
     await asyncio.gather(comment, return_exceptions=True)
     may_send.set()
