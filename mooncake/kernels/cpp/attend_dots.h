@@ -18,8 +18,8 @@ constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
 constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
-constexpr int ROWS_BESIDE_TILES = 6;  // with more query rows the matrix unit also mixes; measured
-constexpr int WIDENED_ROWS = 16;  // with more query rows V is widened once for all of them
+constexpr int ROWS_BESIDE_TILES = 6;        // with more query rows the matrix unit also mixes; measured
+constexpr int WIDENED_ROWS = 16;            // with more query rows V is widened once for all of them
 constexpr int AHEAD_ROWS = ROWS_NEAR == SECOND_CACHE ? 64 : 32;  // rows of K or V to prefetch ahead
 
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
@@ -93,8 +93,7 @@ template <int VECS, class T> inline void load_values(const T* from, vf (&loaded)
 }
 
 // mixed[row][d .. d + VECS * W) += sum over tokens of scores[row][t] * values[t], for ROWS rows, in the order of
-// `load_values` until `part_pairs`. `values`
-// has AHEAD_ROWS more entries than `count`, to be prefetched.
+// `load_values` until `part_pairs`. `values` has AHEAD_ROWS more entries than `count`, to be prefetched.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
     vf acc[ROWS][VECS];
@@ -136,6 +135,7 @@ inline void mix_strip_like_tiles(const float* weights, int64_t stride, const T* 
         }
 }
 
+// All dimensions of strips that begin at multiples of STRIP_TOKENS of the context.
 template <int ROWS, class T>
 inline void mix_like_tiles(const float* weights, int64_t stride, const T* const* values, int count, float* mixed, int D) {
     for (int t = 0; t < count; t += STRIP_TOKENS) {
@@ -286,7 +286,8 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     const int64_t width = (length + SCORE_KEYS - 1) / SCORE_KEYS * SCORE_KEYS;
     constexpr int MOST = std::max(MIX_TILE, SCORE_KEYS);
     const int32_t* table = call.table(item.seq);
-    const int tiled_rows = is_tiled ? (rows + W - 1) / W * W : 0, strips = is_tiled ? int(width) / STRIP_TOKENS : 0;
+    const bool is_mixed_in_tiles = is_tiled && rows > ROWS_BESIDE_TILES;
+    const int tiled_rows = is_tiled ? (rows + W - 1) / W * W : 0, strips = is_mixed_in_tiles ? int(width) / STRIP_TOKENS : 0;
     const int64_t weight_floats = WeightTiles::floats(rows, strips);
     scratch.start(rows * (D + width + 2) + std::max(rows, tiled_rows) * D + MOST * D + tiled_rows * (D / 2 + SCORE_KEYS) +
                   weight_floats + strips * MIX_DIMS * W + 256);
@@ -372,7 +373,6 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
             for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
         most[row] = largest(larger(top[0], top[1]));
     }
-    const bool is_mixed_in_tiles = is_tiled && rows > ROWS_BESIDE_TILES;
     for (int row = 0; row < rows; row++) {  // separate from the first loop, so that no row waits for its largest score
         float* line = scores + row * width;
         vf total{};

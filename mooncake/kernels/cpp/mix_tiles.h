@@ -1,6 +1,6 @@
 // Sums of values weighted by softmax weights on the matrix unit, for methods that read a part of a context once
-// (attend_dots, attend_shared_tiles). Weights are rounded to bfloat16, those of int8 pages once their scales are in them; int8
-// codes are exact in it.
+// (attend_dots, attend_shared_tiles). Weights are rounded to bfloat16, those of int8 pages once their scales are in them;
+// int8 codes are exact in it.
 #pragma once
 
 #include "attention_plan.h"
