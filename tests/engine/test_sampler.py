@@ -337,11 +337,16 @@ SAMPLINGS = st.builds(
 )
 
 
-@given(st.lists(SAMPLINGS, min_size=1, max_size=4), st.integers(0, 2**32), st.booleans())
+@given(
+    samplings=st.lists(SAMPLINGS, min_size=1, max_size=4),
+    size=st.sampled_from([1, 30, VOCAB, 5003]),
+    seed=st.integers(0, 2**32),
+    is_masked=st.booleans(),
+)
 def test_the_library_draws_what_the_definition_draws(
-    samplings: list[SamplingParams], seed: int, is_masked: bool
+    samplings: list[SamplingParams], size: int, seed: int, is_masked: bool
 ) -> None:
-    logits = np.stack([random_logits(seed + row) for row in range(len(samplings))])
+    logits = np.stack([random_logits(seed + row, size) for row in range(len(samplings))])
     if is_masked:
         logits[:, 20:] = -np.inf
     logits[:, 5:9] = logits[:, 4:5]  # ties

@@ -19,11 +19,9 @@ using vf8 = float __attribute__((vector_size(DW * 4)));
 
 constexpr double MINUS_INFINITY = -std::numeric_limits<double>::infinity();
 constexpr int64_t RUN = 256;               // tokens; a draw first looks at the sums of runs
-constexpr int64_t TOGETHER = 8;            // runs summed side by side
-constexpr int64_t PIECE = 2048;            // tokens that stay in the L1 cache until they are read again
-constexpr int BUCKETS = 4096;
-constexpr float BUCKETS_A_UNIT = 128;
-constexpr uint32_t DIGITS = 2048;          // top-p looks at 11 bits of the logits at a time
+constexpr int64_t LANE = 64;               // tokens in a lane of a piece, of which the largest logit is remembered
+constexpr int64_t PIECE = LANE * W;        // tokens that stay in the L1 cache until they are read again
+constexpr int64_t GROUP = 4 * W;           // tokens looked at together: most groups have none of the likely ones
 
 // e^x for x ≤ 0, exact to about the last bit; 0 where the result is not a normal number.
 inline vd exp_of(vd x) {
@@ -63,213 +61,222 @@ class RowSampler {
 public:
     // The token at `position`, or -1 if the logits are not finite.
     int64_t sample(const float* logits, int64_t size, const Draw& draw, int64_t position) {
-        logits_ = logits;
-        size_ = size;
-        best_ = most();
+        look_at(logits, size);
         if (!std::isfinite(best_)) return -1;
         if (draw.temperature == 0) return first_of(best_);
         temperature_ = draw.temperature;
+        const double uniform = uniform_of(draw.seed, position);
         double threshold = draw.min_p > 0 ? double(best_) + temperature_ * std::log(draw.min_p) : MINUS_INFINITY;
         if (draw.top_k > 0 && draw.top_k < size) threshold = std::max(threshold, double(ranked(draw.top_k)));
         if (draw.top_p < 1) threshold = std::max(threshold, double(top_p_threshold(threshold, draw.top_p)));
+        if (threshold == MINUS_INFINITY) return drawn(logits, size, uniform);
         keep(float(threshold));
-        return drawn(uniform_of(draw.seed, position));
+        return ids_[drawn(values_.data(), kept_, uniform)];
     }
 
     // The log-probability of `token`, NaN if the logits are not finite; and the `count` most likely tokens with theirs,
     // most likely first, ties in order of ids.
     double score(const float* logits, int64_t size, int64_t token, int64_t count, int64_t* ids, double* logprobs) {
-        logits_ = logits;
-        size_ = size;
-        best_ = most();
+        look_at(logits, size);
         if (!std::isfinite(best_)) return std::numeric_limits<double>::quiet_NaN();
-        const double total = best_ + std::log(sum_of_weights());
+        temperature_ = 1;
+        const double total = best_ + std::log(sum_of_weights(logits, size));
         if (count) most_likely(count, ids);
         for (int64_t rank = 0; rank < count; rank++) logprobs[rank] = logits[ids[rank]] - total;
         return logits[token] - total;
     }
 
 private:
-    // The largest logit, NaN if there is one. Remembers the piece where it first occurs, so the row is read from memory
-    // only once.
-    float most() {
-        float best = -std::numeric_limits<float>::infinity();
-        bool is_strange = false;
+    // Finds the largest logit, NaN if there is one; the piece where it first occurs; and the largest of each lane of each
+    // piece. So the row is read from memory only once.
+    void look_at(const float* logits, int64_t size) {
+        logits_ = logits;
+        size_ = size;
+        best_ = -std::numeric_limits<float>::infinity();
         piece_ = 0;
-        for (int64_t from = 0; from < size_; from += PIECE) {
-            const int64_t end = std::min(size_, from + PIECE);
+        tops_.clear();
+        bool is_strange = false;
+        for (int64_t from = 0; from < size; from += PIECE) {
+            const int64_t end = std::min(size, from + PIECE);
             vf top = splat(-std::numeric_limits<float>::infinity());
             vi strange{};
-            int64_t i = from;
-            for (; i + W <= end; i += W) {
-                __builtin_prefetch(logits_ + i + PIECE);  // the hardware prefetcher stops at every 4 KiB
-                const vf x = load(logits_ + i);
+            for (int64_t i = from; i < end; i += W) {
+                __builtin_prefetch(logits + i + 2048);  // the hardware prefetcher stops at every 4 KiB
+                const vf x = i + W <= end ? load(logits + i) : last_of(i);
                 top = larger(top, x);
                 strange |= x != x;
             }
-            float best_here = largest(top);
             for (int lane = 0; lane < W; lane++) is_strange |= strange[lane] != 0;
-            for (; i < end; i++) {
-                best_here = std::max(best_here, logits_[i]);
-                is_strange |= logits_[i] != logits_[i];
-            }
-            if (best_here > best) {
-                best = best_here;
+            tops_.insert(tops_.end(), &top[0], &top[0] + W);
+            if (const float best_here = largest(top); best_here > best_) {
+                best_ = best_here;
                 piece_ = from;
             }
         }
-        return is_strange ? std::numeric_limits<float>::quiet_NaN() : best;
+        if (is_strange) best_ = std::numeric_limits<float>::quiet_NaN();
     }
 
-    // Only after most(), which has found the piece.
+    // Logits `from` to the end, fewer than a vector, and nothing likely behind them.
+    vf last_of(int64_t from) const {
+        vf x = splat(-std::numeric_limits<float>::infinity());
+        std::memcpy(&x, logits_ + from, (size_ - from) * sizeof(float));
+        return x;
+    }
+
     int64_t first_of(float wanted) const {
         for (int64_t i = piece_; i < size_; i++)
             if (logits_[i] == wanted) return i;
         return 0;
     }
 
-    // With temperature 1.
-    double sum_of_weights() const {
-        vd sums{};
-        const auto weights = [&](vf8 piece) { return exp_of(__builtin_convertvector(piece, vd) - double(best_)); };
-        int64_t i = 0;
-        for (; i + DW <= size_; i += DW) sums += weights(load_as<vf8>(logits_ + i));
-        vf8 rest = vf8{} - std::numeric_limits<float>::infinity();
-        std::memcpy(&rest, logits_ + i, (size_ - i) * sizeof(float));
-        sums += weights(rest);
+    // The logit of rank `count`; rank 1 is the largest. That many lanes have a logit that is not below it; so what is below
+    // all of these need not be looked at.
+    float ranked(int64_t count) {
+        float least = -std::numeric_limits<float>::infinity();
+        if (count <= int64_t(tops_.size())) least = of_rank(count, tops_.data(), tops_.size());
+        keep(least);
+        return of_rank(count, values_.data(), kept_);
+    }
+
+    static float of_rank(int64_t count, float* values, int64_t size) {
+        std::nth_element(values, values + (count - 1), values + size, std::greater<float>());
+        return values[count - 1];
+    }
+
+    // The tokens of the `count` largest logits; of equal ones, the first.
+    void most_likely(int64_t count, int64_t* ids) {
+        keep(ranked(count));
+        std::stable_sort(ids_.begin(), ids_.begin() + kept_, [&](int32_t a, int32_t b) { return logits_[a] > logits_[b]; });
+        std::copy_n(ids_.begin(), count, ids);
+    }
+
+    // Fills ids_ and values_ with the kept_ tokens at or above `threshold`, in order of their ids, and their logits.
+    void keep(float threshold) {
+        if (int64_t(ids_.size()) < size_ + W) {
+            ids_.resize(size_ + W);
+            values_.resize(size_ + 4 * DW);
+            weights_.resize(size_ + 5 * DW);
+        }
+        kept_ = 0;
+        for (int64_t from = 0; from < size_; from += GROUP) {
+            const int64_t end = std::min(size_, from + GROUP);
+            if (end == from + GROUP) {
+                vf top = load(logits_ + from);
+                for (int64_t i = from + W; i < end; i += W) top = larger(top, load(logits_ + i));
+                if (!(largest(top) >= threshold)) continue;
+            }
+            int64_t i = from;
+            for (; i + W <= end; i += W)
+                kept_ += put_likely(load(logits_ + i), threshold, int32_t(i), values_.data() + kept_, ids_.data() + kept_);
+            for (; i < end; i++) {
+                ids_[kept_] = int32_t(i);
+                values_[kept_] = logits_[i];
+                kept_ += logits_[i] >= threshold;
+            }
+        }
+    }
+
+    // The last logit in the smallest set whose share of all weight at or above `threshold` reaches `top_p`. Most tokens are
+    // not even looked at: all below `least` together weigh less than what may be left out.
+    float top_p_threshold(double threshold, double top_p) {
+        const bool is_whole = threshold == MINUS_INFINITY;
+        if (!is_whole) keep(float(threshold));
+        const float* values = is_whole ? logits_ : values_.data();
+        const int64_t size = is_whole ? size_ : kept_;
+        const double total = sum_of_weights(values, size);
+        const double least = best_ + temperature_ * std::log((1 - top_p) * total / double(2 * size));
+        if (least > threshold) keep(std::nextafter(float(least), -std::numeric_limits<float>::infinity()));
+        weigh_kept();
+        return reached(top_p * total, float(std::max(threshold, least)));
+    }
+
+    // The largest logit at or above which there is `wanted` weight among what is kept, or `least` if there is none. It is
+    // found by bisection over the numbers that a float can be, in their order: each look at all weights takes few
+    // instructions and no branch, where a sort or a selection would take one for each comparison.
+    float reached(double wanted, float least) const {
+        int64_t low = in_order(least), high = int64_t(in_order(best_)) + 1;
+        while (high - low > 1) {
+            const int32_t middle = int32_t(low + (high - low) / 2);
+            (weight_from(of_order(middle)) >= wanted ? low : high) = middle;
+        }
+        return of_order(int32_t(low));
+    }
+
+    // Integers in the order of the floats that have these bits, but for the sign.
+    static int32_t in_order(float x) {
+        int32_t bits;
+        std::memcpy(&bits, &x, sizeof bits);
+        return bits < 0 ? bits ^ 0x7fffffff : bits;
+    }
+    static float of_order(int32_t place) {
+        const int32_t bits = place < 0 ? place ^ 0x7fffffff : place;
+        float x;
+        std::memcpy(&x, &bits, sizeof x);
+        return x;
+    }
+
+    // The weight of what is kept and not below `least`.
+    double weight_from(float least) const {
+        vd sums[4] = {};
+        for (int64_t from = 0; from < kept_; from += 4 * DW)
+            for (int64_t j = 0; j < 4; j++) {
+                const vf8 logits = load_as<vf8>(values_.data() + from + j * DW);
+                const vl weights = load_as<vl>(weights_.data() + from + j * DW);
+                sums[j] += (vd)(weights & __builtin_convertvector(logits >= least, vl));
+            }
+        return sum_of(sums[0] + sums[1] + (sums[2] + sums[3]));
+    }
+
+    static double sum_of(vd lanes) {
         double sum = 0;
-        for (int lane = 0; lane < DW; lane++) sum += sums[lane];
+        for (int lane = 0; lane < DW; lane++) sum += lanes[lane];
         return sum;
     }
 
-    // The tokens of the `count` largest logits; of equal ones, the first. Most groups of tokens contain none of them.
-    void most_likely(int64_t count, int64_t* ids) {
-        constexpr int64_t GROUP = 4 * W;
-        values_.clear();
-        for (int64_t from = 0; from < size_; from += GROUP) {
-            const int64_t end = std::min(size_, from + GROUP);
-            if (int64_t(values_.size()) == count && end == from + GROUP) {
-                vf top = load(logits_ + from);
-                for (int64_t i = from + W; i < end; i += W) top = larger(top, load(logits_ + i));
-                if (!(largest(top) > values_.back())) continue;
-            }
-            for (int64_t i = from; i < end; i++) {
-                const float x = logits_[i];
-                const int64_t held = values_.size();
-                if (held == count && !(x > values_.back())) continue;
-                const int64_t rank = std::upper_bound(values_.begin(), values_.end(), x, std::greater<float>()) - values_.begin();
-                if (held < count) values_.push_back(x);
-                std::copy_backward(values_.begin() + rank, values_.end() - 1, values_.end());
-                std::copy_backward(ids + rank, ids + values_.size() - 1, ids + values_.size());
-                values_[rank] = x;
-                ids[rank] = i;
-            }
-        }
+    // Fills weights_, with zeros behind the end.
+    void weigh_kept() {
+        for (int64_t from = 0; from < kept_; from += RUN)
+            weigh(values_.data() + from, std::min(RUN, kept_ - from), weights_.data() + from);
+        std::fill_n(weights_.data() + kept_, 4 * DW, 0.0);
     }
 
-    int bucket_of(float x) const { return int(std::min((best_ - x) * BUCKETS_A_UNIT, float(BUCKETS - 1))); }
-
-    // The logit of rank `count`; rank 1 is the largest.
-    float ranked(int64_t count) {
-        counts_.assign(BUCKETS, 0);
-        for (int64_t i = 0; i < size_; i++) counts_[bucket_of(logits_[i])]++;
-        int last = 0;
-        for (int64_t seen = counts_[0]; seen < count && last < BUCKETS - 1;) seen += counts_[++last];
-        values_.clear();
-        for (int64_t i = 0; i < size_; i++)
-            if (bucket_of(logits_[i]) <= last) values_.push_back(logits_[i]);
-        std::nth_element(values_.begin(), values_.begin() + (count - 1), values_.end(), std::greater<float>());
-        return values_[count - 1];
-    }
-
-    // 11 of the logit's bits, mapped so that they order like the numbers.
-    static uint32_t digit_of(float x, int shift) {
-        uint32_t bits;
-        std::memcpy(&bits, &x, sizeof bits);
-        bits ^= bits >> 31 ? ~uint32_t(0) : uint32_t(1) << 31;
-        return bits >> shift & (DIGITS - 1);
-    }
-
-    // The last logit in the smallest set whose share of all weight at or above `threshold` reaches `top_p`. It is found
-    // digit by digit of the logits' bits: the digit in which the share is reached, then the same among logits with that
-    // digit. So nothing is sorted.
-    float top_p_threshold(double threshold, double top_p) {
-        keep(float(threshold));
-        double left = 0;
-        for (double weight : weights_) left += weight;
-        left *= top_p;
-        for (int shift : {21, 10, 0}) {
-            digit_weights_.assign(DIGITS, 0);
-            for (size_t i = 0; i < values_.size(); i++) digit_weights_[digit_of(values_[i], shift)] += weights_[i];
-            uint32_t found = DIGITS;
-            for (uint32_t digit = DIGITS; digit-- > 0;) {
-                if (digit_weights_[digit] == 0) continue;
-                if (found < DIGITS) left -= digit_weights_[found];
-                found = digit;
-                if (digit_weights_[digit] >= left) break;
-            }
-            size_t count = 0;
-            for (size_t i = 0; i < values_.size(); i++) {
-                if (digit_of(values_[i], shift) != found) continue;
-                values_[count] = values_[i];
-                weights_[count++] = weights_[i];
-            }
-            values_.resize(count);
-            weights_.resize(count);
-        }
-        return values_.front();
-    }
-
-    // Fills ids_ and weights_ with the tokens at or above `threshold`, in order of their ids; without a threshold ids_
-    // stays empty.
-    void keep(float threshold) {
-        ids_.clear();
-        if (threshold == -std::numeric_limits<float>::infinity()) {
-            values_.assign(logits_, logits_ + size_);
-        } else {
-            values_.clear();
-            for (int64_t i = 0; i < size_; i++) {
-                if (!(logits_[i] >= threshold)) continue;
-                ids_.push_back(i);
-                values_.push_back(logits_[i]);
-            }
-        }
-        weigh(values_.data(), int64_t(values_.size()));
-    }
-
-    void weigh(const float* values, int64_t size) {
-        weights_.resize(size + DW);
+    // The weights of `count` logits, at most RUN, padded with zeros to whole vectors. Returns their sum.
+    double weigh(const float* values, int64_t count, double* weights) const {
+        const double inverse = 1 / temperature_;
+        vd sums{};
         const auto put = [&](int64_t i, vf8 piece) {
-            const vd weight = exp_of((__builtin_convertvector(piece, vd) - double(best_)) / temperature_);
-            std::memcpy(weights_.data() + i, &weight, sizeof weight);
+            const vd weight = exp_of((__builtin_convertvector(piece, vd) - double(best_)) * inverse);
+            std::memcpy(weights + i, &weight, sizeof weight);
+            sums += weight;
         };
         int64_t i = 0;
-        for (; i + DW <= size; i += DW) put(i, load_as<vf8>(values + i));
-        vf8 rest{};
-        std::memcpy(&rest, values + i, (size - i) * sizeof(float));
-        put(i, rest);
-        weights_.resize(size);
+        for (; i + DW <= count; i += DW) put(i, load_as<vf8>(values + i));
+        if (i < count) {
+            vf8 rest = vf8{} - std::numeric_limits<float>::infinity();
+            std::memcpy(&rest, values + i, (count - i) * sizeof(float));
+            put(i, rest);
+        }
+        return sum_of(sums);
     }
 
-    // The token at which the cumulative weight passes the draw, in two levels: first the run of tokens, then the token.
-    int64_t drawn(double uniform) {
-        const int64_t size = int64_t(weights_.size()), runs = (size + RUN - 1) / RUN;
-        run_weights_.assign(runs, 0);
-        int64_t run = 0;
-        for (; (run + TOGETHER) * RUN <= size; run += TOGETHER) {  // each run is summed in order; none waits for another
-            double sums[TOGETHER] = {};
-            for (int64_t i = 0; i < RUN; i++)
-                for (int64_t j = 0; j < TOGETHER; j++) sums[j] += weights_[(run + j) * RUN + i];
-            std::copy(sums, sums + TOGETHER, run_weights_.data() + run);
+    double sum_of_weights(const float* values, int64_t size) const {
+        double weights[RUN], sum = 0;
+        for (int64_t from = 0; from < size; from += RUN) sum += weigh(values + from, std::min(RUN, size - from), weights);
+        return sum;
+    }
+
+    // The index at which the cumulative weight passes the draw, in two levels: first the run of tokens, then the token.
+    int64_t drawn(const float* values, int64_t size, double uniform) {
+        double weights[RUN], total = 0;
+        run_weights_.clear();
+        for (int64_t from = 0; from < size; from += RUN) {
+            run_weights_.push_back(weigh(values + from, std::min(RUN, size - from), weights));
+            total += run_weights_.back();
         }
-        for (; run < runs; run++)
-            for (int64_t i = run * RUN; i < std::min(size, (run + 1) * RUN); i++) run_weights_[run] += weights_[i];
-        double total = 0;
-        for (double weight : run_weights_) total += weight;
         double left = uniform * total;
-        const int64_t first = passes(run_weights_.data(), runs, left) * RUN;
-        const int64_t place = first + passes(weights_.data() + first, std::min(RUN, size - first), left);
-        return ids_.empty() ? place : ids_[place];
+        const int64_t first = passes(run_weights_.data(), run_weights_.size(), left) * RUN, count = std::min(RUN, size - first);
+        weigh(values + first, count, weights);
+        return first + passes(weights, count, left);
     }
 
     // The first index at which the cumulative weight exceeds `target`; subtracts what comes before from `target`.
@@ -293,13 +300,12 @@ private:
     }
 
     const float* logits_ = nullptr;
-    int64_t size_ = 0, piece_ = 0;
+    int64_t size_ = 0, piece_ = 0, kept_ = 0;
     float best_ = 0;
     double temperature_ = 1;
-    std::vector<int32_t> counts_;
-    std::vector<int64_t> ids_;
-    std::vector<float> values_;
-    std::vector<double> weights_, run_weights_, digit_weights_;
+    std::vector<float> tops_, values_;
+    std::vector<int32_t> ids_;
+    std::vector<double> weights_, run_weights_;
 };
 
 template <class Row>

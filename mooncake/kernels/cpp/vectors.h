@@ -335,4 +335,24 @@ inline float sum(vf v) {
 }
 inline float largest(vf v) { return fold(v, larger); }
 
+// Writes the lanes that are not below `least`, and their places, `first` being that of the first lane. Returns how many;
+// behind them anything is written, as far as all lanes would reach.
+inline int put_likely(vf v, float least, int32_t first, float* values, int32_t* places) {
+#if defined(__AVX512F__)
+    const __mmask16 likely = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(least), _CMP_GE_OQ);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    _mm512_storeu_ps(values, _mm512_maskz_compress_ps(likely, (__m512)v));  // a compressing store is slow on some machines
+    _mm512_storeu_si512(places, _mm512_maskz_compress_epi32(likely, _mm512_add_epi32(lanes, _mm512_set1_epi32(first))));
+    return __builtin_popcount(likely);
+#else
+    int count = 0;
+    for (int lane = 0; lane < W; lane++) {
+        values[count] = v[lane];
+        places[count] = first + lane;
+        count += v[lane] >= least;
+    }
+    return count;
+#endif
+}
+
 }  // namespace mooncake
