@@ -76,6 +76,8 @@ def test_the_engine_is_held_against_the_machine(tiny: Path, tmp_path: Path) -> N
         "attention_b32_vs_sdpa",
         "attention_b32_vs_gather",
         "attention_shared_prefix_vs_copies",
+        "draw_temperature_vs_torch",
+        "draw_top_p_vs_torch",
         "ttft_prefix_vs_cold",
     } == set(report["ratios"])
     assert str(tiny.parent) not in json.dumps(report), "a path of this machine is in the line"

@@ -19,7 +19,15 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.engine_options import MAX_MODEL_LEN, Options, parse
-from mooncake.app.bench.kernels import SPIN_S, Memory, decode_attention_s, gemm_s, shared_prefix_s, weight_bytes
+from mooncake.app.bench.kernels import (
+    SPIN_S,
+    Memory,
+    decode_attention_s,
+    drawing_s,
+    gemm_s,
+    shared_prefix_s,
+    weight_bytes,
+)
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
@@ -35,8 +43,11 @@ OURS = "mooncake"
 KV_GB = 1.6
 ATTENTION_BATCH, ATTENTION_CONTEXT = 32, 512
 SHARED_BATCH, SHARED_PREFIX, SHARED_OWN = 16, 2048, 16
+DRAWN_BATCH, DRAWN_LOGITS = 32, 3.0  # rows of normal logits with this standard deviation
+DRAWS = {"temperature": (1.0, 1.0), "top_p": (0.7, 0.9)}  # temperature and top-p of each way to draw
 TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
 SINGLE_STEPS = "decode, single steps"
+DRAWING = "drawing tokens"
 MIN_TOKEN = 100  # ids below are often special
 NOTES = (
     "prefill: the time of 1 token after new prompts; decode: the difference that n more tokens make, with the prompts "
@@ -168,6 +179,14 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
         ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, 5 * reps)
         for subject, times in ((OURS, ways["shared"]), (f"{OURS}, a copy each", ways["copies"])):
             report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+
+    tell(shown, "drawing tokens")
+    logits = DRAWN_LOGITS * torch.randn(DRAWN_BATCH, checkpoint.config.vocab_size)
+    for temperature, top_p in DRAWS.values():
+        ways = drawing_s(own.drawing(logits, temperature, top_p), logits, temperature, top_p, reps)
+        shape = {"batch": DRAWN_BATCH, "temperature": temperature, "top_p": top_p}
+        for subject, times in ((OURS, ways["ours"]), ("torch", ways["torch"])):
+            report.add(Figure(subject, DRAWING, "ms", _ms(times), params=shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +337,8 @@ def compare(report: Report, options: Options) -> None:
         report.compare(ratio, *both)
     alone = (report.find(who, attention, prefix=SHARED_PREFIX) for who in (OURS, f"{OURS}, a copy each"))
     report.compare("attention_shared_prefix_vs_copies", *alone)
+    for way, (_, top_p) in DRAWS.items():
+        report.compare(f"draw_{way}_vs_torch", *(report.find(who, DRAWING, top_p=top_p) for who in (OURS, "torch")))
     report.compare("ttft_prefix_vs_cold", *(report.find(OURS, figure) for figure in ("TTFT, repeated", "TTFT, cold")))
     report.notes += NOTES
     if "vllm" in options.against and options.vllm_dtype != options.dtype:

@@ -116,6 +116,22 @@ def shared_prefix_s(
     return {name: tuple(s / layers for s in taken) for name, taken in _in_turns(ways, reps).items()}
 
 
+def drawing_s(
+    ours: Callable[[], object], logits: torch.Tensor, temperature: float, top_p: float, reps: int
+) -> dict[str, tuple[float, ...]]:
+    """Seconds to draw a token from each row of ``logits`` [B, V]: ours, and in torch, where top-p takes a sort."""
+
+    def drawn() -> torch.Tensor:
+        if top_p >= 1.0:
+            return torch.multinomial((logits / temperature).softmax(-1), 1)
+        ordered, token_ids = (logits / temperature).sort(dim=-1, descending=True)
+        weights = ordered.softmax(-1)
+        weights[weights.cumsum(-1) - weights >= top_p] = 0.0
+        return token_ids.gather(-1, torch.multinomial(weights, 1))
+
+    return _in_turns({"ours": ours, "torch": drawn}, reps, SPIN_S)
+
+
 def _attention(
     query: torch.Tensor,
     cache: torch.Tensor,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Prompts
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -102,13 +103,13 @@ class OwnEngine:
             self._step()
         return time.perf_counter() - begin
 
-    def sequence(self, prompt: Prompts[int], new: int) -> Sequence:
+    def sequence(self, prompt: Prompts[int], new: int, temperature: float = 0.0, top_p: float = 1.0) -> Sequence:
         self._num_requests += 1
         return Sequence(
             f"bench-{self._num_requests}",
             np.array(prompt, np.uint32),
             len(prompt),
-            SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True),
+            SamplingParams(max_tokens=new, temperature=temperature, top_p=top_p, ignore_eos=True),
             self._chain,
             eos_ids=(),
             max_model_len=self.core.config.max_model_len,
@@ -153,6 +154,11 @@ class OwnEngine:
             self._sampler.sample(logits, sequences)
             taken.append(time.perf_counter() - begin)
         return statistics.median(taken)
+
+    def drawing(self, logits: torch.Tensor, temperature: float, top_p: float) -> Callable[[], object]:
+        """What draws a token from each row of ``logits`` [B, V], as a step does behind the model."""
+        sequences = [self.sequence([1], 1, temperature, top_p) for _ in logits]
+        return partial(self._sampler.sample, logits, sequences)
 
 
 def median_outside_s(steps: list[StepTime]) -> float:
