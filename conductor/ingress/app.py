@@ -58,8 +58,8 @@ _PAGE_HEADERS = {
 
 
 class Ingress:
-    """The HTTP and gRPC APIs of a cluster. Health probes call ``waiting_for``, so it must be cheap; ``status`` lists
-    every node, for the status page and the metrics."""
+    """The HTTP and gRPC APIs of a cluster. Health probes call ``waiting_for``, so it must be cheap; ``status`` returns
+    what lists every node, for the status page and the metrics, in a thread."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Ingress:
         checkpoint: Checkpoint,
         tokenizer: Tokenizer,
         dispatcher: Generator,
-        status: Callable[[], StatusResponse],
+        status: Callable[[], Callable[[], StatusResponse]],
         waiting_for: Callable[[], Sequence[str]],
         stats: DispatchStats,
         keep_alive_s: float = KEEP_ALIVE_S,
@@ -172,9 +172,9 @@ class Ingress:
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
 
 
-def _status_answer(status: StatusResponse) -> Response:
+def _status_answer(status: Callable[[], StatusResponse]) -> Response:
     body = json_format.MessageToDict(
-        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     return json_response(body, headers={"cache-control": "no-store"})
 

@@ -35,7 +35,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000,
 class Metrics:
     """Implements ``pipeline.Observer``; ``page`` makes what Prometheus reads."""
 
-    def __init__(self, model: str, status: Callable[[], StatusResponse], stats: DispatchStats) -> None:
+    def __init__(self, model: str, status: Callable[[], Callable[[], StatusResponse]], stats: DispatchStats) -> None:
         self._registry = CollectorRegistry()
         self._model = model
         self._status = status
@@ -93,8 +93,12 @@ class Metrics:
     def page(self) -> Callable[[], bytes]:
         """What writes a page of the cluster as it is now. Call that in a thread: a thousand nodes take it half a
         second."""
-        cluster = _Cluster(self._model, self._status(), copy.deepcopy(self._stats))
-        return lambda: generate_latest(self._registry) + generate_latest(cluster)
+        status, stats = self._status(), copy.deepcopy(self._stats)
+
+        def page() -> bytes:
+            return generate_latest(self._registry) + generate_latest(_Cluster(self._model, status(), stats))
+
+        return page
 
     def first_token(self, ttft_s: float) -> None:
         self._ttft.observe(ttft_s)

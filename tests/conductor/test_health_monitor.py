@@ -48,7 +48,7 @@ async def test_a_node_with_checksum_errors_is_isolated_and_returns(cluster, capl
         assert tokens == expected, "a request that met the bad node was answered by another one"
     await cluster.eventually(lambda: health() in (Health.ISOLATED, Health.PROBATION))
     assert "checksum errors" in cluster.core.registry.get(bad.node_id).health_reason
-    status = {node.info.node_id: node for node in cluster.servicer.status().nodes}
+    status = {node.info.node_id: node for node in cluster.servicer.status()().nodes}
     assert status[bad.node_id].health in ("isolated", "probation")
 
     bad.script.error = None  # it was repaired; probes find it well

@@ -5,16 +5,19 @@ import logging
 import signal
 import socket
 import sys
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pytest
 
+from conductor.registry import Health, NodeInfo
 from conductor.service import ClusterServicer
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+from mooncake.types import Role
 
 
 def info(node_id: str = "p9", incarnation: int = 1, fingerprint: str = "kv") -> cluster_pb2.NodeInfo:
@@ -45,11 +48,11 @@ async def test_a_node_registers_reports_and_drains(start_cluster: Any) -> None:
     node = member(cluster.address, info())
     await node.start()
     assert node.is_registered
-    [status] = cluster.servicer.status().nodes
+    [status] = cluster.servicer.status()().nodes
     assert (status.info.node_id, status.state, status.load.waiting_tokens) == ("p9", "live", 200)
     assert cluster.core.costs.prefill("p9").ms(100, 0) == pytest.approx(50, rel=0.01)
     await node.stop()
-    [status] = cluster.servicer.status().nodes
+    [status] = cluster.servicer.status()().nodes
     assert status.state == "draining"
 
 
@@ -66,7 +69,7 @@ async def test_a_node_may_come_before_its_conductor_and_says_so_once(
     await asyncio.sleep(0.5)  # a few attempts
     cluster = await start_cluster(0, 0, grpc_port=int(address.partition(":")[2]))
     await asyncio.wait_for(node.wait_registered(), 5)
-    assert [status.info.node_id for status in cluster.servicer.status().nodes] == ["p9"]
+    assert [status.info.node_id for status in cluster.servicer.status()().nodes] == ["p9"]
     assert sum("waits for the conductor" in record.message for record in caplog.records) == 1
     await node.stop()
 
@@ -202,9 +205,37 @@ async def test_status_names_the_missing_roles(start_cluster: Any) -> None:
     assert (status.ready, list(status.waiting_for)) == (False, ["decode"])
     cluster = await start_cluster(1, 1)
     await cluster.generate(cluster.request())
-    status = cluster.servicer.status()
+    status = cluster.servicer.status()()
     assert status.ready
     assert (status.requests_total, status.requests_running, status.prompt_tokens, status.block_hits) == (1, 0, 5, 1)
+
+
+class WatchedInfo(NodeInfo):
+    """Knows the threads in which its settings are read."""
+
+    read_in: ClassVar[set[int]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "settings":
+            WatchedInfo.read_in.add(threading.get_ident())
+        return super().__getattribute__(name)
+
+
+async def test_a_status_is_as_it_was_when_asked_for_and_made_beside_the_event_loop(start_cluster: Any) -> None:
+    """A thousand nodes would hold up requests."""
+    cluster = await start_cluster(1, 1)
+    cluster.core.register(WatchedInfo("p9", Role.PREFILL, 9, "127.0.0.1:1", kv_fingerprint="kv", block_tokens=4))
+    as_it_was = cluster.servicer.status()
+    cluster.core.registry.set_health("p9", Health.ISOLATED, "slow")
+    WatchedInfo.read_in.clear()
+
+    async with asyncio.timeout(5):
+        status = await ClusterStub(cluster.channels.get(cluster.address)).Status(cluster_pb2.StatusRequest())
+
+    assert {node.info.node_id: node.health for node in status.nodes}["p9"] == "isolated"
+    assert WatchedInfo.read_in
+    assert threading.get_ident() not in WatchedInfo.read_in
+    assert {node.info.node_id: node.health for node in as_it_was().nodes}["p9"] == "healthy"
 
 
 async def test_a_role_that_does_not_exist_is_refused(start_cluster: Any) -> None:

@@ -235,11 +235,11 @@ def cluster_status():
 
 
 class ToldStatus:
-    """A status, and the threads in which it is read."""
+    """A status, and the threads in which it is made and read."""
 
     def __init__(self, status):
         self.status = status
-        self.read_in = set()
+        self.read_in = {threading.current_thread().name}
 
     def __getattr__(self, name):
         self.read_in.add(threading.current_thread().name)
@@ -299,7 +299,7 @@ async def running_front(script=None, **limits):
         checkpoint,
         tokenizer,
         script,
-        tell_status,
+        lambda: tell_status,
         lambda: list(status.waiting_for),
         DispatchStats(),
         keep_alive_s,

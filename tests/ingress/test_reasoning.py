@@ -252,7 +252,7 @@ async def test_how_tokens_come_together_changes_nothing(front, stop):
 
     def told(num_together: int):
         job = Job(request, stop, 0.0, parser=lambda: form.parser(None, Start.BEFORE))
-        answer, pieces = Answer(job, 0, front.tokenizer, Metrics("bytes", StatusResponse, DispatchStats())), []
+        answer, pieces = Answer(job, 0, front.tokenizer, Metrics("bytes", lambda: StatusResponse, DispatchStats())), []
         for first in range(0, len(tokens), num_together):
             some = tuple(tokens[first : first + num_together])
             is_last = first + num_together >= len(tokens)
