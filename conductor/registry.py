@@ -156,7 +156,9 @@ class Registry:
         self._nodes: dict[str, Node] = {}
         self._replaced: dict[str, deque[int]] = {}
         self._gone: dict[str, int] = {}  # by node id: incarnations that timed out; they may only be paused
-        self.version = 0  # changes whenever the set of nodes or a state does
+        self.version = 0  # changes whenever the set of nodes, a state or a node's memory does
+        self._most_pages: dict[Role, int] = {}  # of this version
+        self._pages_version = 0
 
     def register(self, info: NodeInfo, now: float) -> NodeInfo | None:
         """Add a node. Returns the incarnation it replaces, if any.
@@ -196,6 +198,7 @@ class Registry:
         node = self._nodes.get(node_id)
         if node is None or node.info.incarnation != incarnation:
             return False
+        self.version += node.load.blocks_total != load.blocks_total
         node.heard_at, node.load = now, load
         if draining:
             self._move(node, NodeEvent.DRAINS)
@@ -284,9 +287,14 @@ class Registry:
         return [node for node in of_role if node.state is NodeState.LIVE]
 
     def most_pages(self, role: Role) -> int:
-        """KV pages of the role's node with the most memory; 0 while unknown."""
-        nodes = (node for node in self._nodes.values() if node.info.role is role)
-        return max((node.load.blocks_total for node in nodes), default=0)
+        """KV pages of the role's node with the most memory; 0 while unknown. Asked for each request several times, so
+        that nodes are looked at only when one has changed."""
+        if self._pages_version != self.version:
+            self._pages_version, self._most_pages = self.version, {}
+            for node in self._nodes.values():
+                pages = max(node.load.blocks_total, self._most_pages.get(node.info.role, 0))
+                self._most_pages[node.info.role] = pages
+        return self._most_pages.get(role, 0)
 
     def _move(self, node: Node, event: NodeEvent) -> None:
         before, node.state = node.state, TRANSITIONS[node.state, event]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import ClassVar
 
 import pytest
 
@@ -144,6 +145,34 @@ def test_the_memory_for_a_sequence_is_that_of_the_largest_node_of_a_role() -> No
     nodes.heartbeat("d1", 2, NodeLoad(blocks_total=10), False, 0.5)
     nodes.heartbeat("d2", 3, NodeLoad(blocks_total=7), False, 0.5)
     assert (nodes.most_pages(Role.DECODE), nodes.most_pages(Role.PREFILL)) == (10, 99)
+    nodes.heartbeat("d2", 3, NodeLoad(blocks_total=12), False, 1.0)
+    assert nodes.most_pages(Role.DECODE) == 12
+    nodes.heartbeat("d1", 2, NodeLoad(blocks_total=10), False, 5.0)
+    assert [info.node_id for info in nodes.tick(8.0)] == ["p0", "d2"]
+    assert (nodes.most_pages(Role.DECODE), nodes.most_pages(Role.PREFILL)) == (10, 0)
+
+
+class CountedLoad(NodeLoad):
+    """Knows how often anybody asked for its memory."""
+
+    asked: ClassVar[int] = 0
+
+    @property
+    def blocks_total(self) -> int:
+        CountedLoad.asked += 1
+        return 10
+
+
+def test_each_request_asks_for_the_memory_but_nodes_are_looked_at_only_when_one_has_changed() -> None:
+    nodes = registry()
+    for number in range(50):
+        nodes.register(prefill(f"p{number}", number + 1), now=0.0)
+        nodes.heartbeat(f"p{number}", number + 1, CountedLoad(), False, 0.5)
+    assert nodes.most_pages(Role.PREFILL) == 10
+    CountedLoad.asked = 0
+    for _ in range(5):
+        assert nodes.most_pages(Role.PREFILL) == 10
+    assert CountedLoad.asked == 0
 
 
 def test_a_sick_node_works_only_when_there_is_no_other() -> None:
