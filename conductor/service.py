@@ -97,6 +97,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             role_switches=self._core.role_requests.num_switches,
             last_switch_ms=self._last_switch_ms(),
             adapters=map(load_to_wire, self._core.adapters.loaded()),
+            index_dropped_blocks=self._core.index.dropped,
         )
 
         def whole() -> pb.StatusResponse:

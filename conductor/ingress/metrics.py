@@ -199,6 +199,11 @@ class _Cluster(Collector):
         yield CounterMetricFamily("mooncake_tails", "Prompts computed where they are decoded", stats.local_prefills)
         yield CounterMetricFamily("mooncake_block_queries", "Prompt blocks asked for", status.block_queries)
         yield CounterMetricFamily("mooncake_block_hits", "Prompt blocks found in a cache", status.block_hits)
+        yield CounterMetricFamily(
+            "mooncake_index_dropped_blocks",
+            "Blocks that the full prefix index did not take",
+            status.index_dropped_blocks,
+        )
         yield GaugeMetricFamily(
             "mooncake_ttft_prediction_error_seconds",
             "Mean difference of predicted and measured TTFT of recent requests",

@@ -51,6 +51,11 @@ def show_status(address: str, as_json: bool) -> None:
         f"{amount(status.prompt_tokens, 'prompt token')}, {status.cached_tokens / prompt:.1%} reused; "
         f"{amount(status.block_queries, 'prompt block')}, {status.block_hits / queries:.1%} found in cache"
     )
+    if status.index_dropped_blocks:
+        out.print(
+            f"[yellow]the prefix index was full[/] and lacks {amount(status.index_dropped_blocks, 'block')} that nodes "
+            "stored: prompts with them are computed anew. Larger blocks (block.tokens) are fewer"
+        )
 
 
 def show_adapters(address: str, as_json: bool) -> None:

@@ -10,8 +10,12 @@ from typing import Any, ClassVar
 
 import pytest
 
+from conductor.ingress.metrics import Metrics
+from conductor.prefixes.table import INDEX_KEY_BYTES
+from conductor.prefixes.table_native import new_table
 from conductor.registry import Health, NodeInfo
 from conductor.service import ClusterServicer
+from mooncake.app.show import show_status
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
 from mooncake.membership import Membership
@@ -236,6 +240,21 @@ async def test_a_status_is_as_it_was_when_asked_for_and_made_beside_the_event_lo
     assert WatchedInfo.read_in
     assert threading.get_ident() not in WatchedInfo.read_in
     assert {node.info.node_id: node.health for node in as_it_was().nodes}["p9"] == "healthy"
+
+
+async def test_an_operator_sees_that_the_prefix_index_was_full(start_cluster: Any, capsys: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    pages = Metrics("m", cluster.servicer.status, cluster.core.dispatcher.stats)
+    assert b"mooncake_index_dropped_blocks_total 0.0" in pages.page()()
+    await asyncio.to_thread(show_status, cluster.address, as_json=False)
+    assert "prefix index" not in capsys.readouterr().out
+
+    cluster.core.index._table = new_table(max_blocks=2)
+    cluster.core.index.load("p0", [bytes([number]) * INDEX_KEY_BYTES for number in range(5)])
+
+    assert b"mooncake_index_dropped_blocks_total 3.0" in pages.page()()
+    await asyncio.to_thread(show_status, cluster.address, as_json=False)
+    assert "the prefix index was full and lacks 3 blocks" in capsys.readouterr().out
 
 
 async def test_a_role_that_does_not_exist_is_refused(start_cluster: Any) -> None:
