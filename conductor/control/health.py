@@ -19,8 +19,13 @@ from statistics import median_low
 from typing import NamedTuple
 
 from conductor.registry import Health
+from mooncake.config import HealthSection
 
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
+SLOW_DEVIATIONS = 3.0  # a slow node's steps are also longer by this many of its typical deviations
+ERRORS_KEPT_S = 60.0  # corrupt blocks count together for this long
+PROBES_NEEDED = 3  # in a row, to return to service
+MAX_SHARE = 1 / 3  # of a role's nodes that may be out of service at once
 JITTER_MS = 2.0  # what a busy machine may add to a step: one of 1 ms that takes 2 is no fault
 
 
@@ -48,20 +53,6 @@ class HealthChange(NamedTuple):
     node_id: str
     to: Health
     reason: str  # "" when it recovers
-
-
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    slow_ratio: float = 1.5  # times slower than its baseline, and than the other nodes of its role than theirs
-    slow_errors: float = 3.0  # and slower by this many of its typical deviations
-    missed_probes: int = 3
-    checksum_errors: int = 2  # within ``memory_s``
-    memory_s: float = 60.0
-    confirm_s: float = 5.0  # a suspect is drained after this long with faults
-    clear_s: float = 10.0  # after this long without any it is trusted again
-    probes_needed: int = 3
-    probation_s: float = 60.0
-    max_share: float = 1 / 3  # of a role's nodes that may be out of service at once
 
 
 class _StepSpeed:
@@ -112,8 +103,8 @@ class _Record:
 class HealthTracker:
     """One owner. Report measurements to it; ``tick`` returns the nodes that change state."""
 
-    def __init__(self, limits: HealthLimits | None = None) -> None:
-        self.limits = limits or HealthLimits()
+    def __init__(self, limits: HealthSection) -> None:
+        self._limits = limits
         self._records: dict[str, _Record] = {}
         self._speeds: dict[str, _StepSpeed] = {}
         self._slowness: dict[str, float] = {}  # of a group as a whole, at the last tick
@@ -136,7 +127,7 @@ class HealthTracker:
         record, speed = self._records.get(node_id), self._speeds.get(node_id)
         if record is None or speed is None or speed.slowness <= self._slow_threshold(speed):
             return False
-        return speed.slowness - self._slowness.get(record.group, math.inf) > math.log(self.limits.slow_ratio)
+        return speed.slowness - self._slowness.get(record.group, math.inf) > math.log(self._limits.slow_ratio)
 
     def may_be_slow(self, node_id: str) -> bool:
         """Half-way to slow: current measurements should not shape the baseline."""
@@ -155,7 +146,7 @@ class HealthTracker:
         """A block that the node wrote or stored had the wrong bytes."""
         record = self._records.get(node_id)
         if record is not None:
-            recent = [at for at in record.errors or [] if now - at < self.limits.memory_s]
+            recent = [at for at in record.errors or [] if now - at < ERRORS_KEPT_S]
             record.errors = [*recent[-63:], now]
 
     def probed(self, node_id: str, ok: bool) -> None:
@@ -175,7 +166,7 @@ class HealthTracker:
             if reason:
                 record.reason, record.fault_at = reason, now
                 record.faulty_since = min(record.faulty_since, now)
-            elif now - record.fault_at > self.limits.clear_s:
+            elif now - record.fault_at > self._limits.clear_s:
                 record.faulty_since = math.inf
             signal = self._signal(record, bool(reason), now, node_id in is_idle)
             to = TRANSITIONS.get((record.state, signal)) if signal else None
@@ -191,10 +182,10 @@ class HealthTracker:
         return changes
 
     def _fault(self, node_id: str, record: _Record, now: float) -> str:
-        if record.missed >= self.limits.missed_probes:
+        if record.missed >= self._limits.missed_probes:
             return f"{record.missed} probes were not answered"
-        errors = sum(now - at < self.limits.memory_s for at in record.errors or ())
-        if errors >= self.limits.checksum_errors:
+        errors = sum(now - at < ERRORS_KEPT_S for at in record.errors or ())
+        if errors >= self._limits.checksum_errors:
             return f"{errors} checksum errors"
         if self.is_slow(node_id):
             slower = math.exp(self._speeds[node_id].slowness)
@@ -203,7 +194,7 @@ class HealthTracker:
         return ""
 
     def _signal(self, record: _Record, is_faulty: bool, now: float, is_idle: bool) -> HealthSignal | None:
-        limits = self.limits
+        limits = self._limits
         match record.state:
             case Health.HEALTHY:
                 return HealthSignal.FAULT if is_faulty else None
@@ -214,7 +205,7 @@ class HealthTracker:
             case Health.DRAINING:
                 return HealthSignal.DRAINED if is_idle else None
             case Health.ISOLATED:
-                return HealthSignal.PROBES_PASSED if record.probes_ok >= limits.probes_needed else None
+                return HealthSignal.PROBES_PASSED if record.probes_ok >= PROBES_NEEDED else None
             case Health.PROBATION:
                 if is_faulty:
                     record.probes_ok = 0
@@ -222,7 +213,7 @@ class HealthTracker:
                 return HealthSignal.CLEAR if now - record.since >= limits.probation_s else None
 
     def _slow_threshold(self, speed: _StepSpeed) -> float:
-        return max(math.log(self.limits.slow_ratio), self.limits.slow_errors * speed.deviation)
+        return max(math.log(self._limits.slow_ratio), SLOW_DEVIATIONS * speed.deviation)
 
     def _slowness_of_groups(self) -> dict[str, float]:
         """The (lower) median of each group's nodes: for a node slower than it, that of the others. A group of which one
@@ -235,7 +226,7 @@ class HealthTracker:
 
     def _may_remove(self, group: str) -> bool:
         """Whether one more node of the group may be taken out of service: never the last, and never more than
-        ``max_share``."""
+        ``MAX_SHARE``."""
         of_group = [record for record in self._records.values() if record.group == group]
         out = sum(record.state in (Health.DRAINING, Health.ISOLATED) for record in of_group)
-        return out + 1 < len(of_group) and out < max(1, int(self.limits.max_share * len(of_group)))
+        return out + 1 < len(of_group) and out < max(1, int(MAX_SHARE * len(of_group)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from conductor.control.health import HealthLimits, HealthTracker
+from conductor.control.health import HealthTracker
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost
 from conductor.registry import Health, NodeInfo, Registry
 from mooncake.config import HealthSection
@@ -65,16 +65,7 @@ class HealthMonitor:
         self._baselines: dict[str, _Baseline] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._discarded_at = 0.0
-        self.tracker = HealthTracker(
-            HealthLimits(
-                slow_ratio=section.slow_ratio,
-                missed_probes=section.missed_probes,
-                checksum_errors=section.checksum_errors,
-                confirm_s=section.confirm_s,
-                clear_s=section.clear_s,
-                probation_s=section.probation_s,
-            )
-        )
+        self.tracker = HealthTracker(section)
 
     def joined(self, info: NodeInfo) -> None:
         self.tracker.join(info.node_id, info.role, self._clock())

@@ -5,6 +5,7 @@ import pytest
 
 from conductor.control.health import TRANSITIONS, HealthTracker
 from conductor.registry import Health
+from mooncake.config import HealthSection
 
 USUAL_MS = 20.0
 
@@ -14,7 +15,7 @@ class Nodes:
 
     def __init__(self, usual_ms: float = USUAL_MS, count: int = 6) -> None:
         self.usual_ms = usual_ms
-        self.tracker = HealthTracker()
+        self.tracker = HealthTracker(HealthSection())
         self.now = 0.0
         self.rng = np.random.default_rng(3)
         self.slower = dict.fromkeys([f"d{i}" for i in range(count)], 1.0)
