@@ -160,12 +160,14 @@ class SamplingParams:
 
     def _check_biases(self) -> None:
         try:
-            biases = [bias for _, bias in self.logit_bias]
+            pairs: list[tuple[object, float]] = [(token_id, bias) for token_id, bias in self.logit_bias]
         except (TypeError, ValueError):
             raise InvalidRequest("logit_bias must be pairs of a token id and its bias", "logit_bias") from None
-        if len(biases) > MAX_LOGIT_BIAS:
+        if len(pairs) > MAX_LOGIT_BIAS:
             raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} logit_bias entries are allowed", "logit_bias")
-        for bias in biases:
+        for token_id, bias in pairs:
+            if not isinstance(token_id, Integral):
+                raise InvalidRequest(f"logit_bias has token ids, whole numbers, got {shown(token_id)}", "logit_bias")
             _in_range("logit_bias", bias, -100.0, 100.0)
 
     def _check_repetition(self, wanted: RepetitionDetection) -> None:

@@ -234,7 +234,7 @@ def _biases(given: Mapping[int, float] | Sequence[tuple[int, float]] | None) -> 
     """By token id; of a mapping, ids may be texts, as in JSON. Raises InvalidRequest."""
     if isinstance(given, Mapping):
         try:
-            return tuple(sorted((int(token_id), bias) for token_id, bias in given.items()))
+            return tuple(sorted((int(str(token_id)), bias) for token_id, bias in given.items()))
         except (TypeError, ValueError):
             raise InvalidRequest("logit_bias must map token ids to biases", "logit_bias") from None
     return () if given is None else tuple(given) if isinstance(given, Collection) else given
