@@ -40,11 +40,14 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False  # no effect: answers have no more white space than the guide asks for
 
     def __post_init__(self) -> None:
-        if len(self.guides()) != 1:
+        given = self.guides()
+        if not given:
             known = "json, regex, choice, grammar, json_object"
             raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
 
-    def guides(self) -> list[Guide]:
+    def guides(self) -> dict[str, Guide]:
+        """By the names of the fields they come from."""
+        check_one_guide({f"structured_outputs.{name}": guide for name, guide in given.items()})
         return guides_of(self.json, self.json_object, self.regex, self.choice, self.grammar)
 
 
@@ -149,7 +152,7 @@ class SamplingParams:
         check_type("structured_outputs", self.structured_outputs, StructuredOutputsParams)
         if self.guide is not None:
             raise InvalidRequest("guide and structured_outputs say the same: give one of them", "guide")
-        return self.structured_outputs.guides()[0]
+        return next(iter(self.structured_outputs.guides().values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,16 +188,22 @@ def guides_of(
     regex: str | None = None,
     choice: Sequence[str] | None = None,
     grammar: str | None = None,
-) -> list[Guide]:
-    """A guide for each that is given; a schema is an object, or its JSON text. Raises InvalidRequest."""
-    given = (
-        (GuideKind.JSON_SCHEMA, json if json is None or isinstance(json, str) else _as_json(json)),
-        (GuideKind.JSON_OBJECT, "" if json_object else None),
-        (GuideKind.REGEX, regex),
-        (GuideKind.CHOICE, None if choice is None else _as_json(choice)),
-        (GuideKind.GRAMMAR, grammar),
-    )
-    return [Guide(kind, text) for kind, text in given if text is not None]
+) -> dict[str, Guide]:
+    """A guide for each that is given, by its name; a schema is an object, or its JSON text. Raises InvalidRequest."""
+    given = {
+        "json": (GuideKind.JSON_SCHEMA, json if json is None or isinstance(json, str) else _as_json(json)),
+        "json_object": (GuideKind.JSON_OBJECT, "" if json_object else None),
+        "regex": (GuideKind.REGEX, regex),
+        "choice": (GuideKind.CHOICE, None if choice is None else _as_json(choice)),
+        "grammar": (GuideKind.GRAMMAR, grammar),
+    }
+    return {name: Guide(kind, text) for name, (kind, text) in given.items() if text is not None}
+
+
+def check_one_guide(guides: Mapping[str, Guide]) -> None:
+    """Raises InvalidRequest for several, by the names of the fields that they come from."""
+    if len(guides) > 1:
+        raise InvalidRequest(f"an answer follows one guide: give only one of {', '.join(guides)}", next(iter(guides)))
 
 
 def seed_or_random(seed: int | None) -> int:

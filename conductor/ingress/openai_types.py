@@ -18,7 +18,7 @@ from conductor.ingress.whole_numbers import with_whole_numbers
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import BeamSearch, Guide, RepetitionDetection, SamplingParams
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
-from mooncake.sampling_params import guides_of, seed_or_random
+from mooncake.sampling_params import check_one_guide, guides_of, seed_or_random
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
@@ -358,32 +358,29 @@ def _guide_of(fields: GenerationFields) -> Guide | None:
     if fields.structured_outputs is not None and wanted.is_empty:
         known = "json, json_object, regex, choice, grammar"
         raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
-    guides = [
-        *guides_of(
-            json=fields.guided_json,
-            regex=fields.guided_regex,
-            choice=fields.guided_choice,
-            grammar=fields.guided_grammar,
-        ),
-        *guides_of(wanted.json, wanted.json_object, wanted.regex, wanted.choice, wanted.grammar),
-        *_format_guides(fields.response_format),
-    ]
-    if len(guides) > 1:
-        raise InvalidRequest(f"an answer can follow one guide, not {len(guides)}", "guide")
-    return guides[0] if guides else None
+    guided = guides_of(
+        json=fields.guided_json, regex=fields.guided_regex, choice=fields.guided_choice, grammar=fields.guided_grammar
+    )
+    structured = guides_of(wanted.json, wanted.json_object, wanted.regex, wanted.choice, wanted.grammar)
+    guides = {f"guided_{name}": guide for name, guide in guided.items()}
+    guides |= {f"structured_outputs.{name}": guide for name, guide in structured.items()}
+    if (of_format := _format_guide(fields.response_format)) is not None:
+        guides["response_format"] = of_format
+    check_one_guide(guides)
+    return next(iter(guides.values()), None)
 
 
-def _format_guides(wanted: ResponseFormat | None) -> list[Guide]:
+def _format_guide(wanted: ResponseFormat | None) -> Guide | None:
     match wanted.type if wanted is not None else "text":
         case "text":
-            return []
+            return None
         case "json_object":
-            return guides_of(json_object=True)
+            return guides_of(json_object=True)["json_object"]
         case "json_schema":
             schema = wanted.json_schema.schema if wanted is not None and wanted.json_schema is not None else None
             if schema is None:
                 raise InvalidRequest("response_format needs json_schema.schema", "response_format")
-            return guides_of(json=schema)
+            return guides_of(json=schema)["json"]
         case other:
             known = "text, json_object, json_schema"
             raise InvalidRequest(f"the response_format {shown(other)} is not one of {known}", "response_format")

@@ -84,7 +84,7 @@ def test_structured_outputs(llm: LLM) -> None:
     ("form", "words"),
     [
         ({}, "need one of"),
-        ({"regex": "a", "choice": ["a"]}, "need one of"),
+        ({"regex": "a", "choice": ["a"]}, "only one of structured_outputs.regex, structured_outputs.choice"),
         ({"json": {"a": object()}}, "not JSON"),
     ],
 )

@@ -344,6 +344,23 @@ async def test_a_wrong_value_is_named(front, client, body, param):
     assert front.script.asked == []
 
 
+@pytest.mark.parametrize(
+    ("wishes", "given"),
+    [
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.json, structured_outputs.regex"),
+        (
+            {"guided_choice": ["a"], "response_format": {"type": "json_object"}},
+            "guided_choice, response_format",
+        ),
+    ],
+)
+async def test_an_answer_follows_one_guide_and_several_are_named(client, wishes, given):
+    with pytest.raises(openai.BadRequestError, match=f"give only one of {given}") as caught:
+        await client.chat.completions.create(model="bytes", messages=HELLO, extra_body=wishes)
+
+    assert caught.value.param == given.partition(",")[0]
+
+
 async def test_a_text_part_without_text_is_told_what_it_lacks(client):
     with pytest.raises(openai.BadRequestError, match="a part of the type text needs text"):
         await client.chat.completions.create(
