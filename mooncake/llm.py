@@ -19,9 +19,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from inspect import signature
 from types import TracebackType
-from typing import TYPE_CHECKING, Never
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -41,7 +40,7 @@ from mooncake.errors import InternalError, InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.interrupts import HeldInterrupts
-from mooncake.llm_absent import absent_because, unknown_argument
+from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, beams_of
 from mooncake.llm_inputs import (
     Adapters,
@@ -75,6 +74,7 @@ class LLM:
     """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or a number
     is impossible."""
 
+    @says_counterparts(OF_LLM)
     def __init__(
         self,
         model: str = "smollm2",
@@ -99,7 +99,6 @@ class LLM:
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         generation_config: str = "auto",
-        **of_vllm: Never,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -119,8 +118,6 @@ class LLM:
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
         file of that name says of sampling. Raises TypeError for other names; of vLLM's, it says what stands for them.
         """
-        if of_vllm:
-            raise TypeError(unknown_argument(next(iter(of_vllm)), signature(LLM).parameters))
         counts = {
             "tensor_parallel_size": tensor_parallel_size,
             "pipeline_parallel_size": pipeline_parallel_size,
@@ -202,6 +199,7 @@ class LLM:
         it at will: each call makes one."""
         return self._defaults.params()
 
+    @says_counterparts(OF_CALLS)
     def generate(
         self,
         prompts: Prompts,
@@ -230,6 +228,7 @@ class LLM:
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
+    @says_counterparts(OF_CALLS)
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
@@ -265,6 +264,7 @@ class LLM:
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
+    @says_counterparts(OF_CALLS)
     def beam_search(
         self,
         prompts: Prompts,

@@ -1,63 +1,147 @@
-"""What only vLLM's ``LLM`` has, and what there is in its place: the sentence that each name is refused with."""
+"""What only vLLM's ``LLM`` and parameters have, and what there is in its place: the sentence that each name is refused
+with."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+def _by_name(sentences: Mapping[tuple[str, ...], str]) -> dict[str, str]:
+    return {name: sentence for names, sentence in sentences.items() for name in names}
+
 
 _EMBEDDINGS = "models generate text here: there are no embeddings, classes, rewards or scores"
 _WEIGHTS = "weights stay as they were opened; close() frees them, and another LLM opens others"
 _QUEUE = "generate and chat take any number of prompts at once, and return when all are answered"
 _WORKERS = "there are no workers to call into; llm.engine is the engine itself"
+_TEXT_ALONE = "models take text alone"
 _METRICS = "a cluster has metrics and traces (mooncake serve); a result has its cached_tokens"
 
-_SENTENCES = {
-    ("encode", "embed", "classify", "reward", "score"): _EMBEDDINGS,
-    ("sleep", "wake_up", "release_kv_cache_memory"): (
-        "an LLM does not sleep: close() frees its memory, reset_prefix_cache() forgets cached blocks"
-    ),
-    ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"): _WEIGHTS,
-    ("enqueue", "enqueue_chat", "wait_for_completion"): _QUEUE,
-    ("collective_rpc", "apply_model", "llm_engine", "get_world_size"): _WORKERS,
-    ("start_profile", "stop_profile", "get_metrics"): _METRICS,
-    ("reset_mm_cache",): "models take text alone",
-    ("from_engine_args",): "LLM(…) takes its settings by their names",
-    ("set_tokenizer",): "the model's own tokenizer is used",
-}
-_BY_NAME = {name: sentence for names, sentence in _SENTENCES.items() for name in names}
+_ABSENT = _by_name(
+    {
+        ("encode", "embed", "classify", "reward", "score"): _EMBEDDINGS,
+        ("sleep", "wake_up", "release_kv_cache_memory"): (
+            "an LLM does not sleep: close() frees its memory, reset_prefix_cache() forgets cached blocks"
+        ),
+        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"): _WEIGHTS,
+        ("enqueue", "enqueue_chat", "wait_for_completion"): _QUEUE,
+        ("collective_rpc", "apply_model", "llm_engine", "get_world_size"): _WORKERS,
+        ("start_profile", "stop_profile", "get_metrics"): _METRICS,
+        ("reset_mm_cache",): _TEXT_ALONE,
+        ("from_engine_args",): "LLM(…) takes its settings by their names",
+        ("set_tokenizer",): "the model's own tokenizer is used",
+    }
+)
 
 
 def absent_because(name: str) -> str:
     """Why an ``LLM`` has no ``name``; "" for one that vLLM's has not either."""
-    return _BY_NAME.get(name, "")
+    return _ABSENT.get(name, "")
 
 
 _FOLDER = "the model's own is used, from its folder"
 _NO_DOWNLOAD = "nothing is fetched: give the folder that `hf download NAME` prints as the model"
 _NO_CHOICE = "there is nothing to choose, leave it out"
-
-_ARGUMENTS = {
-    ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"): "kv_gb is the size of the KV cache",
-    ("max_num_seqs",): "it is max_sequences here",
-    ("max_num_batched_tokens",): "it is chunk_tokens here",
-    ("block_size",): "it is block_tokens here",
-    ("kv_cache_dtype",): "it is kv_dtype here",
-    ("swap_space",): "it is swap_gb here",
-    ("quantization",): 'it is found in the model\'s folder; weights="int8" quantises other models',
-    ("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"): "adapters={NAME: FOLDER}, of any number and rank",
-    ("speculative_config",): "speculative_tokens, and draft_model for one that guesses",
-    ("seed",): "SamplingParams(seed=…) has it",
-    ("tokenizer", "tokenizer_mode", "chat_template", "hf_config_path", "hf_overrides"): _FOLDER,
-    ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,
-    ("enable_prefix_caching", "enable_chunked_prefill"): "it is always so, leave it out",
-    ("trust_remote_code", "enforce_eager", "load_format", "disable_log_stats", "cpu_offload_gb"): _NO_CHOICE,
-    ("compilation_config", "distributed_executor_backend", "limit_mm_per_prompt", "runner", "task"): _NO_CHOICE,
-}
-_BY_ARGUMENT = {name: sentence for names, sentence in _ARGUMENTS.items() for name in names}
+_BEAMS = "LLM.beam_search(prompts, BeamSearchParams(…)) searches beams"
+_TEMPLATE = "the model's own template is used; chat_template_kwargs are its variables"
+_PART = "get_tokenizer().encode(text) is a prompt, and so is a part of it"
 
 
-def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """What is wrong with an argument of this name, which an ``LLM`` does not take."""
+OF_LLM = _by_name(
+    {
+        ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"): (
+            "kv_gb is the size of the KV cache"
+        ),
+        ("max_num_seqs",): "it is max_sequences here",
+        ("max_num_batched_tokens",): "it is chunk_tokens here",
+        ("block_size",): "it is block_tokens here",
+        ("kv_cache_dtype",): "it is kv_dtype here",
+        ("swap_space",): "it is swap_gb here",
+        ("quantization",): 'it is found in the model\'s folder; weights="int8" quantises other models',
+        (
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+            "max_cpu_loras",
+        ): "adapters={NAME: FOLDER}, of any number and rank",
+        ("speculative_config",): "speculative_tokens, and draft_model for one that guesses",
+        ("seed",): "SamplingParams(seed=…) has it",
+        ("tokenizer", "tokenizer_mode", "chat_template", "hf_config_path", "hf_overrides"): _FOLDER,
+        ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,
+        ("enable_prefix_caching", "enable_chunked_prefill"): "it is always so, leave it out",
+        ("trust_remote_code", "enforce_eager", "load_format", "disable_log_stats", "cpu_offload_gb"): _NO_CHOICE,
+        ("compilation_config", "distributed_executor_backend", "limit_mm_per_prompt", "runner", "task"): _NO_CHOICE,
+    }
+)
+OF_CALLS = _by_name(
+    {
+        ("prompt_token_ids",): "prompts may be lists of token ids",
+        ("tokenization_kwargs", "truncate_prompt_tokens"): _PART,
+        ("guided_options_request",): "SamplingParams(structured_outputs=StructuredOutputsParams(…)) has it",
+        ("chat_template", "chat_template_content_format"): _TEMPLATE,
+        ("mm_processor_kwargs", "multi_modal_data"): _TEXT_ALONE,
+        ("prompt_adapter_request",): "lora_request and adapter name LoRA adapters; there are no others",
+        ("concurrency_limit",): _NO_CHOICE,
+    }
+)
+OF_SAMPLING = _by_name(
+    {
+        ("max_new_tokens", "max_completion_tokens"): "it is max_tokens here",
+        ("guided_decoding", "response_format"): "structured_outputs=StructuredOutputsParams(…)",
+        ("logits_processors",): "logit_bias, allowed_token_ids, bad_words and structured_outputs say what may be drawn",
+        ("use_beam_search", "length_penalty", "early_stopping", "beam_width"): _BEAMS,
+        ("thinking_token_budget",): "it is thinking_budget here, with the tokens that begin and end the thoughts",
+        ("truncate_prompt_tokens",): _PART,
+        ("skip_reading_prefix_cache",): "reset_prefix_cache() of the LLM forgets cached blocks",
+        ("flat_logprobs", "skip_clone", "extra_args", "output_text_buffer_length"): _NO_CHOICE,
+    }
+)
+OF_FORMS = _by_name(
+    {
+        ("structural_tag",): "grammar, in Lark's form, can say the same",
+        ("disable_fallback", "disable_additional_properties", "whitespace_pattern"): _NO_CHOICE,
+    }
+)
+
+
+def says_counterparts(counterparts: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: an argument with a name that the function does not take raises a TypeError that says what stands for
+    it here."""
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        known, where = signature(function).parameters, function.__qualname__.removesuffix(".__init__")
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **named: P.kwargs) -> R:
+            for name in named:
+                if name not in known:
+                    raise TypeError(f"{where} takes no {name}{_hint(name, known, counterparts)}")
+            return function(*args, **named)
+
+        return checked
+
+    return decorated
+
+
+def form_says_counterparts(counterparts: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """Likewise for a class, whose ``__init__`` may be one that nobody wrote."""
+
+    def decorated(form: type[T]) -> type[T]:
+        form.__init__ = says_counterparts(counterparts)(form.__init__)  # type: ignore[method-assign]
+        return form
+
+    return decorated
+
+
+def _hint(name: str, known: Iterable[str], counterparts: Mapping[str, str]) -> str:
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    hint = _BY_ARGUMENT.get(name) or (f"is {nearest[0]} meant?" if nearest else "")
-    return f"LLM takes no {name}" + (f": {hint}" if hint else "")
+    hint = counterparts.get(name) or (f"is {nearest[0]} meant?" if nearest else "")
+    return f": {hint}" if hint else ""

@@ -17,6 +17,7 @@ import msgspec
 
 from mooncake import sampling
 from mooncake.errors import InvalidRequest, shown
+from mooncake.llm_absent import OF_FORMS, OF_SAMPLING, form_says_counterparts
 from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget, check_type
 
 
@@ -28,6 +29,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@form_says_counterparts(OF_FORMS)
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
     """The form of an answer, by one of these. Raises InvalidRequest for none, or several."""
@@ -44,13 +46,14 @@ class StructuredOutputsParams:
         if not given:
             known = "json, regex, choice, grammar, json_object"
             raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
+        check_one_guide({f"structured_outputs.{name}": guide for name, guide in given.items()})
 
     def guides(self) -> dict[str, Guide]:
         """By the names of the fields they come from."""
-        check_one_guide({f"structured_outputs.{name}": guide for name, guide in given.items()})
         return guides_of(self.json, self.json_object, self.regex, self.choice, self.grammar)
 
 
+@form_says_counterparts(OF_SAMPLING)
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How to generate an answer. Greedy when ``temperature`` is 0.
@@ -155,6 +158,7 @@ class SamplingParams:
         return next(iter(self.structured_outputs.guides().values()))
 
 
+@form_says_counterparts(OF_SAMPLING)
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """What ``LLM.beam_search`` looks for: the ``beam_width`` answers with the largest sum of log-probabilities divided

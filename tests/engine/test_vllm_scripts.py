@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,38 @@ def test_an_argument_that_is_not_taken_says_what_there_is_instead(argument: str,
     settings: dict[str, Any] = {argument: 1}
     with pytest.raises(TypeError, match=words):
         LLM("smollm2", **settings)
+
+
+@pytest.mark.parametrize(
+    ("call", "argument", "words"),
+    [
+        ("generate", "prompt_token_ids", "LLM.generate takes no prompt_token_ids: prompts may be lists of token ids"),
+        ("chat", "chat_template", "LLM.chat takes no chat_template: the model's own template is used"),
+        ("chat", "toosl", "LLM.chat takes no toosl: is tools meant\\?"),
+        ("beam_search", "concurrency_limit", "there is nothing to choose"),
+    ],
+)
+def test_neither_is_an_argument_of_a_call(llm: LLM, call: str, argument: str, words: str) -> None:
+    settings: dict[str, Any] = {argument: 1}
+    with pytest.raises(TypeError, match=words):
+        getattr(llm, call)(PROMPTS, **settings)
+
+
+@pytest.mark.parametrize(
+    ("form", "argument", "words"),
+    [
+        (SamplingParams, "guided_decoding", "SamplingParams takes no guided_decoding: structured_outputs=Structured"),
+        (SamplingParams, "max_new_tokens", "it is max_tokens here"),
+        (SamplingParams, "logits_processors", "logit_bias"),
+        (SamplingParams, "temprature", "is temperature meant\\?"),
+        (SamplingParams, "colour", "SamplingParams takes no colour$"),
+        (StructuredOutputsParams, "structural_tag", "StructuredOutputsParams takes no structural_tag: grammar"),
+        (BeamSearchParams, "max_new_tokens", "BeamSearchParams takes no max_new_tokens: it is max_tokens here"),
+    ],
+)
+def test_nor_one_of_the_parameters(form: type, argument: str, words: str) -> None:
+    settings: dict[str, Any] = {argument: 1}
+    with pytest.raises(TypeError, match=words):
+        form(**settings)
+    assert argument not in signature(form).parameters
+    assert {"max_tokens", "regex"} & set(signature(form).parameters), "what it takes is still told"
