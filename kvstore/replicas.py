@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.block_names import checked_key
 from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Lease, StoredBlock
 from kvstore.index.types import OWN, BlockName
 from kvstore.segment import Segment
-from kvstore.service import checked_key
 from kvstore.store import Store
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange

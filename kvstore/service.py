@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import grpc
 
 from kvstore.ahead import Committed
+from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index.types import OWN, BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Store
-from kvstore.transfer.protocol import MAX_KEY_BYTES
 from kvstore.writing import Sealing
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
@@ -20,7 +20,6 @@ from mooncake.types import BlockKey, SegmentAddress
 
 MAX_BLOCKS = 65536  # in one message
 MAX_WRITER_ID_BYTES = 300  # a peer's id and its incarnation take up to 272 (``transport.Caller``)
-MAX_TENANT_BYTES = 128
 MAX_WAIT_S = 30.0  # for room
 MAX_PIN_S = 30 * 86400.0
 
@@ -139,27 +138,9 @@ def _check_count(count: int) -> None:
         raise InvalidRequest(f"at most {MAX_BLOCKS} blocks in one message, got {count}")
 
 
-def checked_key(key: bytes) -> BlockKey:
-    if not 1 <= len(key) <= MAX_KEY_BYTES:
-        raise InvalidRequest(f"a block key has 1 to {MAX_KEY_BYTES} bytes, got {len(key)}", "key")
-    return BlockKey(key)
-
-
 def _keys(keys: Sequence[bytes]) -> list[BlockKey]:
     _check_count(len(keys))
     return [checked_key(key) for key in keys]
-
-
-def checked_parent(parent: bytes) -> bytes:
-    if len(parent) > MAX_KEY_BYTES:
-        raise InvalidRequest(f"a block key has at most {MAX_KEY_BYTES} bytes, got {len(parent)}", "parent")
-    return parent
-
-
-def checked_tenant(name: str) -> str:
-    if len(name) > MAX_TENANT_BYTES:
-        raise InvalidRequest(f"a tenant's name has at most {MAX_TENANT_BYTES} bytes", "tenant")
-    return name
 
 
 def _grant(slot: pb.Slot) -> Grant:

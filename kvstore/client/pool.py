@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TypeVar
 
+from kvstore.block_names import checked_tenant
 from kvstore.checksum import range_checksums
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.memory import Memory, readable, writable
@@ -87,11 +88,12 @@ class Client:
         is part of every key too: nobody without it can ask what this tenant has stored. Puts count against the quota of
         ``tenant``. ``replicas`` is how many stores should hold each block. ``secret`` is the content of the stores'
         ``transfer.secret_file``, ``name`` what stores call this client. Raises NodeUnavailable, and InvalidRequest
-        when a store requires another secret.
+        when a store requires another secret, and for names that are too long.
         """
         _check_texts(namespace=namespace, salt=salt, tenant=tenant, secret=secret, name=name)
         if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise InvalidRequest(f"a client's name has 1 to {MAX_NAME_CHARS} printable characters", "name")
+        checked_tenant(tenant)
         transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
         shortcuts = allowed_shortcuts(transports, max_mb_per_s)
         listed = [addresses] if isinstance(addresses, str) else list(addresses)

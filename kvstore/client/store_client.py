@@ -19,6 +19,7 @@ from typing import cast
 
 from typing_extensions import Buffer
 
+from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.far import PROMPT_BYTES, FarStore
@@ -84,7 +85,8 @@ class StoreClient(RangeClient):
     ) -> StoreClient:
         """A client with its own transfer engine, once the store answers. ``secret`` is the content of the store's
         ``transfer.secret_file``. Raises NodeUnavailable when it does not answer, and InvalidRequest when the secret
-        is wrong."""
+        is wrong or the tenant's name too long."""
+        checked_tenant(tenant)
         transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
         channels = Channels()
         client = cls(address, transfer, channels, tenant, *allowed_shortcuts(transports, max_mb_per_s))
@@ -207,6 +209,8 @@ class StoreClient(RangeClient):
     ) -> bool | None:
         """``put`` into a slot granted in advance: one pass over the bytes, and one message. None when there is no
         such slot, or it has expired: then the block must be reserved first."""
+        checked_key(name[0])
+        checked_parent(name[1])
         if self._near.board is not None:
             return await self._near.put(name, view, ranges, timeout_s)
         if (far := self._open_far) is not None:
@@ -225,6 +229,7 @@ class StoreClient(RangeClient):
         def room(_: int, length: int) -> memoryview:
             return room_in(into, length)
 
+        checked_key(key)
         deadline, far = time.monotonic() + timeout_s, self._open_far
         if far is not None and 0 < into.nbytes <= PROMPT_BYTES:
             length = await far.get(key, into, deadline)
@@ -248,6 +253,8 @@ class StoreClient(RangeClient):
         Returns the lengths; None for blocks that are not stored, and for corrupt ones, which have then been dropped.
         """
         deadline = time.monotonic() + timeout_s
+        for key in keys:
+            checked_key(key)
         if (far := self._open_far) is not None:
             lengths = await far.read(keys, room, deadline)
         else:
@@ -313,6 +320,8 @@ class StoreClient(RangeClient):
     async def exists(self, keys: Sequence[bytes], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bool]:
         """Whether each key is stored now. Protects nothing: it may be gone by the time the answer arrives."""
         deadline = time.monotonic() + timeout_s
+        for key in keys:
+            checked_key(key)
         known = self._near.exists(keys)
         if (far := self._open_far) is not None:
             known = await far.exists(keys, deadline)

@@ -61,6 +61,37 @@ def name(i: int) -> bytes:
 
 
 @BOTH
+@pytest.mark.parametrize("size", [0, 257, 70_000])  # the last would not fit its field in a frame
+async def test_a_key_that_is_too_short_or_too_long_is_refused_whatever_it_is_for(keep, transport, size):
+    store, wrong, room = keep(), b"k" * size, memoryview(bytearray(BLOCK))
+    async with await join(store, transport) as client:
+        assert await client.put(name(1), data(1))
+        for work in (
+            client.put(wrong, data(1)),
+            client.put_in_place((wrong, b""), room, 1),
+            client.put_in_place((name(2), wrong or b"k" * 257), room, 1),
+            client.get(wrong),
+            client.get_one(wrong, room),
+            client.get_all([name(1), wrong], lambda _, length: room[:length]),
+            client.exists([name(1), wrong]),
+            client.acquire([wrong]),
+            client.remove([wrong]),
+        ):
+            with pytest.raises(InvalidRequest, match="a block key has"):
+                await work
+        assert await client.get_one(name(1), room) == BLOCK and room == data(1)
+
+
+@BOTH
+async def test_a_tenant_has_a_name_of_128_bytes_at_most(keep, transport):
+    store = keep()
+    with pytest.raises(InvalidRequest, match="a tenant's name has at most 128 bytes"):
+        await join(store, transport, tenant="é" * 65)
+    async with await join(store, transport, tenant="é" * 64) as client:
+        assert await client.put(name(1), data(1))
+
+
+@BOTH
 async def test_what_one_process_puts_another_gets(keep, transport):
     store = keep()
     async with await join(store, transport) as writer, await join(store, transport, name="reader") as reader:
