@@ -41,7 +41,8 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 GATHER_S = 0.01  # events within this time are written together
 PIECE_BYTES = 4 << 20  # of a log, in one command
 MAX_PENDING_BYTES = 8 << 20  # over all nodes; beyond that, the whole table is written later
-MAX_LOG_BYTES = 256 << 20  # Redis allows 512 MB a string
+MAX_STRING_BYTES = 512 << 20  # Redis has none longer
+MAX_LOG_BYTES = 256 << 20
 COMPACT_RATIO, COMPACT_SLACK_BYTES = 3, 1 << 20
 MAX_STREAM = 10_000
 
@@ -185,18 +186,18 @@ class RedisDirectory:
         cursor = Cursor.unpack(packed) if packed is not None else None
         if cursor is None:
             return BlockTable()
-        key = self._key("log", name, cursor.generation)
+        key, length = self._key("log", name, cursor.generation), cursor.length
         pipeline = self._redis.pipeline(transaction=True)
-        for start in range(0, cursor.length, PIECE_BYTES):
-            pipeline.getrange(key, start, min(start + PIECE_BYTES, cursor.length) - 1)
+        for start in range(0, min(length, MAX_STRING_BYTES), PIECE_BYTES):  # whoever wrote the cursor
+            pipeline.getrange(key, start, min(start + PIECE_BYTES, length) - 1)
         try:
-            records = b"".join(await pipeline.execute()) if cursor.length else b""
+            records = b"".join(await pipeline.execute()) if length else b""
         except ResponseError as error:
             if not _is_of_wrong_type(error):
                 raise
             await self._delete_stranger(key)
             records = b""
-        if len(records) != cursor.length:
+        if len(records) != length:
             log.warning("the block table of %s in Redis is torn; asking the node instead", name)
             return BlockTable()
         return BlockTable(cursor.incarnation, cursor.next_sequence, unpack_log(records))

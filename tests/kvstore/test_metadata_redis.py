@@ -7,6 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from redis.asyncio import Redis
 from redis_process import RedisProcess
 
 from conductor.prefixes.index import PrefixIndex
+from kvstore.metadata.records import Cursor
 from kvstore.metadata.redis import MAX_STREAM, RedisDirectory
 from mooncake.directory import RECORD_KEY_BYTES, KnownNode
 from mooncake.errors import ConfigError
@@ -314,6 +316,26 @@ async def test_a_torn_log_is_not_believed(server: RedisProcess, conductor: Condu
     known = (await restarted(server.url))["s1"]
     assert known.description == b"I am s1" and len(known.table) == 0
     await redis.aclose()
+
+
+async def test_a_cursor_to_more_than_a_redis_can_hold_is_not_followed(
+    server: RedisProcess, conductor: Conductor
+) -> None:
+    conductor.join("s1", "s2")
+    conductor.change("s1", stored(1, 2))
+    conductor.change("s2", stored(3))
+    await until_kept(conductor, server.url, "s2")
+    await until_kept(conductor, server.url, "s1")
+    redis = Redis.from_url(server.url)
+    cursor = Cursor.unpack(await redis.get(f"{PREFIX}:cursor:s1"))
+    assert cursor is not None
+    await redis.set(f"{PREFIX}:cursor:s1", replace(cursor, length=1 << 42).pack())
+    await redis.aclose()
+    directory = RedisDirectory(server.url, PREFIX)
+    known = {node.node_id: node for node in await directory.load()}
+    assert directory.state == "redis"
+    assert known["s1"].table.blocks == {} and known["s2"].table.blocks == {Tier.DRAM: list(cut(3))}
+    await directory.close()
 
 
 async def test_two_conductors_keep_whole_tables_of_the_same_node(server: RedisProcess, conductor: Conductor) -> None:
