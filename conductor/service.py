@@ -91,6 +91,7 @@ class ClusterServicer(cluster_pb2_grpc.ClusterServicer):
             requests_failed=stats.failed,
             prompt_tokens=stats.prompt_tokens,
             cached_tokens=stats.cached_tokens,
+            blended_tokens=stats.blended_tokens,
             prediction_error_ms=stats.prediction_error_ms,
             block_queries=stats.block_queries,
             block_hits=stats.block_hits,

@@ -56,6 +56,7 @@ class DispatchStats:
     handoffs: Counter[str] = field(default_factory=Counter)  # by final state
     prompt_tokens: int = 0  # of requests whose prefill has reported
     cached_tokens: int = 0  # of those, reused from a cache
+    blended_tokens: int = 0  # of the others, those of known passages at other positions
     local_prefills: int = 0  # prompts computed on their decode node
     block_queries: int = 0  # full prompt blocks looked up
     block_hits: int = 0  # of them, found in a cache
@@ -79,6 +80,7 @@ class DispatchStats:
         """What a prefill node has reported of a request's prompt."""
         self.prompt_tokens += report.prompt_tokens
         self.cached_tokens += report.cached_tokens
+        self.blended_tokens += report.blended_tokens
         self.block_queries += report.prompt_tokens // block_tokens
         self.block_hits += report.cached_tokens // block_tokens
 

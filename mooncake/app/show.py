@@ -45,10 +45,11 @@ def show_status(address: str, as_json: bool) -> None:
             f"the last with {status.last_switch_ms:.1f} ms of control work"
         )
     queries, prompt = max(1, status.block_queries), max(1, status.prompt_tokens)
+    blended = f", {status.blended_tokens / prompt:.1%} blended" if status.blended_tokens else ""
     out.print(
         f"\n{amount(status.requests_total, 'request')}, {status.requests_running} running, "
         f"{status.requests_failed} failed\n"
-        f"{amount(status.prompt_tokens, 'prompt token')}, {status.cached_tokens / prompt:.1%} reused; "
+        f"{amount(status.prompt_tokens, 'prompt token')}, {status.cached_tokens / prompt:.1%} reused{blended}; "
         f"{amount(status.block_queries, 'prompt block')}, {status.block_hits / queries:.1%} found in cache"
     )
     if status.index_dropped_blocks:

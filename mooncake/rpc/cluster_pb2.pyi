@@ -750,6 +750,7 @@ class StatusResponse(_message.Message):
     LAST_SWITCH_MS_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     INDEX_DROPPED_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLENDED_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     ready: _builtins.bool
     requests_total: _builtins.int
@@ -769,6 +770,8 @@ class StatusResponse(_message.Message):
     """control work of the last one, once it was empty"""
     index_dropped_blocks: _builtins.int
     """that nodes stored and the full prefix index did not take"""
+    blended_tokens: _builtins.int
+    """of the prompt tokens, those of known passages at other positions"""
     @_builtins.property
     def waiting_for(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -796,10 +799,11 @@ class StatusResponse(_message.Message):
         last_switch_ms: _builtins.float = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         index_dropped_blocks: _builtins.int = ...,
+        blended_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "index_dropped_blocks", b"index_dropped_blocks", "last_switch_ms", b"last_switch_ms", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "role_switches", b"role_switches", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "blended_tokens", b"blended_tokens", "block_hits", b"block_hits", "block_queries", b"block_queries", "cached_tokens", b"cached_tokens", "index_dropped_blocks", b"index_dropped_blocks", "last_switch_ms", b"last_switch_ms", "model", b"model", "nodes", b"nodes", "prediction_error_ms", b"prediction_error_ms", "prompt_tokens", b"prompt_tokens", "ready", b"ready", "requests_failed", b"requests_failed", "requests_running", b"requests_running", "requests_total", b"requests_total", "role_switches", b"role_switches", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ class Script:
     skip_index: bool = False
     report_error: MooncakeError | None = None  # after the commit
     silent_report: bool = False
+    blended_tokens: int = 0  # reported
     answer_eos_at: int = -1  # index of a token that ends the answer early
     dies_at_call: int = 0  # as ``FakeNode.die``, before it says anything (decode)
 
@@ -170,7 +171,9 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             if request.sampling.HasField("prompt_logprobs") and not index:
                 scores = [common_pb2.SampledToken(index=at, token_id=t) for at, t in enumerate(tokens[1:], 1)]
                 yield prefill_pb2.PrefillResponse(prompt_logprobs=common_pb2.PromptLogprobs(tokens=scores))
-            report = common_pb2.PrefillReport(prompt_tokens=len(tokens), local_cached_tokens=4)
+            report = common_pb2.PrefillReport(
+                prompt_tokens=len(tokens), local_cached_tokens=4, blended_tokens=script.blended_tokens
+            )
             yield prefill_pb2.PrefillResponse(early_report=report)
             for choice in answers:
                 is_end = token_id == EOS and not request.sampling.ignore_eos

@@ -257,6 +257,21 @@ async def test_an_operator_sees_that_the_prefix_index_was_full(start_cluster: An
     assert "the prefix index was full and lacks 3 blocks" in capsys.readouterr().out
 
 
+async def test_an_operator_sees_what_was_reused_of_prompts_and_what_was_blended(
+    start_cluster: Any, capsys: Any
+) -> None:
+    cluster = await start_cluster(1, 1)
+    for blended, told in (
+        (0, "10 prompt tokens, 40.0% reused;"),
+        (5, "20 prompt tokens, 40.0% reused, 25.0% blended;"),
+    ):
+        cluster.prefill[0].script.blended_tokens = blended
+        await cluster.generate(cluster.request([5, 6, 7, 8, 9, 10, 11, 12, 13, 14], 2))
+        await asyncio.to_thread(show_status, cluster.address, as_json=False)
+        assert told in capsys.readouterr().out
+    assert cluster.servicer.status()().blended_tokens == 5
+
+
 async def test_a_role_that_does_not_exist_is_refused(start_cluster: Any) -> None:
     cluster = await start_cluster(0, 0)
     node = info()
