@@ -41,7 +41,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.interrupts import HeldInterrupts
 from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
-from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, beams_of
+from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, DraftTokens, beams_of
 from mooncake.llm_inputs import (
     Adapters,
     LoRARequests,
@@ -185,6 +185,12 @@ class LLM:
             """Names that only vLLM's class has say what there is in their place."""
             reason = absent_because(name)
             raise AttributeError(f"LLM.{name}: {reason}" if reason else f"an LLM has no {name!r}", name=name, obj=self)
+
+    @property
+    def draft_tokens(self) -> DraftTokens:
+        """Of all calls so far: how often ``speculative_tokens`` were right."""
+        load = self.engine.load()
+        return DraftTokens(load.drafted_tokens, load.accepted_tokens)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached blocks, so that the next prompt is computed as a whole."""

@@ -84,6 +84,14 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTokens:
+    """Guessed by speculation so far, in all answers, and those of them that were right."""
+
+    proposed: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class BeamSearchSequence:
     """One answer with the prompt before it, as in vLLM; ``logprobs`` and ``cum_logprob`` are the answer's."""
 
