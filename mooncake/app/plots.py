@@ -15,6 +15,7 @@ from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.outputs import writing
 from mooncake.app.replay import ReplayReport
+from mooncake.app.sim.charts import short
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOWS = 60  # time windows in plots over time
 LINE, SECOND, LIMIT = "#1f6feb", "#d29922", "#cf222e"
+SHARES = (-0.02, 1.02)  # the limits of an axis from 0 to 1
 YARDSTICK: dict[str, Any] = {"color": "black", "linestyle": ":"}
 OURS: dict[str, Any] = {"color": LINE, "linewidth": 2.4}
 
@@ -33,11 +35,12 @@ def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     ok = [result for result in report.results if result.outcome is Outcome.OK]
     slo = report.options.slo
+    end_s = max((result.sent_s for result in report.results), default=0.0) or 1.0
     return [
         _figure(folder / "ttft.png", lambda axes: _ttft(axes, ok, slo.ttft_ms)),
         _figure(folder / "tbt.png", lambda axes: _tbt(axes, ok, slo.tbt_ms)),
-        _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, report.results)),
-        _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, report.endless_cache.token)),
+        _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, report.results, end_s)),
+        _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, end_s, report.endless_cache.token)),
     ]
 
 
@@ -51,7 +54,11 @@ def write_hit_rates(path: Path, title: str, curves: Mapping[str, Sequence[tuple[
             style = YARDSTICK if name == "belady" else OURS if name == "workload-aware" else {"linewidth": 1.2}
             axes.plot(*zip(*points, strict=True), label=name, marker="o", markersize=3, **style)
         axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache")
-        axes.set(title=title, xlabel="capacity, blocks", ylabel="prompt blocks found in cache", xscale="log")
+        axes.set(title=title, xlabel="capacity, blocks", ylabel="share of prompt blocks found in cache", xscale="log")
+        capacities = sorted({capacity for points in curves.values() for capacity, _ in points})
+        axes.set_xticks(capacities, list(map(short, capacities)))
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(bottom=0)
 
     _figure(path, draw, is_crowded=True)
 
@@ -64,7 +71,7 @@ def write_comparison(path: Path, title: str, curves: Mapping[str, Sequence[float
     def draw(axes: Axes) -> None:
         for (name, values), colour in zip(curves.items(), (LINE, SECOND, LIMIT), strict=False):
             _cdf(axes, values, name, colour)
-        axes.set(title=title, xlabel="ms", ylabel="share of requests", ylim=(0, 1))
+        axes.set(title=title, xlabel="ms", ylabel="share of requests", xlim=(0, None), ylim=SHARES)
 
     _figure(path, draw)
 
@@ -96,8 +103,8 @@ def _figure(path: Path, draw: Callable[[Axes], None], is_crowded: bool = False) 
     axes.spines[["top", "right"]].set_visible(False)
     if is_crowded:
         figure.legend(frameon=False, fontsize="small", loc="outside right center")
-    elif axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False)
+    elif axes.get_legend_handles_labels()[0]:  # outside, since lines may be anywhere
+        figure.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=3)
     with writing(path):
         figure.savefig(path)
     return path
@@ -106,7 +113,7 @@ def _figure(path: Path, draw: Callable[[Axes], None], is_crowded: bool = False) 
 def _ttft(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
     _cdf(axes, [result.ttft_ms / 1e3 for result in results], "TTFT", LINE)
     _limit(axes, limit_ms / 1e3, "s")
-    axes.set(title="Time to first token", xlabel="s", ylabel="share of requests")
+    axes.set(title="Time to first token", xlabel="s", ylabel="share of requests", xlim=(0, None), ylim=SHARES)
 
 
 def _tbt(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
@@ -114,39 +121,42 @@ def _tbt(axes: Axes, results: Sequence[RequestResult], limit_ms: float) -> None:
     _cdf(axes, [result.tail_tbt_ms for result in with_gaps], "mean of the longest tenth of gaps", LINE)
     _cdf(axes, [result.mean_tbt_ms for result in with_gaps], "mean of all gaps", SECOND)
     _limit(axes, limit_ms, "ms")
-    axes.set(title="Time between tokens, by request", xlabel="ms", ylabel="share of requests")
+    title = "Time between tokens, by request"
+    axes.set(title=title, xlabel="ms", ylabel="share of requests", xlim=(0, None), ylim=SHARES)
 
 
-def _arrivals(axes: Axes, results: Sequence[RequestResult]) -> None:
-    times = [result.sent_s for result in results]
-    width = _window(times)
-    axes.hist(times, bins=WINDOWS, range=(0.0, max(times, default=1.0)), color=LINE)
-    refused = [result.sent_s for result in results if result.outcome is Outcome.REJECTED]
-    if refused:
-        axes.hist(refused, bins=WINDOWS, range=(0.0, max(times, default=1.0)), color=LIMIT, label="rejected")
-    axes.set(title="Requests sent", xlabel="s since the start", ylabel=f"requests each {width:.2g} s")
+def _arrivals(axes: Axes, results: Sequence[RequestResult], end_s: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    sent = [result.sent_s for result in results]
+    rejected = [result.sent_s for result in results if result.outcome is Outcome.REJECTED]
+    for times, label, colour in ((sent, "sent", LINE), (rejected, "of these, rejected", LIMIT)):
+        if times:
+            axes.hist(times, bins=WINDOWS, range=(0.0, end_s), color=colour, label=label)
+    axes.set(title="Requests sent", xlabel="s since the start", ylabel=f"requests each {end_s / WINDOWS:.2g} s")
+    axes.set(xlim=(0, end_s))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _hit_rate(axes: Axes, results: Sequence[RequestResult], endless: float) -> None:
+def _hit_rate(axes: Axes, results: Sequence[RequestResult], end_s: float, endless: float) -> None:
     ordered = sorted(results, key=lambda result: result.sent_s)
     hit = accumulate(result.cached_tokens for result in ordered)
     total_tokens = accumulate(result.prompt_tokens for result in ordered)
     rates = [found / max(1, total) for found, total in zip(hit, total_tokens, strict=True)]
-    axes.plot([result.sent_s for result in ordered], rates, color=LINE, label="so far, by token")
-    axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run, by token")
-    axes.set(title="Prompt tokens served from cache", xlabel="s since the start", ylabel="share", ylim=(-0.02, 1.02))
+    times = [result.sent_s for result in ordered]
+    if rates:  # up to the end: a rate holds until the next request, and one alone is a line, too
+        axes.step([*times, end_s], [*rates, rates[-1]], where="post", color=LINE, label="so far")
+    axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run")
+    title, share = "Prompt tokens served from cache", "share of prompt tokens"
+    axes.set(title=title, xlabel="s since the start", ylabel=share, xlim=(0, end_s), ylim=SHARES)
 
 
 def _cdf(axes: Axes, values: Sequence[float], label: str, colour: str) -> None:
     ordered = sorted(values)
-    shares = [(index + 1) / len(ordered) for index in range(len(ordered))]
-    axes.step(ordered, shares, where="post", label=label, color=colour)
+    shares = [index / len(ordered) for index in range(len(ordered) + 1)] if ordered else []
+    axes.step([*ordered[:1], *ordered], shares, where="post", label=label, color=colour)
 
 
 def _limit(axes: Axes, limit: float, unit: str) -> None:
     if math.isfinite(limit):
         axes.axvline(limit, color=LIMIT, linestyle="--", label=f"SLO {limit:g} {unit}")
-
-
-def _window(times: Sequence[float]) -> float:
-    return max(times, default=1.0) / WINDOWS
