@@ -182,7 +182,6 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
     style = "body{font:14px system-ui;max-width:980px;margin:2em auto}"
     style += "svg{width:48%;overflow:visible;font:10px system-ui;fill:#57606a}"
     style += "svg .grid{stroke:#d0d7de;stroke-width:.5}svg .title{font-size:12px;font-weight:600}"
-    style += "svg .legend{paint-order:stroke;stroke:#fff;stroke-width:3px}"
     title = html.escape(f"{vary} on {name}")
     data = msgspec.json.encode([point.line for point in points]).decode().replace("<", "\\u003c")
     with writing(path):

@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 460, 260
 LEFT, RIGHT, TOP, BOTTOM = 56, 12, 30, 40
 COLOURS = ("#1f6feb", "#d29922", "#cf222e", "#2da44e", "#8250df", "#57606a", "#bf3989", "#0a7ea4")
 CHARACTER = 6  # width of one in a label
+ENTRY, LEGEND_ROW = 30, 14  # of a legend: width of an entry besides its label, height of a row
 MAX_POINTS = 600
 
 
@@ -30,15 +31,22 @@ def cdf(label: str, values: Sequence[float]) -> Series:
 
 
 def lines(
-    title: str, x_label: str, y_label: str, series: Sequence[Series], log_x: bool = False, names: Sequence[str] = ()
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    log_x: bool = False,
+    names: Sequence[str] = (),
+    end: float = 0.0,
 ) -> str:
-    """A chart with one line per series; only a frame if there are no points. ``names``: what x = 0, 1, … stand for."""
+    """A chart with one line per series; only a frame if there are no points. ``names``: what x = 0, 1, … stand for.
+    The x axis reaches ``end`` at least."""
     series = [_thin(one, log_x) for one in series]
     xs = [x for one in series for x in one.x]
     ys = [y for one in series for y in one.y]
     if not xs:
         return _frame(title, x_label, y_label, "")
-    low_x, high_x = min(xs), max(xs)
+    low_x, high_x = min(xs), max(*xs, end)
     high_y = max(max(ys), 1e-12)
     scale_x = _scale(low_x if log_x else min(low_x, 0.0), high_x, LEFT, WIDTH - RIGHT, log_x)
     scale_y = _scale(0.0, high_y, HEIGHT - BOTTOM, TOP, False)
@@ -53,11 +61,24 @@ def lines(
         colour = COLOURS[at % len(COLOURS)]
         points = " ".join(f"{scale_x(x):.1f},{scale_y(y):.1f}" for x, y in zip(one.x, one.y, strict=True))
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        parts.append(
-            f'<text x="{WIDTH - RIGHT - 4}" y="{TOP + 12 + 14 * at}" text-anchor="end" fill="{colour}" class="legend">'
-            f"{escape(one.label)}</text>"
-        )
-    return _frame(title, x_label, y_label, "".join(parts))
+    legend, num_rows = _legend([one.label for one in series])
+    return _frame(title, x_label, y_label, "".join(parts) + legend, HEIGHT + num_rows * LEGEND_ROW)
+
+
+def _legend(labels: Sequence[str]) -> tuple[str, int]:
+    """Below the chart, where no line is: as many entries to a row as there is room for, and the number of rows."""
+    parts, x, row = [], LEFT, 0
+    for at, label in enumerate(labels):
+        if not label:
+            continue
+        width = len(label) * CHARACTER + ENTRY
+        if x > LEFT and x + width > WIDTH:
+            x, row = LEFT, row + 1
+        y, colour = HEIGHT + row * LEGEND_ROW + 6, COLOURS[at % len(COLOURS)]
+        parts.append(f'<line x1="{x}" x2="{x + 14}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<text x="{x + 18}" y="{y}" class="legend">{escape(label)}</text>')
+        x += width
+    return "".join(parts), row + 1 if parts else 0
 
 
 class _Scale:
@@ -102,7 +123,13 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def _powers(low: float, high: float) -> list[float]:
-    return [10.0**power for power in range(int(np.ceil(np.log10(low))), int(np.floor(np.log10(high))) + 1)]
+    """Powers of ten between ``low`` and ``high``; where they are few, others that are round, too."""
+    exponents = range(int(np.floor(np.log10(low))), int(np.floor(np.log10(high))) + 1)
+    for factors in ((1,), (1, 2, 5), range(1, 10)):
+        found = [value for power in exponents for factor in factors if low <= (value := factor * 10.0**power) <= high]
+        if len(found) > 1:
+            return found
+    return ticks(low, high)
 
 
 def short(value: float) -> str:
@@ -112,9 +139,9 @@ def short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _frame(title: str, x_label: str, y_label: str, inside: str) -> str:
+def _frame(title: str, x_label: str, y_label: str, inside: str, height: int = HEIGHT) -> str:
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}">'
         f'<text x="{LEFT}" y="16" class="title">{escape(title)}</text>{inside}'
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>'
         f'<text transform="translate(12 {HEIGHT / 2}) rotate(-90)" text-anchor="middle">{escape(y_label)}</text></svg>'

@@ -24,7 +24,7 @@ table{border-collapse:collapse;margin:.6em 0}
 td,th{padding:.2em .8em .2em 0;text-align:right;border-bottom:1px solid #d0d7de}
 td:first-child,th:first-child{text-align:left}.charts{display:grid;grid-template-columns:1fr 1fr;gap:12px}
 svg{width:100%;font:10px system-ui,sans-serif;fill:#57606a}svg .grid{stroke:#d0d7de;stroke-width:.5}
-svg .title{font-size:12px;fill:#1f2328;font-weight:600}svg .legend{paint-order:stroke;stroke:#fff;stroke-width:3px}
+svg .title{font-size:12px;fill:#1f2328;font-weight:600}
 .note{color:#57606a}
 """
 WINDOWS = 60
@@ -99,8 +99,11 @@ def _charts(simulation: Simulation) -> list[str]:
     done = results.fate == Fate.DONE
     minutes = [at_s / 60 for at_s in timeline.at_s]
     windows = over_time(simulation)
+    end = max(
+        minutes[-1] if minutes else 0.0, float(results.arrival_s.max()) / 60
+    )  # all charts over time have one axis
     return [
-        lines("Time to first token", "s", "share of requests", [cdf("all", results.ttft_s[done].tolist())], log_x=True),
+        lines("Time to first token", "s", "share of requests", [cdf("", results.ttft_s[done].tolist())], log_x=True),
         lines(
             "Time between tokens",
             "ms",
@@ -110,22 +113,24 @@ def _charts(simulation: Simulation) -> list[str]:
                 cdf("mean", _known(results.mean_tbt_ms[done])),
             ],
         ),
-        lines("Requests a minute", "minutes", "requests", [windows["sent"], windows["refused"]]),
+        lines("Requests a minute", "minutes", "requests", [windows["sent"], windows["refused"]], end=end),
         lines(
             "Prompt tokens reused, by tier",
             "minutes",
             "share",
             [windows[name] for name in ("all tiers", "memory", "SSD", "another host")],
+            end=end,
         ),
         lines(
             "Machines at work",
             "minutes",
             "share",
             [Series("prefill", minutes, timeline.prefill_load), Series("decode batch / 64", minutes, timeline.batch)],
+            end=end,
         ),
-        lines("Prompts that wait, a machine", "minutes", "prompts", [Series("", minutes, timeline.queued)]),
-        lines("One decode step", "minutes", "ms", [Series("mean of machines", minutes, timeline.step_ms)]),
-        lines("Mean TTFT", "minutes", "s", [windows["ttft"]]),
+        lines("Prompts that wait, a machine", "minutes", "prompts", [Series("", minutes, timeline.queued)], end=end),
+        lines("One decode step", "minutes", "ms", [Series("mean of machines", minutes, timeline.step_ms)], end=end),
+        lines("Mean TTFT", "minutes", "s", [Series("", windows["ttft"].x, windows["ttft"].y)], end=end),
     ]
 
 
