@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 from collections.abc import Sequence
 from hashlib import sha256
+
+from mooncake.errors import InvalidRequest
 
 API_KEY_ENV = "MOONCAKE_API_KEY"  # one key: for servers that are configured with none, and for clients
 HEADER = "authorization"  # also the metadata key in gRPC, which is lower-case
 HIDDEN = "(hidden)"  # shown instead of a secret
+KEY_WORDS = "1 to 512 characters of visible ASCII"
+_KEY = re.compile(r"[!-~]{1,512}")
 
 
 class ApiKeys:
@@ -34,9 +39,18 @@ class ApiKeys:
         return not self._digests or (scheme.lower() == b"bearer" and found > 0)
 
 
+def is_key(text: str) -> bool:
+    """Whether it can travel in a header as it is."""
+    return _KEY.fullmatch(text) is not None
+
+
 def bearer(api_key: str) -> tuple[tuple[str, str], ...]:
-    """Call metadata for this key; none for ""."""
-    return ((HEADER, f"Bearer {api_key}"),) if api_key else ()
+    """Call metadata for this key; none for "". Raises InvalidRequest, which does not tell the key."""
+    if not api_key:
+        return ()
+    if not is_key(api_key):
+        raise InvalidRequest(f"an API key is {KEY_WORDS}: is there a line break in it?", "api_key")
+    return ((HEADER, f"Bearer {api_key}"),)
 
 
 def own_api_key() -> str:

@@ -13,6 +13,7 @@ Errors are those of ``mooncake.errors``. It knows the wire format and nothing of
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -68,7 +69,7 @@ class GenerateChunk:
     request_id: str
     tokens: tuple[SampledToken, ...]
     text: str
-    finish_reason: str = ""  # "stop" or "length"
+    finish_reason: str = ""  # "stop", "length" or "repetition"
     usage: Usage | None = None
     timings: RequestTimings | None = None
     choice: int = 0  # which of several answers it belongs to
@@ -122,9 +123,11 @@ class Client:
         conductor that has been silent for ``keepalive_s`` and does not answer for as long again fails the calls to it
         (NodeUnavailable): its host may be gone.
 
-        Raises InvalidRequest when ``address`` is not ``host:port``, ConfigError for a file that cannot be used.
+        Raises InvalidRequest when ``address`` is not ``host:port`` or the key cannot be sent, ConfigError for a file
+        that cannot be used.
         """
         self.address = check_address(address)
+        self._metadata = bearer(own_api_key() if api_key is None else api_key)
         tls = own_tls() if tls is None else tls
         options = (
             ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -135,7 +138,6 @@ class Client:
         self._channel = (
             grpc.secure_channel(address, tls.credentials(), options) if tls else grpc.insecure_channel(address, options)
         )
-        self._metadata = bearer(own_api_key() if api_key is None else api_key)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._cluster = cluster_pb2_grpc.ClusterStub(self._channel)
 
@@ -214,20 +216,25 @@ class Client:
 
     def set_role(self, node_id: str, role: str) -> None:
         """Ask a node to become a "prefill" or a "decode" node; it drains first. Raises InvalidRequest if it cannot."""
-        self._call(self._cluster.SetRole, cluster_pb2.SetRoleRequest(node_id=node_id, role=role))
+        with _refusing_what_cannot_be_sent():
+            request = cluster_pb2.SetRoleRequest(node_id=node_id, role=role)
+        self._call(self._cluster.SetRole, request)
 
-    def load_adapter(self, name: str, path: str, in_place: bool = False) -> None:
+    def load_adapter(self, name: str, path: str | os.PathLike[str], in_place: bool = False) -> None:
         """Have every node load the LoRA adapter in the folder ``path``; returns once requests may name it. With
         ``in_place`` it replaces a loaded one of that name.
 
         Raises InvalidRequest when it may not be loaded or does not fit the model, NotFound when nothing is there.
         """
-        request = cluster_pb2.LoadAdapterRequest(name=name, path=path, in_place=in_place)
+        with _refusing_what_cannot_be_sent():
+            request = cluster_pb2.LoadAdapterRequest(name=name, path=os.fspath(path), in_place=in_place)
         self._call(self._cluster.LoadAdapter, request, _LOAD_S)
 
     def unload_adapter(self, name: str) -> None:
         """Requests that use it are finished, new ones are refused. Raises InvalidRequest, NotFound."""
-        self._call(self._cluster.UnloadAdapter, cluster_pb2.UnloadAdapterRequest(name=name))
+        with _refusing_what_cannot_be_sent():
+            request = cluster_pb2.UnloadAdapterRequest(name=name)
+        self._call(self._cluster.UnloadAdapter, request)
 
     def close(self) -> None:
         self._channel.close()
@@ -242,11 +249,15 @@ class Client:
 
     def _call(self, method: Callable[..., Response], request: Message, timeout_s: float = _SHORT_CALL_S) -> Response:
         try:
-            return method(request, timeout=timeout_s, metadata=self._metadata)
+            with _refusing_what_cannot_be_sent():
+                return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise error_from_rpc(error, self.address) from None
 
     def _chunks(self, request: pb.GenerateRequest, session: str, timeout_s: float | None) -> Iterator[GenerateChunk]:
+        check_type("session", session, str)
+        if not (session.isascii() and session.isprintable()):
+            raise InvalidRequest("a session has printable ASCII characters alone", "session")
         metadata = (*self._metadata, *((("x-session-affinity", session),) if session else ()))
         with _refusing_what_cannot_be_sent():
             call = self._inference.Generate(request, timeout=timeout_s, metadata=metadata)

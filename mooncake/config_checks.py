@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 
 from mooncake.adapters import parse_adapters
+from mooncake.api_keys import KEY_WORDS, is_key
 from mooncake.config_sections import GENERATION_CONFIGS, ConductorSection, Config, EngineSection, NodeSection
 from mooncake.errors import ConfigError
 from mooncake.json_file import json_object
@@ -133,8 +134,8 @@ def _check_conductor(section: ConductorSection) -> None:
     if timeout_s < MISSED_HEARTBEATS * interval_s * (1 - 1e-9):
         what = f"at least {MISSED_HEARTBEATS} times conductor.heartbeat_interval_s ({interval_s:g})"
         raise ConfigError(f"conductor.node_timeout_s must be {what}, got {timeout_s:g}")
-    if not all(re.fullmatch(r"[!-~]{1,512}", key) for key in section.api_keys):
-        raise ConfigError("conductor.api_keys: a key is 1 to 512 characters of visible ASCII")
+    if not all(map(is_key, section.api_keys)):
+        raise ConfigError(f"conductor.api_keys: a key is {KEY_WORDS}")
     for origin in section.allowed_origins:
         if not re.fullmatch(r"\*|https?://[^/\s]+", origin):
             raise ConfigError(f'conductor.allowed_origins: an origin is "*" or like https://host:port, got {origin!r}')

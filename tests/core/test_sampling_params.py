@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 import mooncake
 from mooncake import sampling_params
 from mooncake.client import Client
-from mooncake.errors import InvalidRequest
+from mooncake.errors import InvalidRequest, NodeUnavailable
 from mooncake.repetition import Repetitions
 from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 
@@ -127,6 +128,9 @@ def test_numbers_of_numpy_are_numbers() -> None:
         ({"token_ids": ["x"]}, "a value of the request cannot be sent"),
         ({"prompt": "x", "priority": 1 << 40}, "a value of the request cannot be sent"),
         ({"prompt": "x", "timeout_s": "soon"}, "a value of the request cannot be sent"),
+        ({"prompt": "x", "session": "é"}, "a session has printable ASCII characters alone"),
+        ({"prompt": "x", "session": "a\n"}, "a session has printable ASCII characters alone"),
+        ({"prompt": "x", "session": 5}, "session must be a str, got 5"),
     ],
 )
 def test_a_client_refuses_what_cannot_be_sent(wishes: dict[str, Any], words: str) -> None:
@@ -138,8 +142,25 @@ def test_a_client_refuses_what_cannot_be_sent(wishes: dict[str, Any], words: str
 def test_a_client_that_is_closed_says_so() -> None:
     client = Client("127.0.0.1:9")
     client.close()
-    with pytest.raises(InvalidRequest, match="this client is closed"):
-        client.generate("x")
+    for call in (lambda: client.generate("x"), client.models, client.status, lambda: client.unload_adapter("a")):
+        with pytest.raises(InvalidRequest, match="this client is closed"):
+            call()
+
+
+def test_other_calls_of_a_client_refuse_what_cannot_be_sent_too_and_take_paths() -> None:
+    with Client("127.0.0.1:9") as client:
+        for call in (lambda: client.set_role(5, "decode"), lambda: client.load_adapter("a", cast(str, 5))):  # type: ignore[arg-type]
+            with pytest.raises(InvalidRequest, match="a value of the request cannot be sent"):
+                call()
+        with pytest.raises(NodeUnavailable):
+            client.load_adapter("a", Path("/folder"))
+
+
+@pytest.mark.parametrize("key", ["sk-1\n", "sk é", "x" * 513])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_told(key: str) -> None:
+    with pytest.raises(InvalidRequest, match="an API key is 1 to 512 characters of visible ASCII") as refused:
+        Client("127.0.0.1:9", api_key=key)
+    assert key.strip() not in refused.value.message
 
 
 @pytest.mark.parametrize(
