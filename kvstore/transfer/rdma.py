@@ -3,10 +3,10 @@
 A path is one queue pair, set up over a TCP connection that then stays silent: its end is the end of either side. For
 reads, a peer gets the keys of the whole segment. For writes, it requests a memory window per granted block over the
 queue pair, and the owner closes the window when it revokes the grant; so an epoch fences these writes as strictly as
-those over TCP. A key that has become invalid breaks the queue pair, with all that is in flight on it; the path then
-goes on over a new one, asks again, and so learns whose grant is gone: only those slices fail. The old connection ends
-after the new one has begun, because an owner gives up all hand-offs of a writer that has none. Unregistered memory is
-copied through registered memory.
+those over TCP. A key that has become invalid breaks the queue pair, with all that is in flight on it, and so do too
+many lost packets in a row; the path then goes on over a new one, asks again, and so learns whose grant is gone: only
+those slices fail. The old connection ends after the new one has begun, because an owner gives up all hand-offs of a
+writer that has none. Unregistered memory is copied through registered memory.
 """
 
 from __future__ import annotations
@@ -300,6 +300,8 @@ class RdmaPath:
     def _account(self, completion: Completion, link: Link, work: Work) -> None:
         if completion.status == Status.REMOTE_ACCESS:
             raise LinkBroken(f"{self._address.node_id} does not accept a memory key (status {completion.status})")
+        if completion.status == Status.NO_ANSWER:
+            raise LinkBroken(f"{self._address.node_id} acknowledges nothing (status {completion.status})")
         if completion.status != Status.SUCCESS:
             raise PathFailed(f"the queue pair to {self._address.node_id} broke (status {completion.status})")
         if completion.is_received:

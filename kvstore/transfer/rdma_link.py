@@ -36,7 +36,8 @@ Attach = Callable[[bytes, float], tuple[socket.socket, bytes]]
 
 
 class LinkBroken(PathFailed):
-    """The owner's device refused a key, or the owner ended the link. It may be well, and accept a new one."""
+    """The owner's device refused a key or acknowledged nothing, or the owner ended the link. It may be well, and accept
+    a new one."""
 
 
 class Link:

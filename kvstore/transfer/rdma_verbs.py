@@ -26,7 +26,8 @@ MAX_READS = 16  # RDMA reads in flight on one queue pair
 _HOP_LIMIT = 64
 _MOST_AT_ONCE = 64
 _ACK_TIMEOUT = 14  # 4.096 µs · 2^14 = 67 ms per attempt: how long a lost acknowledgement stalls the queue pair
-_RETRIES = 7  # an unresponsive peer is given up after half a second, or two: devices may wait four times that
+# An unresponsive peer is given up after half a second, or two: devices may wait four times that; soft RoCE for ever.
+_RETRIES = 7
 _RNR_TIMER = 12  # 0.64 ms between retries when the peer has no receive posted
 _RNR_FOR_EVER = 7  # a peer that is slow to post receives is slow, not gone
 

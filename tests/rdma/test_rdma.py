@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -17,11 +18,13 @@ import numpy as np
 import pytest
 
 from kvstore.pointers import address_of
+from kvstore.transfer import rdma_verbs
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.rdma import RdmaPath, RdmaTransport
-from kvstore.transfer.rdma_verbs import QueuePair, Status
+from kvstore.transfer.rdma_verbs import Endpoint, QueuePair, Status
 from kvstore.transfer.requests import ReadRange, WriteRange
+from kvstore.transfer.tcp import attach
 from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice
 from mooncake.errors import MooncakeError, NodeUnavailable, StaleEpoch
 from mooncake.types import SegmentAddress
@@ -283,6 +286,36 @@ def test_a_queue_pair_that_the_owner_loses_is_replaced(own: Any, transport: Rdma
     path.carry(work)
     assert len(work.done_parts) == 3 and not work.given_back
     assert np.array_equal(owner.blocks[:3], data)
+    eventually(lambda: owner.server.stats().connections == 1)
+    assert owner.gone == []
+    path.close()
+
+
+def test_a_queue_pair_that_gets_no_acknowledgement_is_replaced_and_the_writer_is_not_gone(
+    own: Any, transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch
+):
+    owner, data, num_links = own(), noise(BLOCK), 0
+    retries = rdma_verbs._RETRIES
+
+    def attach_once_to_nobody(request: bytes, deadline: float) -> tuple[socket.socket, bytes]:
+        nonlocal num_links
+        num_links += 1
+        sock, answer = attach(owner.address, Caller("tester", 1), "rdma", request, deadline)
+        monkeypatch.setattr(rdma_verbs, "_RETRIES", 1 if num_links == 1 else retries)  # soft RoCE takes 7 for endless
+        if num_links == 1:  # what is sent to this queue pair is lost
+            there = Endpoint.unpack(answer[: Endpoint.SIZE])
+            nobody = dataclasses.replace(there, queue_pair=there.queue_pair ^ 0x80_0000)
+            answer = nobody.pack() + answer[Endpoint.SIZE :]
+        return sock, answer
+
+    assert transport._device is not None and transport._memory is not None
+    path = RdmaPath(transport._device, transport._memory, owner.address, attach_once_to_nobody)
+    path.connect(soon())
+    work = Slices(Operation.WRITE, [(2, 0, data)])
+    path.carry(work)
+    assert len(work.done_parts) == 1 and not work.given_back
+    assert np.array_equal(owner.blocks[2], data)
+    assert num_links == 2
     eventually(lambda: owner.server.stats().connections == 1)
     assert owner.gone == []
     path.close()
