@@ -78,11 +78,11 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         """Copy what is missing here of a run of blocks. Returns how many were copied."""
         if all(self._store.exists(keys)):
             return 0
-        lease = await source.acquire(keys, timeout_s=max(deadline - time.monotonic(), 0.0))
+        lease = await source.ranges.acquire(keys, timeout_s=max(deadline - time.monotonic(), 0.0))
         try:
             return await self._copy_leased(lease, keys, parent, min(deadline, lease.expires_s))
         finally:
-            await source.finish(lease)
+            await source.ranges.finish(lease)
 
     async def _copy_leased(self, lease: Lease, keys: list[BlockKey], parent: bytes, deadline: float) -> int:
         if not lease.blocks:

@@ -108,13 +108,13 @@ class ConvertedPrefix:
         """Raises KVLoadFailed when something has gone since it was counted."""
         needed = num_blocks * self._plan.target.block_tokens // self._plan.source.block_tokens
         answers = await asyncio.gather(
-            *(self._store.acquire_all(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
+            *(self._store.ranges.acquire_all(keys[:needed], timeout_s=timeout_s) for keys in self._keys.values()),
             return_exceptions=True,
         )
         leases = tuple(answer for answer in answers if not isinstance(answer, BaseException))
         for failure in answers:
             if isinstance(failure, BaseException):
-                await self._store.release(leases)
+                await self._store.ranges.release(leases)
                 raise failure
         shards = {rank: _shard_of(lease) for rank, lease in zip(self._keys, leases, strict=True)}
         expires_s = min(lease.expires_s for lease in leases)

@@ -30,7 +30,7 @@ class Leases:
     loop: asyncio.AbstractEventLoop
 
     def acquire(self, store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-        """All of these blocks. Raises KVLoadFailed, and what ``StoreClient.acquire_all`` does."""
+        """All of these blocks. Raises KVLoadFailed, and what ``StoreRanges.acquire_all`` does."""
         return self._in_time(store, _acquire(store, keys))
 
     def acquire_converted(self, store: StoreClient, prefix: ConvertedPrefix, num_blocks: int) -> ConvertedLease:
@@ -39,7 +39,7 @@ class Leases:
 
     def release(self, store: StoreClient, lease: LeasedPrefix | ConvertedLease, corrupt: list[BlockKey]) -> None:
         """Callable from any thread; does not wait."""
-        call = store.release_ids(lease.lease_ids, corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
+        call = store.ranges.release([lease], corrupt_keys=corrupt, timeout_s=CONTROL_TIMEOUT_S)
         asyncio.run_coroutine_threadsafe(_quietly(call), self.loop)
 
     def _in_time(self, store: StoreClient, leasing: Coroutine[object, object, Lease]) -> Lease:
@@ -69,7 +69,7 @@ def lease_in_time(
 
 
 async def _acquire(store: StoreClient, keys: list[BlockKey]) -> LeasedPrefix:
-    lease = await store.acquire_all(keys, timeout_s=CONTROL_TIMEOUT_S)
+    lease = await store.ranges.acquire_all(keys, timeout_s=CONTROL_TIMEOUT_S)
     return LeasedPrefix(
         lease.segment,
         lease.lease_ids,

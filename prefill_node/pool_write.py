@@ -54,7 +54,7 @@ class PoolWrite:
         if not blocks:
             return
         try:
-            slots = await self._store.reserve(
+            slots = await self._store.ranges.reserve(
                 blocks,
                 self._layout.block_bytes,
                 self._layout.num_layers,
@@ -83,12 +83,12 @@ class PoolWrite:
                 return
             sums = self.stream.checksums
             sealings = [(slot, sums[page]) for page, slot in self._reservations.items() if page in sums]
-            await self._store.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
+            await self._store.ranges.seal(sealings, timeout_s=CONTROL_TIMEOUT_S)
             self._is_sealed = True
             # Pages that a cached prefix lacks, because nothing after it sees them.
             not_there = [slot for page, slot in self._reservations.items() if page not in sums]
             if not_there:
-                await self._store.abort(not_there)
+                await self._store.ranges.abort(not_there)
         except MooncakeError as error:
             log.debug("%s: not stored: %s", self._request_id, error.message)
 
@@ -96,7 +96,7 @@ class PoolWrite:
         """Abort reservations that were not sealed."""
         if self._reservations and not self._is_sealed:
             with contextlib.suppress(MooncakeError):
-                await self._store.abort(list(self._reservations.values()))
+                await self._store.ranges.abort(list(self._reservations.values()))
 
     def retain_blocks(self, block_ids: list[int]) -> None:
         """On the engine's thread: keep the blocks until they are written, whatever happens to their sequence."""

@@ -41,7 +41,6 @@ class NearStore:
         self._far = far
         self._tenant = tenant
         self.board: BoardReader | None = None
-        self.has_ssd = True  # as far as we know; set by whoever asked the store
         self._spare: list[Reservation] = []  # slots we got and did not need
         self._timer: asyncio.TimerHandle | None = None
         self._last_put_s = 0.0
@@ -73,10 +72,10 @@ class NearStore:
 
     # Reading
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool | None]:
-        """Whether each is stored; None for what the board cannot tell."""
+    def exists(self, keys: Sequence[bytes], has_ssd: bool) -> list[bool | None]:
+        """Whether each is stored; None for what the board cannot tell: it does not list what is only on an SSD."""
         board = self.board
-        lists_all = board is not None and board.lists_all and not self.has_ssd
+        lists_all = board is not None and board.lists_all and not has_ssd
         here = board.exists(keys) if board is not None else None
         if here is None:  # no board, or the store is gone
             self.close()

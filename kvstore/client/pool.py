@@ -26,7 +26,8 @@ from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.memory import Memory, readable, writable
 from kvstore.client.pool_answers import OUTAGES, Told, answers_of, grouped, share_s
 from kvstore.client.pool_keys import Key, PoolKeys
-from kvstore.client.store_client import StoreClient, allowed_shortcuts
+from kvstore.client.shortcuts import allowed_shortcuts
+from kvstore.client.store_client import StoreClient
 from kvstore.client.types import MAX_BATCH, StoreStats, renumbered, room_in
 from kvstore.segment import MAX_BLOCK_BYTES
 from kvstore.transfer.engine import TransferEngine
@@ -360,7 +361,7 @@ class Client:
         for turn, address in enumerate(self._keys.homes(wire)):
             try:
                 left = share_s(deadline, self._replicas - turn)
-                if await self._stores[address].get_range_into(wire, offset, view, timeout_s=left):
+                if await self._stores[address].ranges.get_range_into(wire, offset, view, timeout_s=left):
                     return True
                 has_answer = True
             except ChecksumMismatch:  # that store has dropped it

@@ -1,4 +1,4 @@
-"""The client of a store, part by part: slots are reserved and written in ranges, blocks are leased and read in ranges.
+"""A store's blocks part by part: slots are reserved and written in ranges, blocks are leased and read in ranges.
 
 Bytes move between the caller's memory and the store's segment by one-sided transfers. This module does not know what
 the parts of a block mean.
@@ -7,12 +7,13 @@ the parts of a block mean.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from kvstore.checksum import Checksums, checksum, checksums_to_wire
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
 from kvstore.client.near import INLINE_BYTES
+from kvstore.client.shortcuts import Shortcuts
 from kvstore.client.types import (
     Lease,
     Reservation,
@@ -27,29 +28,31 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, TransferReport, WriteRange
 from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, KVLoadFailed, LeaseExpired, OutOfBlocks
 from mooncake.rpc import store_pb2 as pb
-from mooncake.rpc.server import Channels
 from mooncake.types import SegmentAddress
 
 WAIT_SHARE = 0.8  # share of a call's time to spend waiting for room, so that time is left for the rest
 
 
-class RangeClient(ABC):
-    """Every call takes ``timeout_s``, like those of ``StoreClient``."""
+class Leased(Protocol):
+    """What has leases: a ``Lease``, or what was made of some."""
+
+    @property
+    def lease_ids(self) -> Sequence[int]: ...
+
+
+class StoreRanges:
+    """Every call takes ``timeout_s``, and raises the same, as those of ``StoreClient``, which has one."""
 
     def __init__(
-        self, address: str, transfer: TransferEngine, channels: Channels, tenant: str, copies_inline: bool
+        self, transfer: TransferEngine, calls: StoreCalls, shortcuts: Shortcuts, tenant: str, copies_inline: bool
     ) -> None:
-        """See ``StoreClient``."""
-        self.address = address
-        self.tenant = tenant
-        self.writer_id = transfer.writer_id  # a reservation is released when this engine's data connections are gone
+        """``shortcuts`` hears of the store's incarnations; for the rest see ``StoreClient``."""
         self._transfer = transfer
-        self._calls = StoreCalls(address, channels, self.writer_id)
+        self._writer_id = transfer.writer_id  # a reservation is released when this engine's data connections are gone
+        self._calls = calls
+        self._shortcuts = shortcuts
+        self._tenant = tenant
         self._copies_inline = copies_inline
-
-    @abstractmethod
-    def _heard_from(self, incarnation: int) -> None:
-        """A store has answered; 0 when it did not give its incarnation."""
 
     # Writing in ranges: reserve, write_ranges as often as needed, then seal or abort
 
@@ -75,22 +78,47 @@ class RangeClient(ABC):
             for part in in_batches(names):
                 found: list[Reservation | None] = [None] * len(part)
                 try:
-                    found, _ = await self._reserve(part, length, ranges, deadline, into_dram)
+                    found, _ = await self.reserve_batch(part, length, ranges, deadline, into_dram)
                 except OutOfBlocks as error:
                     full = error
                 slots += found
         except BaseException:  # the caller will never learn of these
-            self._abort_later(slots)
+            self.abort_later(slots)
             raise
         if full is not None and not any(slots):
             raise full
         return slots
 
+    async def reserve_batch(
+        self,
+        names: Sequence[tuple[bytes, bytes]],
+        length: int,
+        ranges: int,
+        deadline: float,
+        into_dram: bool = False,
+    ) -> tuple[list[Reservation | None], list[bool]]:
+        """``reserve`` for at most MAX_BATCH blocks: the slots, and whether each block is stored already."""
+        request = pb.ReserveRequest(
+            writer_id=self._writer_id,
+            blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
+            length=length,
+            ranges=ranges,
+            tenant=self._tenant,
+            wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
+            into_dram=into_dram,
+        )
+        response = await self._calls.reserve(request, left_s(deadline))
+        self._shortcuts.heard_from(response.segment.incarnation)
+        return reservations_from_wire(response), [slot.stored for slot in response.slots]
+
     async def write_ranges(
         self, segment: SegmentAddress, ranges: Sequence[WriteRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> TransferReport:
         """Write into reserved slots. Raises StaleEpoch when a reservation is over."""
-        return await self._transfer.write_async(segment, ranges, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        if self._is_quick(segment, sum(memoryview(part.data).nbytes for part in ranges)):
+            return self._transfer.write(segment, ranges, deadline)
+        return await self._transfer.write_async(segment, ranges, deadline)
 
     async def seal(
         self,
@@ -122,7 +150,8 @@ class RangeClient(ABC):
         """Abort reservations. The writer must have stopped writing into them. Repeated until it gets through."""
         await self._calls.abort(reservations, timeout_s)
 
-    def _abort_later(self, slots: Iterable[Reservation | None]) -> None:
+    def abort_later(self, slots: Iterable[Reservation | None]) -> None:
+        """``abort`` without anyone waiting for it."""
         if mine := [slot for slot in slots if slot is not None]:
             self._calls.later(self._calls.abort(mine))
 
@@ -183,18 +212,12 @@ class RangeClient(ABC):
         return report
 
     async def release(
-        self, leases: Iterable[Lease], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
+        self, leases: Iterable[Leased], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
         """End leases; harmless for expired ones. ``corrupt_keys`` names blocks whose bytes were wrong: the store
         drops them at once."""
         ids = [lease_id for lease in leases for lease_id in lease.lease_ids]
         await self._calls.release(ids, corrupt_keys, timeout_s)
-
-    async def release_ids(
-        self, lease_ids: Iterable[int], *, corrupt_keys: Iterable[bytes] = (), timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> None:
-        """``release`` by id."""
-        await self._calls.release(lease_ids, corrupt_keys, timeout_s)
 
     async def finish(self, lease: Lease, corrupt_keys: Sequence[bytes] = ()) -> None:
         """End a lease without waiting, unless blocks were corrupt: then nobody finds those after this returns. If
@@ -238,36 +261,9 @@ class RangeClient(ABC):
             return self._transfer.read(segment, ranges, deadline)
         return await self._transfer.read_async(segment, ranges, deadline)
 
-    async def _write(self, segment: SegmentAddress, ranges: Sequence[WriteRange], deadline: float) -> TransferReport:
-        if self._is_quick(segment, sum(memoryview(part.data).nbytes for part in ranges)):
-            return self._transfer.write(segment, ranges, deadline)
-        return await self._transfer.write_async(segment, ranges, deadline)
-
     def _is_quick(self, segment: SegmentAddress, nbytes: int) -> bool:
         """Whether moving these bytes is a short local copy, best made right here."""
         return self._copies_inline and nbytes <= INLINE_BYTES and self._transfer.transport_of(segment.node_id) == "shm"
-
-    async def _reserve(
-        self,
-        names: Sequence[tuple[bytes, bytes]],
-        length: int,
-        ranges: int,
-        deadline: float,
-        into_dram: bool = False,
-    ) -> tuple[list[Reservation | None], list[bool]]:
-        """The slots of one batch, and whether each block is stored already."""
-        request = pb.ReserveRequest(
-            writer_id=self.writer_id,
-            blocks=[pb.BlockName(key=key, parent=parent) for key, parent in names],
-            length=length,
-            ranges=ranges,
-            tenant=self.tenant,
-            wait_ms=int(left_s(deadline) * 1e3 * WAIT_SHARE),
-            into_dram=into_dram,
-        )
-        response = await self._calls.reserve(request, left_s(deadline))
-        self._heard_from(response.segment.incarnation)
-        return reservations_from_wire(response), [slot.stored for slot in response.slots]
 
     async def _acquire(self, keys: Sequence[bytes], recompute_ms: float, scattered: bool, timeout_s: float) -> Lease:
         """``acquire`` for one batch."""
@@ -275,7 +271,7 @@ class RangeClient(ABC):
         request = pb.AcquireRequest(keys=keys, recompute_ms=recompute_ms, scattered=scattered, ended_lease_ids=ended)
         asked_s = time.monotonic()
         response = await self._calls.acquire(request, timeout_s)
-        self._heard_from(response.segment.incarnation)
+        self._shortcuts.heard_from(response.segment.incarnation)
         return lease_from_wire(response, asked_s)
 
 

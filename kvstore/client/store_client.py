@@ -4,9 +4,9 @@
         await store.put(key, data)
         assert await store.get(key) == data
 
-This module handles whole blocks; ``ranges`` handles parts of blocks, and the reservations and leases that both
-need. ``calls`` sends the calls; ``near`` and ``far`` are shortcuts for whole blocks. What a store
-does not have is None or a shorter list, not an error; all errors are those of ``mooncake.errors``.
+This module handles whole blocks; ``ranges`` handles parts of blocks, and the reservations and leases that both need.
+``calls`` sends the calls; ``shortcuts`` avoid some. What a store does not have is None or a shorter list, not an error;
+all errors are those of ``mooncake.errors``.
 """
 
 from __future__ import annotations
@@ -21,29 +21,20 @@ from typing_extensions import Buffer
 
 from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
-from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
-from kvstore.client.far import PROMPT_BYTES, FarStore
-from kvstore.client.near import NearStore
-from kvstore.client.ranges import RangeClient
+from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client.far import PROMPT_BYTES
+from kvstore.client.ranges import StoreRanges
+from kvstore.client.shortcuts import Shortcuts, allowed_shortcuts
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, WriteRange
 from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, OutOfBlocks, StaleEpoch
 from mooncake.rpc import store_pb2 as pb
-from mooncake.rpc.convert import segment_from_wire
 from mooncake.rpc.server import Channels
 
-UNHEARD = -1  # the store's incarnation is not known yet
 
-
-def allowed_shortcuts(transports: Sequence[str], max_mb_per_s: float) -> tuple[bool, bool]:
-    """``copies_inline`` and ``is_keyed`` of clients over an engine like this."""
-    is_free = max_mb_per_s == 0
-    return is_free and "shm" in transports, is_free and "tcp" in transports and "rdma" not in transports
-
-
-class StoreClient(RangeClient):
-    """Talks to one store. Belongs to one event loop.
+class StoreClient:
+    """Talks to one store. Belongs to one event loop. Parts of blocks are read and written through ``ranges``.
 
     Every call takes ``timeout_s`` and ends within it. Besides the errors listed at each method, all may raise
     NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
@@ -63,12 +54,11 @@ class StoreClient(RangeClient):
         ``copies_inline``, blocks of a store on this host are read in place, and short copies run on the event loop;
         not for an engine that must not use shared memory. With ``is_keyed``, whole blocks of remote stores are read
         and put over TCP in one message. Neither is for a rate-limited engine."""
-        super().__init__(address, transfer, channels, tenant, copies_inline)
-        self._far = FarStore(transfer, tenant) if is_keyed else None
-        self._near = NearStore(self._calls, self._far, tenant)
-        self._incarnation = 0  # the store's when its shortcuts were last looked up; 0: never
-        self._is_looking_up = False
-        self._owned: contextlib.AsyncExitStack = contextlib.AsyncExitStack()
+        self.address = address
+        self._calls = StoreCalls(address, channels, transfer.writer_id)
+        self._shortcuts = Shortcuts(transfer, self._calls, tenant, copies_inline, is_keyed)
+        self.ranges = StoreRanges(transfer, self._calls, self._shortcuts, tenant, copies_inline)
+        self._owned = contextlib.AsyncExitStack()
 
     @classmethod
     async def connect(
@@ -101,11 +91,9 @@ class StoreClient(RangeClient):
 
     async def close(self) -> None:
         """Ends background work, and closes what ``connect`` opened."""
-        self._near.return_ahead()
+        self._shortcuts.return_slots()
         await self._calls.close()
-        self._near.close()
-        if self._far is not None:
-            self._far.close()
+        self._shortcuts.close()
         await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
@@ -115,12 +103,6 @@ class StoreClient(RangeClient):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.close()
-
-    @property
-    def _open_far(self) -> FarStore | None:
-        """For whole blocks of a store that is not on this host, as long as its data plane answers."""
-        far = self._far
-        return far if far is not None and self._near.board is None and far.is_open else None
 
     # Whole blocks
 
@@ -211,17 +193,12 @@ class StoreClient(RangeClient):
         such slot, or it has expired: then the block must be reserved first."""
         checked_key(name[0])
         checked_parent(name[1])
-        if self._near.board is not None:
-            return await self._near.put(name, view, ranges, timeout_s)
-        if (far := self._open_far) is not None:
-            return await far.put(name, view, ranges, time.monotonic() + timeout_s)
-        return None
+        return await self._shortcuts.put(name, view, ranges, timeout_s)
 
     def get_here(self, key: bytes, into: object) -> int | None:
         """A block in this host's DRAM, if it fits into this buffer, without yielding to the event loop. None in all
         other cases, which the caller handles."""
-        board = self._near.board
-        return board.get(key, into) if board is not None else None
+        return self._shortcuts.get_here(key, into)
 
     async def get_one(self, key: bytes, into: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
         """``get_all`` for one block, in fewer steps when it is short. Raises InvalidRequest when it is longer."""
@@ -230,7 +207,7 @@ class StoreClient(RangeClient):
             return room_in(into, length)
 
         checked_key(key)
-        deadline, far = time.monotonic() + timeout_s, self._open_far
+        deadline, far = time.monotonic() + timeout_s, self._shortcuts.far
         if far is not None and 0 < into.nbytes <= PROMPT_BYTES:
             length = await far.get(key, into, deadline)
             if length is None:
@@ -255,10 +232,7 @@ class StoreClient(RangeClient):
         deadline = time.monotonic() + timeout_s
         for key in keys:
             checked_key(key)
-        if (far := self._open_far) is not None:
-            lengths = await far.read(keys, room, deadline)
-        else:
-            lengths = await self._near.read(keys, room)
+        lengths = await self._shortcuts.read(keys, room, deadline)
         for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
             await self._get_missing(keys, missing, room, lengths, deadline)
         return lengths
@@ -284,7 +258,9 @@ class StoreClient(RangeClient):
             for index, length in zip(missing, asked, strict=True):
                 lengths[index] = length
             has_begun = any(asked)
-            missing = [index for index in missing if lengths[index] is None] if has_begun and self._near.has_ssd else []
+            missing = (
+                [index for index in missing if lengths[index] is None] if has_begun and self._shortcuts.has_ssd else []
+            )
 
     async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
         [length], corrupt = await self._get_leased([key], room, time.monotonic() + timeout_s)
@@ -297,7 +273,7 @@ class StoreClient(RangeClient):
     ) -> tuple[list[int | None], list[bytes]]:
         """The lengths of blocks that arrived intact (None for the rest), and the keys of corrupt ones, which have
         been dropped."""
-        lease = await self.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
+        lease = await self.ranges.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
         lengths: list[int | None] = [None] * len(keys)
         corrupt: list[bytes] = []
         try:
@@ -305,14 +281,14 @@ class StoreClient(RangeClient):
             views = [room(index, block.length) for index, block in found]
             ranges = [ReadRange(block.slot, 0, view) for (_, block), view in zip(found, views, strict=True)]
             if ranges:
-                await self.read_ranges(lease, ranges, timeout_s=left_s(deadline))
+                await self.ranges.read_ranges(lease, ranges, timeout_s=left_s(deadline))
             for (index, block), view in zip(found, views, strict=True):
                 if first_mismatch(view, block.checksums) is None:
                     lengths[index] = block.length
                 else:
                     corrupt.append(keys[index])
         finally:
-            await self.finish(lease, corrupt)
+            await self.ranges.finish(lease, corrupt)
         return lengths, corrupt
 
     # Queries
@@ -322,9 +298,7 @@ class StoreClient(RangeClient):
         deadline = time.monotonic() + timeout_s
         for key in keys:
             checked_key(key)
-        known = self._near.exists(keys)
-        if (far := self._open_far) is not None:
-            known = await far.exists(keys, deadline)
+        known = await self._shortcuts.exists(keys, deadline)
         for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
             response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
@@ -362,38 +336,13 @@ class StoreClient(RangeClient):
         return pinned
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
-        self._incarnation = self._incarnation or UNHEARD
-        response = await self._calls.call(self._calls.stub.Stats(pb.StatsRequest(), timeout=timeout_s))
-        if self._incarnation != response.segment.incarnation:
-            self._near.close()  # the board of an earlier incarnation
-            self._incarnation = response.segment.incarnation
-        self._near.has_ssd = response.ssd_capacity_bytes > 0
-        await self._calls.open_fast_rpc(response.fast_rpc_port)
-        if self._copies_inline:
-            await self._near.open(response.board_path)
-        if self._far is not None and response.HasField("segment"):
-            self._far.open(segment_from_wire(response.segment))
-        return stats_from_wire(response)
+        return stats_from_wire(await self._shortcuts.look_up(timeout_s))
 
     async def knock(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Look up the shortcuts. Raises InvalidRequest when the store's data plane refuses us."""
         deadline = time.monotonic() + timeout_s
-        await self.stats(timeout_s=timeout_s)
-        if self._far is not None and self._near.board is None:
-            await self._far.knock(deadline)
-
-    def _heard_from(self, incarnation: int) -> None:
-        """Look up the shortcuts again if the store was restarted."""
-
-        async def look_up() -> None:
-            try:
-                await self.stats()
-            finally:
-                self._is_looking_up = False
-
-        if self._incarnation and incarnation not in (0, self._incarnation) and not self._is_looking_up:
-            self._is_looking_up = True
-            self._calls.later(look_up())
+        await self._shortcuts.look_up(timeout_s)
+        await self._shortcuts.knock(deadline)
 
     async def _put(
         self,
@@ -432,19 +381,20 @@ class StoreClient(RangeClient):
         """``_put`` for one batch. On any error the reservations are aborted. They are made anew, once, if the store has
         taken them back: it does when our last data connection ends, which may be that of another call, cut short before
         this one has opened its own."""
-        slots, stored = await self._reserve(names, views[0].nbytes, len(checksums[0]), deadline)
+        slots, stored = await self.ranges.reserve_batch(names, views[0].nbytes, len(checksums[0]), deadline)
         mine = {index: slot for index, slot in enumerate(slots) if slot is not None}
         if not mine:
             return stored, {}
         ranges = [WriteRange(slot.index, 0, views[index], slot.epoch) for index, slot in mine.items()]
         try:
-            await self._write(next(iter(mine.values())).segment, ranges, deadline)
+            segment = next(iter(mine.values())).segment
+            await self.ranges.write_ranges(segment, ranges, timeout_s=left_s(deadline))
             seal_s = left_s(deadline)
         except BaseException as error:
-            self._abort_later(slots)  # nothing is being written any more
+            self.ranges.abort_later(slots)  # nothing is being written any more
             if isinstance(error, StaleEpoch) and not is_second_try:
                 return await self._put_part(names, views, checksums, deadline, durable, is_second_try=True)
             raise
         sealings = [(slot, checksums[index]) for index, slot in mine.items()]
-        sealed = await self.seal(sealings, durable=durable, timeout_s=seal_s)
+        sealed = await self.ranges.seal(sealings, durable=durable, timeout_s=seal_s)
         return stored, dict(zip(mine, sealed, strict=True))

@@ -73,8 +73,8 @@ class Pool:
 
     async def num_in_memory(self, prompt: list[int]) -> int:
         """Leading blocks."""
-        lease = await self._client.acquire(self.keys(prompt), recompute_ms=LEAST_MS)
-        await self._client.release([lease])
+        lease = await self._client.ranges.acquire(self.keys(prompt), recompute_ms=LEAST_MS)
+        await self._client.ranges.release([lease])
         return len(lease.blocks)
 
     async def settle(self, prompt: list[int]) -> int:

@@ -62,8 +62,8 @@ async def connect(actor: Any) -> kvstore.Client:
 
 def far_of(pool: kvstore.Client) -> FarStore:
     [store] = pool._stores.values()
-    assert store._far is not None and store._near.board is None
-    return store._far
+    assert store._shortcuts._far is not None and store._shortcuts._near.board is None
+    return store._shortcuts._far
 
 
 async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
@@ -103,10 +103,10 @@ async def test_a_block_that_was_put_is_there_for_everybody(keep, eventually):
         assert await near.get_range("7", 0, 100) == data(7)[:100]
         assert await far.put("7", data(8)) and await near.get("7") == data(7)  # it was there
         [writing] = near._stores.values()
-        [slot] = await writing.reserve([(near._keys.wire("busy"), b"")], SLOT_BYTES, 1)
+        [slot] = await writing.ranges.reserve([(near._keys.wire("busy"), b"")], SLOT_BYTES, 1)
         assert slot is not None and not await far.put("busy", data(0))
         assert await far.exists(["busy", "7"]) == [False, True]
-        await writing.abort([slot])
+        await writing.ranges.abort([slot])
         assert await far.put("busy", data(0))
         assert actor.ask("counts")["reserved"] >= 1  # slots ahead,
         for slot in (None, pb.Slot(index=0, epoch=1)):  # which nobody else can ask for or fill
@@ -276,18 +276,18 @@ async def test_a_call_that_is_cut_short_costs_no_put_its_slots(keep, eventually,
     actor = keep()
     async with await connect(actor) as pool:
         [store] = pool._stores.values()
-        ahead, write = actor.ask("counts")["reserved"], store._write
+        ahead, write = actor.ask("counts")["reserved"], store.ranges.write_ranges
 
-        async def write_after_that(*given: Any) -> object:
+        async def write_after_that(*given: Any, **options: Any) -> object:
             monkeypatch.undo()
             assert actor.ask("counts")["reserved"] == ahead + 2
             with pytest.raises(DeadlineExceeded):
                 async with far_of(pool)._exchange(soon()):
                     raise DeadlineExceeded("cut short")
             eventually(lambda: actor.ask("counts")["reserved"] == ahead)
-            return await write(*given)
+            return await write(*given, **options)
 
-        monkeypatch.setattr(store, "_write", write_after_that)
+        monkeypatch.setattr(store.ranges, "write_ranges", write_after_that)
         assert await pool.put_batch([("one", data(1)), ("two", data(2))]) == [True, True]
         assert await pool.get_batch(["one", "two"]) == [data(1), data(2)]
 

@@ -49,13 +49,13 @@ async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
         leases = []
         for i in range(4):
             await client.put(b"%d" % i, b"x")
-            leases.append(await client.acquire([b"%d" % i]))
+            leases.append(await client.ranges.acquire([b"%d" % i]))
         with pytest.raises(OutOfBlocks):
             await client.put(b"more", b"x")
-        await client.release(leases)
+        await client.ranges.release(leases)
         assert await client.put(b"more", b"x")
         with pytest.raises(DeadlineExceeded):
-            await client.acquire([b"k"], timeout_s=0.0)
+            await client.ranges.acquire([b"k"], timeout_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> N
         async with asyncio.timeout(10):  # nobody has to ask for it
             while not client._calls.fast_rpc.is_open:
                 await asyncio.sleep(0.01)
-                await client.acquire([b"k"])
+                await client.ranges.acquire([b"k"])
         assert await client.get(b"k") == b"bytes"
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,27 +120,29 @@ async def test_layers_are_written_and_read_as_ranges(keep, transport):
     layers, size = 8, BLOCK // 8
     blocks = np.frombuffer(data(1, 2 * BLOCK), np.uint8).reshape(2, layers, size)
     async with await join(store, transport) as client:
-        slots = await client.reserve([(name(0), b""), (name(1), name(0))], BLOCK, layers)
+        slots = await client.ranges.reserve([(name(0), b""), (name(1), name(0))], BLOCK, layers)
         assert [slot is not None for slot in slots] == [True, True]
-        assert await client.reserve([(name(0), b"")], BLOCK, layers) == [None]
+        assert await client.ranges.reserve([(name(0), b"")], BLOCK, layers) == [None]
         for layer in range(layers):
             ranges = [WriteRange(s.index, layer * size, blocks[i, layer], s.epoch) for i, s in enumerate(slots)]
-            report = await client.write_ranges(slots[0].segment, ranges)
+            report = await client.ranges.write_ranges(slots[0].segment, ranges)
             assert report.transport == transport
-        assert (await client.acquire([name(0)])).blocks == ()
+        assert (await client.ranges.acquire([name(0)])).blocks == ()
         sums = [range_checksums(block.data, layers) for block in blocks]
-        assert await client.seal(list(zip(slots, sums, strict=True))) == [True, True]
-        assert await client.seal([(slots[0], sums[0])]) == [False]
+        assert await client.ranges.seal(list(zip(slots, sums, strict=True))) == [True, True]
+        assert await client.ranges.seal([(slots[0], sums[0])]) == [False]
 
-        lease = await client.acquire([name(0), name(1), name(2)])
+        lease = await client.ranges.acquire([name(0), name(1), name(2)])
         assert [block.length for block in lease.blocks] == [BLOCK, BLOCK]
         into = np.empty((2, size), dtype=np.uint8)
-        await client.read_ranges(lease, [ReadRange(b.slot, 3 * size, into[i]) for i, b in enumerate(lease.blocks)])
+        await client.ranges.read_ranges(
+            lease, [ReadRange(b.slot, 3 * size, into[i]) for i, b in enumerate(lease.blocks)]
+        )
         assert np.array_equal(into, blocks[:, 3])
         assert [int(block.checksums[3]) for block in lease.blocks] == [
             int(range_checksums(part.data, 1)[0]) for part in into
         ]
-        await client.release([lease])
+        await client.ranges.release([lease])
         names = [(name(i), b"") for i in (1, 2, 3)]
         assert await client.put_blocks(names, [blocks[0]] * 3, [sums[0]] * 3) == 2  # one was there
     assert store.ask("counts")["sealed"] == 4
@@ -148,22 +151,22 @@ async def test_layers_are_written_and_read_as_ranges(keep, transport):
 async def test_wrong_checksums_and_wrong_epochs_are_not_stored(keep):
     store = keep()
     async with await join(store, "tcp") as client:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 2)
-        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 2)
+        await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
         sums = range_checksums(data(0), 2)
-        assert await client.seal([(slot, sums + np.uint64(1))]) == [False]
-        assert await client.seal([(slot, sums)]) == [False]  # the reservation is over
+        assert await client.ranges.seal([(slot, sums + np.uint64(1))]) == [False]
+        assert await client.ranges.seal([(slot, sums)]) == [False]  # the reservation is over
         with pytest.raises(StaleEpoch):
-            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
-        [again] = await client.reserve([(name(0), b"")], BLOCK, 2)
+            await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        [again] = await client.ranges.reserve([(name(0), b"")], BLOCK, 2)
         assert (again.index, again.epoch) != (slot.index, slot.epoch)
-        await client.abort([again])
+        await client.ranges.abort([again])
         with pytest.raises(StaleEpoch):
-            await client.write_ranges(slot.segment, [WriteRange(again.index, 0, b"x", again.epoch)])
+            await client.ranges.write_ranges(slot.segment, [WriteRange(again.index, 0, b"x", again.epoch)])
         assert (await client.stats()).counters["checksum_mismatches"] == 1
         for length, ranges in ((BLOCK + 1, 1), (0, 1), (10, 3), (10, 0)):
             with pytest.raises(InvalidRequest):
-                await client.reserve([(name(0), b"")], length, ranges)
+                await client.ranges.reserve([(name(0), b"")], length, ranges)
         with pytest.raises(InvalidRequest):
             await client.exists([b""])
     assert store.ask("counts")["free"] == 8
@@ -174,12 +177,12 @@ async def test_a_flipped_bit_is_found_and_the_block_is_gone_for_everyone(keep, t
     store = keep()
     async with await join(store, transport) as client:
         await client.put(name(0), data(0))
-        [block] = (lease := await client.acquire([name(0)])).blocks
+        [block] = (lease := await client.ranges.acquire([name(0)])).blocks
         store.ask("flip", block.slot, 12345)
         with pytest.raises(ChecksumMismatch):
             await client.get(name(0))
         assert await client.get(name(0)) is None
-        await client.release([lease])
+        await client.ranges.release([lease])
         assert await client.put(name(0), data(0))
         assert await client.get(name(0)) == data(0)
         assert (await client.stats()).counters["checksum_mismatches"] == 1
@@ -190,17 +193,17 @@ async def test_a_lease_that_ran_out_refuses_the_read(keep, eventually: Eventuall
     store = keep("store.lease_s=0.3", num_blocks=2)
     async with await join(store) as client:
         await client.put(name(0), data(0))
-        lease = await client.acquire([name(0)])
+        lease = await client.ranges.acquire([name(0)])
         into = bytearray(BLOCK)
-        await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
+        await client.ranges.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
         await asyncio.sleep(lease.expires_s - time.monotonic())
         with pytest.raises(LeaseExpired):
-            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
+            await client.ranges.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, into)])
         eventually(lambda: store.ask("counts")["leases"] == 0)
         for i in (1, 2):  # it protects no more
             assert await client.put(name(i), data(i))
         assert await client.exists([name(0)]) == [False]
-        await client.release([lease])
+        await client.ranges.release([lease])
     assert store.ask("counts")["sealed"] == 2
 
 
@@ -219,10 +222,10 @@ async def test_a_full_store_refuses_and_then_evicts(keep):
     async with await join(store) as client:
         for i in range(3):
             await client.put(name(i), data(i), parent=name(i - 1) if i else b"")
-        lease = await client.acquire([name(i) for i in range(3)])
+        lease = await client.ranges.acquire([name(i) for i in range(3)])
         with pytest.raises(OutOfBlocks):
             await client.put(name(9), data(9))
-        await client.release([lease])
+        await client.ranges.release([lease])
         assert await client.put(name(9), data(9))
         assert await client.exists([name(i) for i in (0, 1, 2, 9)]) == [True, True, False, True]
     assert store.ask("counts") == {"free": 0, "reserved": 0, "sealed": 3, "quarantined": 0, "leases": 0}
@@ -240,8 +243,8 @@ async def test_a_writer_killed_in_the_middle_gives_its_slots_back(keep, start_ac
             mb_per_s=5.0,
             blocks=[0],
         )
-        stub_client.writer_id = writer.greeting  # reserve in the writer's name: it is the process that will write
-        slots = await stub_client.reserve([(name(i), b"") for i in range(3)], BLOCK, 1)
+        stub_client.ranges._writer_id = writer.greeting  # reserve in the name of the process that will write
+        slots = await stub_client.ranges.reserve([(name(i), b"") for i in range(3)], BLOCK, 1)
         assert slots[0].index == 0
         assert writer.ask(slots[0].epoch) == "writing"
         assert store.ask("counts")["reserved"] == 3
@@ -258,16 +261,16 @@ async def test_a_writer_that_is_too_slow_is_fenced(keep, eventually: Eventually,
     """Its slots are freed at once over TCP; over shared memory only once it reports that it has stopped."""
     store = keep("store.reserve_timeout_s=0.4")
     async with await join(store, transport) as client, await join(store) as other:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
-        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, b"first bytes", slot.epoch)])
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1)
+        await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, b"first bytes", slot.epoch)])
         eventually(lambda: store.ask("counts")["reserved"] == 0)
         quarantined = 1 if transport == "shm" else 0
         assert store.ask("counts")["quarantined"] == quarantined
         with pytest.raises(StaleEpoch):
-            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
-        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+            await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(0), slot.epoch)])
+        assert await client.ranges.seal([(slot, range_checksums(data(0), 1))]) == [False]
         assert await other.put(name(0), data(0))  # another writer may store the same block meanwhile
-        await client.abort([slot])
+        await client.ranges.abort([slot])
         assert store.ask("counts")["quarantined"] == 0
     assert store.ask("counts")["free"] == 7
 
@@ -277,12 +280,12 @@ async def test_a_seal_that_comes_too_late_is_refused_and_leaves_free_slots_and_n
     """Also if the time runs out while the store verifies; the bytes are right."""
     store = keep("store.reserve_timeout_s=1", num_blocks=32)
     async with await join(store) as client:
-        slots = await client.reserve([(name(i), b"") for i in range(32)], BLOCK, 2)
+        slots = await client.ranges.reserve([(name(i), b"") for i in range(32)], BLOCK, 2)
         reserved_s = time.monotonic()
         for slot in slots:
-            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
+            await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
         await asyncio.sleep(max(0.0, reserved_s + late_s - time.monotonic()))
-        sealed = await client.seal([(slot, range_checksums(data(1), 2)) for slot in slots])
+        sealed = await client.ranges.seal([(slot, range_checksums(data(1), 2)) for slot in slots])
         stats = await client.stats()
         assert "checksum_mismatches" not in stats.counters
         assert (stats.free, stats.sealed) == (32 - sum(sealed), sum(sealed))
@@ -293,14 +296,14 @@ async def test_a_killed_store_is_noticed_at_once(keep, transport):
     store = keep()
     async with await join(store, transport) as client:
         await client.put(name(0), data(0))
-        lease = await client.acquire([name(0)])
-        [slot] = await client.reserve([(name(1), b"")], BLOCK, 1)
+        lease = await client.ranges.acquire([name(0)])
+        [slot] = await client.ranges.reserve([(name(1), b"")], BLOCK, 1)
         store.kill()
         started = time.monotonic()
         with pytest.raises(NodeUnavailable):
-            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))])
+            await client.ranges.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))])
         with pytest.raises(NodeUnavailable):
-            await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
+            await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, data(1), slot.epoch)])
         with pytest.raises(NodeUnavailable):
             await client.get(name(0))
         assert time.monotonic() - started < 2.0
@@ -310,11 +313,13 @@ async def test_a_frozen_store_costs_the_deadline_and_no_more(keep):
     store = keep()
     async with await join(store, "tcp") as client:
         await client.put(name(0), data(0))
-        lease = await client.acquire([name(0)])
+        lease = await client.ranges.acquire([name(0)])
         store.freeze()
         started = time.monotonic()
         with pytest.raises((DeadlineExceeded, KVLoadFailed)):
-            await client.read_ranges(lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))], timeout_s=0.4)
+            await client.ranges.read_ranges(
+                lease, [ReadRange(lease.blocks[0].slot, 0, bytearray(BLOCK))], timeout_s=0.4
+            )
         with pytest.raises(DeadlineExceeded):
             await client.get(name(0), timeout_s=0.4)
         with pytest.raises(DeadlineExceeded):
@@ -328,11 +333,11 @@ async def test_a_writer_that_could_not_say_so_says_later_that_it_has_stopped(kee
     """Otherwise its slots would stay quarantined for as long as it lives."""
     store = keep("store.reserve_timeout_s=0.4")
     async with await join(store, "shm") as client:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
-        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, b"some", slot.epoch)])
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1)
+        await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, b"some", slot.epoch)])
         store.freeze()
         with pytest.raises(DeadlineExceeded):
-            await client.abort([slot], timeout_s=0.2)
+            await client.ranges.abort([slot], timeout_s=0.2)
         store.thaw()
         assert await client.put(name(1), data(1))
         eventually(lambda: store.ask("counts")["free"] == 7)
@@ -342,11 +347,11 @@ async def test_a_writer_that_could_not_say_so_says_later_that_it_has_stopped(kee
 async def test_a_client_that_was_not_heard_says_it_again_though_it_is_idle(keep):
     store = keep()
     async with await join(store, "shm") as client:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1)
         assert client._calls.fast_rpc is not None
         client._calls.fast_rpc.abort()  # as if the network had cut it
         with pytest.raises(NodeUnavailable):
-            await client.abort([slot])
+            await client.ranges.abort([slot])
         assert store.ask("counts")["reserved"] == 1
         await all_free(store, 8)
 
@@ -378,14 +383,14 @@ async def test_slots_for_somebody_who_waits_for_them_no_more_are_given_back(keep
     store = keep("store.reserve_timeout_s=0.4")
     async with await join_by(store, way) as client:
         store.ask("hang")
-        cancelled = asyncio.create_task(client.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
+        cancelled = asyncio.create_task(client.ranges.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
         with pytest.raises(DeadlineExceeded):
             await client.put(name(3), data(3), timeout_s=0.3)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         store.tell("wake")
-        assert (await client.acquire([name(0)])).blocks == ()  # what came before it has been answered
+        assert (await client.ranges.acquire([name(0)])).blocks == ()  # what came before it has been answered
         await all_free(store, 8)
         names = [(name(1), b""), (name(3), b"")]
         assert await client.put_blocks(names, [data(1)] * 2, [range_checksums(data(1), 1)] * 2) == 2
@@ -444,7 +449,7 @@ async def test_slots_whose_answer_was_lost_with_its_connection_are_given_back(ke
             wire = Wire(host, stats.fast_rpc_port)
             client._calls.fast_rpc = await FastRpc.open("store", "127.0.0.1", await wire.start())
         wire.loses_answers = True
-        reserving = asyncio.create_task(client.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
+        reserving = asyncio.create_task(client.ranges.reserve([(name(1), b""), (name(2), b"")], BLOCK, 1))
         async with asyncio.timeout(10):
             while store.ask("counts")["free"] > 6:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -462,14 +467,14 @@ async def test_a_lease_for_somebody_who_waits_for_it_no_more_ends_at_once(keep):
     async with await join_by(store, "fast RPC") as client:
         assert await client.put(name(1), data(1))
         store.ask("hang")
-        cancelled = asyncio.create_task(client.acquire([name(1)]))
+        cancelled = asyncio.create_task(client.ranges.acquire([name(1)]))
         with pytest.raises(DeadlineExceeded):
-            await client.acquire([name(1)], timeout_s=0.3)
+            await client.ranges.acquire([name(1)], timeout_s=0.3)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
         store.tell("wake")
-        assert (await client.acquire([name(0)])).blocks == ()  # what came before it has been answered
+        assert (await client.ranges.acquire([name(0)])).blocks == ()  # what came before it has been answered
         async with asyncio.timeout(10):
             while store.ask("counts")["leases"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -480,13 +485,13 @@ async def test_a_caller_may_be_cancelled_at_any_moment_of_a_reservation(keep, wa
     store = keep(num_blocks=64)
     async with await join_by(store, way) as client:
         for turn in range(60):
-            reserving = asyncio.create_task(client.reserve([(name(turn), b"")], BLOCK, 1))
+            reserving = asyncio.create_task(client.ranges.reserve([(name(turn), b"")], BLOCK, 1))
             for _ in range(turn % 4):
                 await asyncio.sleep(0)
             await asyncio.sleep(turn // 4 * 0.0002)
             reserving.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await client.abort(filter(None, await reserving))
+                await client.ranges.abort(filter(None, await reserving))
         await all_free(store, 64)
 
 
@@ -494,11 +499,11 @@ async def test_a_late_message_to_an_earlier_life_touches_nothing(keep):
     """Two stores represent two incarnations at one address: a message for the first has no effect on the second."""
     first, second = keep(), keep()
     async with await join(first) as one, await join(second) as two:
-        old = await one.reserve([(name(i), b"") for i in range(4)], BLOCK, 1)
-        new = await two.reserve([(name(i), b"") for i in range(4)], BLOCK, 1)
+        old = await one.ranges.reserve([(name(i), b"") for i in range(4)], BLOCK, 1)
+        new = await two.ranges.reserve([(name(i), b"") for i in range(4)], BLOCK, 1)
         assert [slot.index for slot in old] == [slot.index for slot in new]
-        await two.abort(old)
-        assert await two.seal([(slot, range_checksums(data(0), 1)) for slot in old]) == [False] * 4
+        await two.ranges.abort(old)
+        assert await two.ranges.seal([(slot, range_checksums(data(0), 1)) for slot in old]) == [False] * 4
         assert second.ask("counts")["reserved"] == 4
 
 
@@ -580,17 +585,17 @@ async def test_more_blocks_than_one_message_holds_the_checksums_of_are_sealed_an
     assert num_blocks * sums.nbytes > MAX_MESSAGE_BYTES
     names = [(name(i), name(i - 1) if i else b"") for i in range(num_blocks)]
     async with await join(store) as client:
-        slots = await client.reserve(names, size, num_ranges)
+        slots = await client.ranges.reserve(names, size, num_ranges)
         ranges = [WriteRange(slot.index, 0, block, slot.epoch) for slot in slots]
-        await client.write_ranges(slots[0].segment, ranges)
-        assert all(await client.seal([(slot, sums) for slot in slots], timeout_s=30))
-        lease = await client.acquire_all([name(i) for i in range(num_blocks)], timeout_s=30)
+        await client.ranges.write_ranges(slots[0].segment, ranges)
+        assert all(await client.ranges.seal([(slot, sums) for slot in slots], timeout_s=30))
+        lease = await client.ranges.acquire_all([name(i) for i in range(num_blocks)], timeout_s=30)
         assert [found.slot for found in lease.blocks] == [slot.index for slot in slots]
         assert all(np.array_equal(found.checksums, sums) for found in lease.blocks)
         assert store.ask("counts")["leases"] == len(lease.lease_ids) > 1
-        await client.release([lease])
+        await client.ranges.release([lease])
         with pytest.raises(KVLoadFailed, match=f"not all of {num_blocks + 1}"):
-            await client.acquire_all([name(i) for i in range(num_blocks + 1)], timeout_s=30)
+            await client.ranges.acquire_all([name(i) for i in range(num_blocks + 1)], timeout_s=30)
         async with asyncio.timeout(5):
             while store.ask("counts")["leases"]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -615,16 +620,16 @@ async def test_calls_take_more_keys_than_a_message_may(keep, transport):
         assert all(into[i] == data(i, size) for i in stored)
         assert await client.pin(keys, timeout_s=60) == await client.unpin(keys, timeout_s=60) == len(stored)
 
-        lease = await client.acquire(keys, scattered=True, timeout_s=60)
+        lease = await client.ranges.acquire(keys, scattered=True, timeout_s=60)
         assert [block.length > 0 for block in lease.blocks] == is_here
-        run = await client.acquire(keys, timeout_s=60)
+        run = await client.ranges.acquire(keys, timeout_s=60)
         assert len(run.blocks) == 1 and store.ask("counts")["leases"] == len(stored) + 1
-        await client.release([lease, run])
+        await client.ranges.release([lease, run])
 
         assert await client.pin(keys, hard=True, timeout_s=60) == len(stored)
-        slots = await client.reserve(names, size, 1, timeout_s=60)
+        slots = await client.ranges.reserve(names, size, 1, timeout_s=60)
         assert [i for i, slot in enumerate(slots) if slot] == list(range(1, 10))  # in the nine slots that are left
-        await client.abort([slot for slot in slots if slot] * 10_000, timeout_s=60)
+        await client.ranges.abort([slot for slot in slots if slot] * 10_000, timeout_s=60)
         assert (store.ask("counts")["reserved"], store.ask("counts")["free"]) == (0, 9)
 
         block = memoryview(data(1, size))
@@ -632,7 +637,8 @@ async def test_calls_take_more_keys_than_a_message_may(keep, transport):
         left = [i for i, here in enumerate(await client.exists(keys, timeout_s=60)) if here]
         assert len(left) == 16 and set(stored) < set(left) and all(put[i] for i in left)
         assert await client.unpin(keys, timeout_s=60) == len(stored)
-        await client.release_ids(range(1, num_keys), corrupt_keys=keys[1:], timeout_s=60)
+        many = replace(lease, lease_ids=tuple(range(1, num_keys)))
+        await client.ranges.release([many], corrupt_keys=keys[1:], timeout_s=60)
         assert await client.remove(keys, timeout_s=60) == 1
     counts = store.ask("counts")
     assert (counts["free"], counts["reserved"], counts["leases"]) == (16, 0, 0)

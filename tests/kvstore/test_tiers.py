@@ -145,12 +145,12 @@ async def test_a_long_run_is_loaded_in_order_and_leased_as_a_whole(tmp_path: Pat
     async with store(tmp_path, 16) as node, await join(node) as client:
         for i in range(48):
             await client.put(name(i), data(i), name(i - 1) if i else b"")
-        lease = await client.acquire([name(i) for i in range(12)])
+        lease = await client.ranges.acquire([name(i) for i in range(12)])
         assert len(lease.blocks) == 12
-        await client.release([lease])
-        too_many = await client.acquire([name(i) for i in range(48)], timeout_s=20)
+        await client.ranges.release([lease])
+        too_many = await client.ranges.acquire([name(i) for i in range(48)], timeout_s=20)
         assert 8 <= len(too_many.blocks) <= 16  # as many as DRAM can hold at once
-        await client.release([too_many])
+        await client.ranges.release([too_many])
 
 
 async def test_what_was_loaded_stays_until_its_readers_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,9 +186,9 @@ async def test_what_memory_has_is_not_given_up_for_what_is_loaded_beside_it(tmp_
         rng = np.random.default_rng(1)
         for turn in range(50):
             keys = [name(i) for i in rng.permutation(24)[:5]]  # for which there is room in eight slots
-            lease = await client.acquire(keys, scattered=True)
+            lease = await client.ranges.acquire(keys, scattered=True)
             assert all(block.length for block in lease.blocks), turn
-            await client.release([lease])
+            await client.ranges.release([lease])
 
 
 async def test_what_memory_has_is_not_loaded_again_by_a_call_that_also_loads(tmp_path: Path) -> None:
@@ -196,10 +196,10 @@ async def test_what_memory_has_is_not_loaded_again_by_a_call_that_also_loads(tmp
         for i in range(16):
             assert await client.put(name(i), data(i), durable=True)
         keys = [name(i) for i in (0, 1, 2, 3, 8, 9, 10, 11)]  # memory has the last four, which would leave next
-        lease = await client.acquire(keys, scattered=True)
+        lease = await client.ranges.acquire(keys, scattered=True)
         assert all(block.length for block in lease.blocks)
         assert (await client.stats()).counters["promotions"] == 4
-        await client.release([lease])
+        await client.ranges.release([lease])
 
 
 @pytest.mark.parametrize("transports", [("shm", "tcp"), ("tcp",)])
@@ -218,30 +218,30 @@ async def test_what_the_ssd_has_is_waited_for_while_all_slots_are_being_read(tmp
     async with store(tmp_path, num_blocks=4) as node, await join(node) as client:
         for i in range(6):
             assert await client.put(name(i), data(i), durable=True)
-        leases = [await client.acquire([name(i)]) for i in range(4)]
+        leases = [await client.ranges.acquire([name(i)]) for i in range(4)]
         getting = asyncio.create_task(client.get(name(4)))
         await asyncio.sleep(0.1)
         assert not getting.done()
-        await client.release([leases[0]])
+        await client.ranges.release([leases[0]])
         assert await getting == data(4)
-        full, asked_s = await client.acquire([name(4)]), time.monotonic()
+        full, asked_s = await client.ranges.acquire([name(4)]), time.monotonic()
         assert await client.get(name(5)) is None
         waited_s = time.monotonic() - asked_s
         assert 0.5 < waited_s < 5
-        both = await client.acquire([name(4), name(5)], scattered=True)  # who has something does not wait
+        both = await client.ranges.acquire([name(4), name(5)], scattered=True)  # who has something does not wait
         assert [block.length for block in both.blocks] == [BLOCK, 0]
         assert time.monotonic() - asked_s - waited_s < 0.9
-        await client.release([*leases[1:], full, both])
+        await client.ranges.release([*leases[1:], full, both])
 
 
 async def test_what_is_cheaper_to_compute_is_not_loaded(tmp_path: Path) -> None:
     async with store(tmp_path) as node, await join(node) as client:
         for i in range(20):
             await client.put(name(i), data(i))
-        assert len((await client.acquire([name(0)], recompute_ms=1e-6)).blocks) == 0
-        lease = await client.acquire([name(0)], recompute_ms=1e6)
+        assert len((await client.ranges.acquire([name(0)], recompute_ms=1e-6)).blocks) == 0
+        lease = await client.ranges.acquire([name(0)], recompute_ms=1e6)
         assert len(lease.blocks) == 1
-        await client.release([lease])
+        await client.ranges.release([lease])
         assert (await client.stats()).counters["promotions_not_worth_it"] == 1
 
 
@@ -304,10 +304,10 @@ async def test_pins_hold_what_they_promise(tmp_path: Path) -> None:
         for i in range(10, 17):
             assert await client.put(name(i), data(i))
         assert await client.exists([name(0), name(1), name(2)]) == [True, True, False]
-        leases = [await client.acquire([name(i)]) for i in range(11, 17)]  # now there is nothing else to take
+        leases = [await client.ranges.acquire([name(i)]) for i in range(11, 17)]  # now there is nothing else to take
         assert await client.put(name(20), data(20))
         assert await client.exists([name(0), name(1)]) == [True, False]
-        await client.release(leases)
+        await client.ranges.release(leases)
         assert await client.unpin([name(0)]) == 1
         assert (await client.stats()).pins == 0
 
@@ -346,20 +346,20 @@ async def test_a_tenant_cannot_push_others_out(tmp_path: Path) -> None:
             assert await quiet.exists([name(i) for i in range(3)]) == [True] * 3
             assert await greedy.exists([name(i) for i in range(100, 120)]) == [False] * 17 + [True] * 3
             assert (await quiet.stats()).tenant_bytes == {"quiet": 3 * BLOCK, "greedy": 3 * BLOCK}
-            held = await greedy.acquire([name(117), name(118), name(119)])  # one lease for each run that is stored
+            held = await greedy.ranges.acquire([name(117), name(118), name(119)])  # a lease for each stored run
             with pytest.raises(OutOfBlocks, match="greedy"):
                 await greedy.put(name(200), data(200))
-            await greedy.release([held])
+            await greedy.ranges.release([held])
 
 
 async def test_a_late_writer_is_fenced_though_its_block_went_to_the_ssd(tmp_path: Path) -> None:
     async with store(tmp_path) as node, await join(node) as client:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1)
         assert slot is not None
-        await client.abort([slot])
+        await client.ranges.abort([slot])
         for i in range(20):
             await client.put(name(i), data(i))
-        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+        assert await client.ranges.seal([(slot, range_checksums(data(0), 1))]) == [False]
         assert await client.get(name(0)) == data(0)
 
 
@@ -504,20 +504,20 @@ async def test_a_stop_ends_loads_that_are_under_way(
 async def test_a_writer_that_is_connected_again_before_its_end_was_heard_keeps_its_slots(tmp_path: Path) -> None:
     """The event loop is busy meanwhile. Over its new connection it may be in the middle of a copy."""
     async with store(tmp_path) as node, await join(node) as client:
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1)
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1)
         assert slot is not None
         halves = [data(0)[: BLOCK // 2], data(0)[BLOCK // 2 :]]
         for part, half in enumerate(halves):
             write = WriteRange(slot.index, part * BLOCK // 2, half, slot.epoch)
-            client._transfer.write(slot.segment, [write], time.monotonic() + 10)
+            client.ranges._transfer.write(slot.segment, [write], time.monotonic() + 10)
             if part == 0:
-                client._transfer.forget(slot.segment.node_id)
-                while node._segment_server.is_connected(client.writer_id):
+                client.ranges._transfer.forget(slot.segment.node_id)
+                while node._segment_server.is_connected(client.ranges._writer_id):
                     time.sleep(0.001)  # noqa: ASYNC251
         await asyncio.sleep(0.05)
-        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [True]
-        [slot] = await client.reserve([(name(1), b"")], BLOCK, 1)
-        client._transfer.forget(node.segment_address.node_id)
+        assert await client.ranges.seal([(slot, range_checksums(data(0), 1))]) == [True]
+        [slot] = await client.ranges.reserve([(name(1), b"")], BLOCK, 1)
+        client.ranges._transfer.forget(node.segment_address.node_id)
         async with asyncio.timeout(10):
             while node.store.counts.reserved:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -623,24 +623,24 @@ async def test_what_only_the_ssd_has_comes_back_to_memory_when_a_writer_has_it_a
     async with store(tmp_path) as node, await join(node) as client:
         for i in range(20):
             await client.put(name(i), data(i))
-        assert await client.reserve([(name(0), b"")], BLOCK, 1) == [None], "it is stored"
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
+        assert await client.ranges.reserve([(name(0), b"")], BLOCK, 1) == [None], "it is stored"
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
         assert slot is not None
         assert await client.get(name(0)) == data(0), "the SSD has it, whatever the writer does"
         for i in range(20):  # which has brought it to memory: out again
             await client.put(name(40 + i), data(40 + i))
-        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
-        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [True]
+        await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
+        assert await client.ranges.seal([(slot, range_checksums(data(0), 1))]) == [True]
         read = (await client.stats()).counters.get("promotions", 0)
-        lease = await client.acquire([name(0)], recompute_ms=1e-9)
+        lease = await client.ranges.acquire([name(0)], recompute_ms=1e-9)
         assert len(lease.blocks) == 1, "it is in memory"
-        await client.release([lease])
+        await client.ranges.release([lease])
         assert await client.get(name(0)) == data(0)
         stats = await client.stats()
         assert stats.counters.get("promotions", 0) == read and stats.ssd_blocks >= 12
-        slots = await client.reserve([(name(i), name(i - 1)) for i in range(1, 6)], BLOCK, 1, into_dram=True)
+        slots = await client.ranges.reserve([(name(i), name(i - 1)) for i in range(1, 6)], BLOCK, 1, into_dram=True)
         assert all(slots), "it is waited for while others leave"
-        await client.abort([slot for slot in slots if slot is not None])
+        await client.ranges.abort([slot for slot in slots if slot is not None])
         for i in range(20, 40):  # and leaves it again without being written twice
             await client.put(name(i), data(i))
         assert await client.get(name(0)) == data(0)
@@ -650,11 +650,11 @@ async def test_a_writer_that_is_late_with_what_it_has_anew_holds_its_slot_no_lon
     async with store(tmp_path, 8, 64, "store.reserve_timeout_s=0.2") as node, await join(node) as client:
         for i in range(20):
             await client.put(name(i), data(i))
-        [slot] = await client.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
+        [slot] = await client.ranges.reserve([(name(0), b"")], BLOCK, 1, into_dram=True)
         assert slot is not None
-        await client.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
+        await client.ranges.write_ranges(slot.segment, [WriteRange(slot.index, 0, memoryview(data(0)), slot.epoch)])
         async with asyncio.timeout(10):
             while not node.store.counts.quarantined:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        assert await client.seal([(slot, range_checksums(data(0), 1))]) == [False]
+        assert await client.ranges.seal([(slot, range_checksums(data(0), 1))]) == [False]
         assert node.store.counts.quarantined == 0

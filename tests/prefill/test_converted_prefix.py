@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import range_checksums
+from kvstore.client.ranges import StoreRanges
 from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Lease
 from kvstore.layout.layout import rows
@@ -32,10 +33,10 @@ async def our_blocks(store: StoreNode) -> np.ndarray[tuple[int, ...], np.dtype[n
     """The prompt's stored blocks in our layout."""
     transfer, channels = TransferEngine("test", ("shm",)), Channels()
     client = StoreClient(store.control_address, transfer, channels)
-    lease = await client.acquire(OUR_KEYS)
+    lease = await client.ranges.acquire(OUR_KEYS)
     slots = store.segment.array.reshape(-1, store.segment.block_bytes)
     found = np.stack([slots[block.slot][: OURS.block_bytes] for block in lease.blocks])
-    await client.release([lease])
+    await client.ranges.release([lease])
     await channels.close()
     transfer.close()
     return found
@@ -85,8 +86,8 @@ async def test_what_three_ranks_stored_is_read_converted_and_verified() -> None:
         assert dict((await store_stats(store)).counters)["checksum_mismatches"] == 1
 
 
-class RefusingAtLast(StoreClient):
-    """A store that refuses leases after two."""
+class RefusingAtLast(StoreRanges):
+    """Of a store that refuses leases after two."""
 
     num_left = 2
 
@@ -103,7 +104,9 @@ async def test_of_some_leases_without_the_others_none_stays() -> None:
     transfer, channels = TransferEngine("reader", ("shm",)), Channels()
     async with store_node() as store:
         await leave_as_three_ranks(store, np.zeros((STORED_BLOCKS, OURS.block_bytes), np.uint8))
-        prefix = ConvertedPrefix(theirs, RefusingAtLast(store.control_address, transfer, channels), PROMPT, "", "")
+        client = StoreClient(store.control_address, transfer, channels)
+        client.ranges = RefusingAtLast(transfer, client._calls, client._shortcuts, "", False)
+        prefix = ConvertedPrefix(theirs, client, PROMPT, "", "")
         with pytest.raises(Overloaded):
             await prefix.lease(STORED_BLOCKS, 5.0)
         assert (await store_stats(store)).leases == 0
