@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from decode_node.receiver import Receiver
-from decode_node.role import DecodeRole
+from decode_node.role import DecodeRole, open_segment
 from mooncake.config import Config
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
@@ -22,17 +22,17 @@ class DecodeNode(EngineNode):
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.DECODE, config.decode)
 
-    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
-        self._role = DecodeRole(self.node_id, self.config, size, self._transfer, self._channels)
-        return (self._role,)
+    def _open_memory(self, size: CacheSize) -> Mappable:
+        self._segment = open_segment(self.node_id, size)
+        return self._segment
+
+    def _make_roles(self) -> Iterator[NodeRole]:
+        self._role = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
+        yield self._role
 
     @property
     def _hook(self) -> StepHook:
         return self._role.hook
-
-    @property
-    def _memory(self) -> Mappable:
-        return self._role.memory
 
     def _info(self) -> cluster_pb2.NodeInfo:
         info = super()._info()

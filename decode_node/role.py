@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
@@ -16,7 +15,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
-from mooncake.config import Config, transfer_secret
+from mooncake.config import transfer_secret
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.host import EngineHost
@@ -26,48 +25,47 @@ from mooncake.rpc.server import Channels, RpcServer
 from mooncake.types import SegmentAddress
 
 
+def open_segment(node_id: str, size: CacheSize) -> Segment:
+    """Memory for the cache, or its mirror, that other nodes can write into."""
+    segment = Segment.create(node_id, size.layout.block_bytes, size.num_blocks)
+    prefault_in_background(segment.array)
+    return segment
+
+
 class DecodeRole:
-    """Build it, start the engine with ``hook`` over ``memory``, ``serve``; at the end ``drain`` and ``stop``."""
+    """Over a ``host`` that is open in ``segment``: let it run with ``hook``, ``serve``; at the end ``drain`` and
+    ``stop``."""
 
     def __init__(
-        self, node_id: str, config: Config, size: CacheSize, transfer: TransferEngine, channels: Channels
+        self, node_id: str, host: EngineHost, segment: Segment, transfer: TransferEngine, channels: Channels
     ) -> None:
-        self._node_id, self._config, self._layout = node_id, config, size.layout
-        self._segment = Segment.create(node_id, size.layout.block_bytes, size.num_blocks)
-        prefault_in_background(self._segment.array)
+        config, layout = host.config, host.cache_size.layout
         stores = ConnectionCache(lambda address: StoreClient(address, transfer, channels))
-        self._writeback = WriteBack(stores.get, size.layout)
-        self.hook = WriteBackHook(self._writeback, config.block.tokens)
+        self._host = host
+        self._writeback = WriteBack(stores.get, layout, host.mirror)
+        self.hook = WriteBackHook(self._writeback, host.thread, config.block.tokens)
         self._loop = asyncio.get_running_loop()
-        self._exit_stack = contextlib.ExitStack()
-
-    @property
-    def memory(self) -> Segment:
-        return self._segment
+        self._segment_server = SegmentServer(
+            segment,
+            node_id,
+            config.transfer.transports,
+            config.node.host,
+            on_peer_gone=self._on_peer_gone,
+            secret=transfer_secret(config),
+            advertise=config.node.advertise,
+        )
+        self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
 
     @property
     def address(self) -> SegmentAddress:
+        """Where the segment is served."""
         return self._segment_server.address
 
-    def serve(self, host: EngineHost, server: RpcServer) -> None:
-        """Export the segment and add the service; ``host`` is running. Raises ConfigError for unavailable
-        transports."""
-        transfer = self._config.transfer
-        self.hook.thread = host.thread
-        self._segment_server = SegmentServer(
-            self._segment,
-            self._node_id,
-            transfer.transports,
-            self._config.node.host,
-            on_peer_gone=self._on_peer_gone,
-            secret=transfer_secret(self._config),
-            advertise=self._config.node.advertise,
-        )
-        self._exit_stack.callback(self._segment_server.stop)
-        self.receiver = Receiver(host.thread, self._segment_server, host.mirror, self._layout)
+    def serve(self, server: RpcServer) -> None:
+        """Export the segment and add the service. Raises ConfigError for unavailable transports."""
         self._segment_server.start()
-        self._writeback.start(host.mirror)
-        self._servicer = DecodeServicer(host, self.receiver, self.hook, self.address)
+        self._writeback.start()
+        self._servicer = DecodeServicer(self._host, self.receiver, self.hook, self.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
 
     @property
@@ -95,8 +93,8 @@ class DecodeRole:
         await self._writeback.stop()
 
     def stop(self) -> None:
-        """Call after the engine has stopped, if it had started."""
-        self._exit_stack.close()
+        """Call after the engine has stopped."""
+        self._segment_server.stop()
 
     def _on_peer_gone(self, writer_id: str) -> None:
         """Called on a thread of the segment server."""

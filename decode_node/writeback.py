@@ -46,23 +46,23 @@ class WriteBack:
         self,
         clients: Callable[[str], StoreClient],
         layout: KVLayout,
+        mirror: Mirror,
         write_timeout_s: float = WRITE_TIMEOUT_S,
         backoff_s: float = BACKOFF_S,
     ) -> None:
         self._clients = clients
         self._layout = layout
+        self._mirror = mirror
         self._write_timeout_s = write_timeout_s
         self._backoff_s = backoff_s
         self._queue: asyncio.Queue[FilledBlock] = asyncio.Queue()
-        self._max_waiting = 0
+        self._max_waiting = min(MAX_WAITING, max(BATCH_BLOCKS, int(len(mirror.memory) * WAITING_SHARE)))
         self._backoff_until: dict[str, float] = {}  # by pool address
         self._task: asyncio.Task[None] | None = None
         self.stored = 0
         self.skipped = 0
 
-    def start(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-        self._max_waiting = min(MAX_WAITING, max(BATCH_BLOCKS, int(len(mirror.memory) * WAITING_SHARE)))
+    def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:

@@ -30,12 +30,13 @@ class WatchedRequest:
 class WriteBackHook(NoHook):
     """The event loop calls ``watch`` and ``forget``, each a single assignment."""
 
-    def __init__(self, writeback: WriteBack, block_tokens: int) -> None:
+    def __init__(self, writeback: WriteBack, thread: EngineThread, block_tokens: int) -> None:
+        """``thread`` is the one that it runs on."""
         self._writeback = writeback
+        self._thread = thread
         self._block_tokens = block_tokens
         self._watched: dict[str, WatchedRequest] = {}
         self._loop = asyncio.get_running_loop()
-        self.thread: EngineThread  # set once the engine runs; nothing is watched before
 
     def watch(self, sequence: Sequence, pool_addresses: list[str]) -> None:
         if pool_addresses:
@@ -75,10 +76,10 @@ class WriteBackHook(NoHook):
                 self._offer_page(table[index], page_key(key, group), key if group else parent, pool_address)
 
     def _offer_page(self, page: int, key: BlockKey, parent: bytes, pool_address: str) -> None:
-        self.thread.engine.block_pool.retain([page])
+        self._thread.engine.block_pool.retain([page])
 
         def done() -> None:
-            self.thread.call(lambda engine: engine.block_pool.release([page]))
+            self._thread.call(lambda engine: engine.block_pool.release([page]))
 
         block = FilledBlock(pool_address, page, key, parent, done)
         self._loop.call_soon_threadsafe(self._writeback.offer, block)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
 from kvstore.transfer.engine import TransferEngine
@@ -31,9 +31,9 @@ from mooncake.types import Role
 
 
 class NodeRole(Protocol):
-    """What a process does for the cluster: built first, served once the engine runs, drained, and stopped last."""
+    """What a process does for the cluster with an open engine: served, drained, and stopped last."""
 
-    def serve(self, host: EngineHost, server: RpcServer) -> None: ...
+    def serve(self, server: RpcServer) -> None: ...
 
     @property
     def is_answering(self) -> bool:
@@ -49,15 +49,15 @@ class NodeRole(Protocol):
         ...
 
     def stop(self) -> None:
-        """Called when the engine has stopped, if it had started. Ends whatever ``serve`` started."""
+        """Called when the engine has stopped, whether or not the role was served."""
         ...
 
 
 class EngineNode:
     """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError or ModelError.
 
-    A subclass supplies its roles (``_make_roles``), and, where it differs from the default, how they hook into the
-    engine, the cache's memory, and its identity.
+    A subclass supplies its roles and their hook, and, where it differs from the default, the cache's memory and its
+    identity.
     """
 
     def __init__(self, config: Config, role: Role, section: EngineSection) -> None:
@@ -67,24 +67,25 @@ class EngineNode:
         self.control_address = ""
         self.host: EngineHost
         self._section = section
-        self._roles: Sequence[NodeRole] = ()
+        self._roles: list[NodeRole] = []
         self._transfer: TransferEngine
         self._channels: Channels
         self._membership: Membership
         self._adapters: AdapterKeeper
         self._cleanup = contextlib.AsyncExitStack()  # in the reverse order of starting
 
-    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
+    def _open_memory(self, size: CacheSize) -> Mappable | None:
+        """For the cache, or its mirror; None: the engine allocates it."""
+        return None
+
+    def _make_roles(self) -> Iterator[NodeRole]:
+        """Over ``host``, which is open."""
         raise NotImplementedError
 
     @property
     def _hook(self) -> StepHook:
+        """The roles' hook."""
         raise NotImplementedError
-
-    @property
-    def _memory(self) -> Mappable | None:
-        """For the cache, or its mirror; None: allocate it."""
-        return None
 
     async def start(self) -> None:
         """Cleans up after itself when it fails half-way; ``stop`` may then be called or not."""
@@ -95,10 +96,11 @@ class EngineNode:
             self.host = EngineHost(config, section, checkpoint, size)
             await check_settings(config, EngineNode._info(self))  # without what the role adds: it has no memory yet
             self._open_transfer()
-            self._roles = self._make_roles(size)
-            for role in self._roles:
-                self._cleanup.callback(role.stop)
-            await self._start_engine()
+            self._cleanup.callback(self._stop_roles)  # after the engine
+            self._cleanup.push_async_callback(self.host.stop)
+            await self.host.open(self._open_memory(size))
+            self._roles.extend(self._make_roles())
+            self.host.run(self._hook)
             await self._serve()
             await self._join()
         except BaseException:
@@ -114,14 +116,14 @@ class EngineNode:
         )
         self._cleanup.callback(self._transfer.close)
 
-    async def _start_engine(self) -> None:
-        self._cleanup.push_async_callback(self.host.stop)
-        await self.host.start(self._hook, self._memory)
+    def _stop_roles(self) -> None:
+        for role in reversed(self._roles):
+            role.stop()
 
     async def _serve(self) -> None:
         node, server = self.config.node, RpcServer()
         for role in self._roles:
-            role.serve(self.host, server)
+            role.serve(server)
             self._cleanup.push_async_callback(role.drain)
         events = CacheEventsServicer(self.host.events)
         server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, events, "mooncake.v1.CacheEvents")

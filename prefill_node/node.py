@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from mooncake.config import Config
-from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.types import Role
@@ -19,9 +18,9 @@ class PrefillNode(EngineNode):
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.PREFILL, config.prefill)
 
-    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
-        self._role = PrefillRole(self.config, self._transfer, self._channels)
-        return (self._role,)
+    def _make_roles(self) -> Iterator[NodeRole]:
+        self._role = PrefillRole(self.host, self._transfer, self._channels)
+        yield self._role
 
     @property
     def _hook(self) -> StepHook:

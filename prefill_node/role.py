@@ -8,7 +8,6 @@ from __future__ import annotations
 from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.transport import Priority
-from mooncake.config import Config
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.host import EngineHost
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
@@ -24,39 +23,38 @@ from prefill_node.variant_kv import Sender
 
 
 class PrefillRole:
-    """Build it, start the engine with ``hook``, ``serve``; at the end ``drain`` and ``stop``."""
+    """Over a ``host`` that is open: let it run with ``hook``, ``serve``; at the end ``drain`` and ``stop``."""
 
-    def __init__(self, config: Config, transfer: TransferEngine, channels: Channels) -> None:
-        self.hook = LayerStreamer(config.block.tokens)
-        self._transfer = transfer
-        self._channels = channels
-        self._workers: list[Loader | KVWriter] = []
-
-    def serve(self, host: EngineHost, server: RpcServer) -> None:
-        """Add the service; ``host`` is running."""
-        self._host = host
-        self.hook.mirror, self.hook.groups = host.mirror, host.cache_size.groups
-        memory = host.mirror.memory
-        self._transfer.register(memory.data)
-        loader = Loader(self._transfer, host.mirror)
-        handoff_writer = KVWriter("hand-offs", self._transfer, memory, self._on_sent, Priority.URGENT)
-        self._pool_writer = KVWriter("pool-writes", self._transfer, memory, self._on_sent, Priority.BACKGROUND)
-        self._workers = [loader, handoff_writer, self._pool_writer]
+    def __init__(self, host: EngineHost, transfer: TransferEngine, channels: Channels) -> None:
+        """Raises ConfigError."""
+        self._samples = host.samples
         self._chunks = BlendChunks.configured(host)
+        source_layout = SourceLayout.configured(host.config.pool_layout, host.content, host.cache_size.layout)
+        variant = Sender.configured(host)
+        memory = host.mirror.memory
+        transfer.register(memory.data)
+        self.hook = LayerStreamer(host.config.block.tokens, host.mirror, host.cache_size.groups)
+        loader = Loader(transfer, host.mirror)
+        handoff_writer = KVWriter("hand-offs", transfer, memory, self._on_sent, Priority.URGENT)
+        pool_writer = KVWriter("pool-writes", transfer, memory, self._on_sent, Priority.BACKGROUND)
+        self._workers: list[Loader | KVWriter] = [loader, handoff_writer, pool_writer]
         node = NodeResources(
             host=host,
-            transfer=self._transfer,
-            channels=self._channels,
+            transfer=transfer,
+            channels=channels,
             streamer=self.hook,
             loader=loader,
             handoff_writer=handoff_writer,
-            pool_writer=self._pool_writer,
-            store_at=ConnectionCache(lambda address: StoreClient(address, self._transfer, self._channels)).get,
-            source_layout=SourceLayout.configured(host.config.pool_layout, host.content, host.cache_size.layout),
+            pool_writer=pool_writer,
+            store_at=ConnectionCache(lambda address: StoreClient(address, transfer, channels)).get,
+            source_layout=source_layout,
             blend_chunks=self._chunks,
-            variant=Sender.configured(host),
+            variant=variant,
         )
         self._servicer = PrefillServicer(node)
+
+    def serve(self, server: RpcServer) -> None:
+        """Add the service."""
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
 
     @property
@@ -78,11 +76,11 @@ class PrefillRole:
         await self._servicer.drain()
 
     def stop(self) -> None:
-        """Call after the engine has stopped, if it had started."""
+        """Call after the engine has stopped."""
         for worker in self._workers:
             worker.stop()
 
     def _on_sent(self, stream: WriteStream, num_bytes: int, elapsed_ms: float) -> None:
         address = stream.address
         if address is not None:
-            self._host.samples.add_transfer(address.node_id, stream.transport, num_bytes, elapsed_ms)
+            self._samples.add_transfer(address.node_id, stream.transport, num_bytes, elapsed_ms)

@@ -82,7 +82,7 @@ class LayerStreamer:
     """The StepHook of a prefill node. The event loop changes ``prompts`` by single assignments."""
 
     block_tokens: int
-    mirror: Mirror = field(init=False)  # set, with its groups of layers, once the cache exists; nothing streams before
+    mirror: Mirror
     groups: PageGroups = UNIFORM
     prompts: dict[str, StreamedPrompt] = field(default_factory=dict)  # by sequence
     listeners: list[Callable[[int], None]] = field(default_factory=list)  # called with each computed layer

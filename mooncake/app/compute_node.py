@@ -12,16 +12,16 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from decode_node.role import DecodeRole
+from decode_node.role import DecodeRole, open_segment
 from mooncake.app.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
-from mooncake.engine.sequence import Sequence as EngineSequence
+from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
@@ -42,7 +42,7 @@ class BothHooks:
     def __init__(self, first: StepHook, second: StepHook) -> None:
         self._hooks = (first, second)
 
-    def admitted(self, sequence: EngineSequence, to_load: list[BlockToLoad]) -> None:
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
         for hook in self._hooks:
             hook.admitted(sequence, to_load)
 
@@ -78,18 +78,19 @@ class ComputeNode(EngineNode):
         self._switching: asyncio.Task[None] | None = None
         self._is_stopping = False
 
-    def _make_roles(self, size: CacheSize) -> Sequence[NodeRole]:
-        self._prefill = PrefillRole(self.config, self._transfer, self._channels)
-        self._decode = DecodeRole(self.node_id, self.config, size, self._transfer, self._channels)
-        return self._prefill, self._decode
+    def _open_memory(self, size: CacheSize) -> Mappable:
+        self._segment = open_segment(self.node_id, size)
+        return self._segment
+
+    def _make_roles(self) -> Iterator[NodeRole]:
+        self._prefill = PrefillRole(self.host, self._transfer, self._channels)
+        yield self._prefill
+        self._decode = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
+        yield self._decode
 
     @property
     def _hook(self) -> StepHook:
         return BothHooks(self._prefill.hook, self._decode.hook)
-
-    @property
-    def _memory(self) -> Mappable:
-        return self._decode.memory
 
     async def stop(self) -> None:
         """Stop after the running requests have ended, or after ``node.drain_s``. Idempotent."""

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineHost:
-    """Owns the engine of one node. ``start`` it on the event loop that will publish its block events."""
+    """Owns the engine of one node. ``open`` and ``run`` it on the event loop that will publish its block events."""
 
     def __init__(self, config: Config, section: EngineSection, checkpoint: Checkpoint, size: CacheSize) -> None:
         self.config = config
@@ -72,7 +72,7 @@ class EngineHost:
         self.thread: EngineThread
         self.adapters: LiveAdapters
 
-    async def start(self, hook: StepHook, memory: Mappable | None = None) -> None:
+    async def open(self, memory: Mappable | None = None) -> None:
         """Load the model, place the cache or its mirror in ``memory`` (or memory of its own), and measure a few steps.
 
         Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
@@ -93,13 +93,17 @@ class EngineHost:
         self.mirror = backend.mirror
         self.engine = Engine(backend.model, backend.cache, limits, self._guides, drafter)
         await asyncio.to_thread(warm_up, self.engine, model.vocab_size, self.samples)
-        node_hook = NodeHook(hook, self.samples, self._publish_events)
-        self.thread = EngineThread(self.engine, node_hook)
+        self.thread = EngineThread(self.engine)
         self.adapters = LiveAdapters(self._adapter_table, backend, self.thread, model)
+        self._log_ready(time.monotonic() - started_s)
+
+    def run(self, hook: StepHook) -> None:
+        """Start stepping."""
+        node_hook = NodeHook(hook, self.samples, self._publish_events)
+        self.thread.start(node_hook)
         if timeout_s := self.config.node.step_timeout_s:
             watch = watch_steps(self.thread, lambda: node_hook.num_layers, timeout_s)
             self._watch = asyncio.create_task(watch, name="watch steps")
-        self._log_ready(time.monotonic() - started_s)
 
     def _log_ready(self, seconds: float) -> None:
         size = self.cache_size
@@ -117,7 +121,7 @@ class EngineHost:
         )
 
     async def stop(self) -> None:
-        """Also after ``start`` failed or was not called."""
+        """Also after ``open`` failed or was not called."""
         if self._watch is not None:
             self._watch.cancel()
         if hasattr(self, "thread"):

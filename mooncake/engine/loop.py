@@ -30,20 +30,24 @@ and must not block."""
 
 
 class EngineThread:
-    """Starts at once. ``call``, ``add``, ``listen``, ``drop``, ``give_up`` and ``stop`` may be used from any thread."""
+    """Does nothing until ``start``; ``call``, ``add``, ``listen``, ``drop``, ``give_up`` and ``stop`` are for any thread."""
 
-    def __init__(self, engine: Engine, hook: StepHook = NO_HOOK) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.broken: Future[MooncakeError] = Future()  # resolves with the reason once the engine is unusable
         self.is_idle = True  # waiting for calls
         self.num_done = 0  # steps and calls
         self._ending = "the engine is stopping"
-        self._hook = hook
+        self._hook = NO_HOOK
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
         self._lock = threading.Lock()  # between posting calls and stopping
         self._is_stopping = self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, hook: StepHook = NO_HOOK) -> None:
+        """Step with this hook. Once."""
+        self._hook = hook
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
@@ -105,11 +109,11 @@ class EngineThread:
 
     def stop(self) -> None:
         """Return once the thread has ended or was given up; every sequence still here ends with NodeUnavailable.
-        Idempotent."""
+        Idempotent, and harmless before ``start``."""
         with self._lock:
             self._is_stopping = True
             self._calls.put((lambda: None, Future()))
-        if not self._is_given_up:
+        if not self._is_given_up and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:

@@ -134,6 +134,7 @@ async def a_node(*transports: str) -> AsyncIterator[Node]:
     cache = KVCache(LAYOUT, NUM_BLOCKS, segment.buffer)
     config = EngineConfig(block_tokens=BLOCK, max_sequences=8, max_model_len=NUM_BLOCKS * BLOCK)
     thread = EngineThread(Engine(HashModel(), cache, config))
+    thread.start()
     server = SegmentServer(
         segment,
         "decode-t",

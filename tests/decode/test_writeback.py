@@ -30,8 +30,8 @@ async def test_a_bug_on_the_way_to_one_pool_does_not_end_writing_back() -> None:
             raise ZeroDivisionError("a bug")
         return StoreClient(address, transfer, channels)
 
-    writeback = WriteBack(client, LAYOUT)
-    writeback.start(KVCache(LAYOUT, NUM_BLOCKS))
+    writeback = WriteBack(client, LAYOUT, KVCache(LAYOUT, NUM_BLOCKS))
+    writeback.start()
     held = set(range(NUM_BLOCKS))
 
     def offer(pool: str, block_id: int) -> None:
@@ -74,8 +74,8 @@ class Stores:
 async def test_a_pool_that_stands_still_gives_the_cache_back_and_is_left_alone() -> None:
     num_blocks = 256
     stores, held = Stores(), set[int]()
-    writeback = WriteBack(stores.client, LAYOUT, write_timeout_s=0.2, backoff_s=1.0)
-    writeback.start(KVCache(LAYOUT, num_blocks))
+    writeback = WriteBack(stores.client, LAYOUT, KVCache(LAYOUT, num_blocks), write_timeout_s=0.2, backoff_s=1.0)
+    writeback.start()
 
     def offer(address: str, block_ids: range) -> None:
         for block_id in block_ids:

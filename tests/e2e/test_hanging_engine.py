@@ -90,7 +90,8 @@ async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float,
     config = load_config(None, settings)
     checkpoint = open_checkpoint(config.model.path)
     host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
-    await host.start(NO_HOOK)
+    await host.open()
+    host.run(NO_HOOK)
     try:
         broken = asyncio.create_task(host.wait_broken())
         await asyncio.sleep(2.0)

@@ -212,7 +212,8 @@ async def test_a_node_has_one_too(folders: dict[str, Path]) -> None:
     config = load_config(None, [*settings, "decode.speculative_tokens=4", "decode.kv_gb=0.01", "decode.threads=1"])
     checkpoint = open_checkpoint(config.model.path)
     host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
-    await host.start(NO_HOOK)
+    await host.open()
+    host.run(NO_HOOK)
     try:
         before, found, ended = host.load().counters, [], asyncio.Event()
         loop = asyncio.get_running_loop()

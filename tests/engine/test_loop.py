@@ -96,7 +96,8 @@ def model() -> FragileModel:
 
 @pytest.fixture
 def thread(model: FragileModel) -> Iterator[EngineThread]:
-    thread = EngineThread(hash_engine(model=model), BrokenLink())
+    thread = EngineThread(hash_engine(model=model))
+    thread.start(BrokenLink())
     yield thread
     thread.stop()
     thread.engine.block_pool.check()
@@ -170,6 +171,7 @@ def test_an_engine_that_cannot_even_fail_says_so_to_everybody(
         model.failure = RuntimeError("out of luck")
 
     broken = EngineThread(hash_engine(model=model))
+    broken.start()
     other, waiting = Inbox(), Inbox()
     long_answer = SamplingParams(max_tokens=190, temperature=0.0)
     with caplog.at_level(logging.CRITICAL):
@@ -246,6 +248,7 @@ def test_errors_of_a_call_reach_the_caller(thread: EngineThread) -> None:
 
 def test_stopping_tells_everyone_and_later_calls_are_refused() -> None:
     thread = EngineThread(hash_engine())
+    thread.start()
     running, late = Inbox(), Inbox()
     long_answer = SamplingParams(max_tokens=190, temperature=0.0)
     thread.add(hash_sequence("r", random_prompt(3, 0), long_answer), running)
@@ -281,6 +284,7 @@ class HangingModel(HashModel):
 def test_a_step_that_hangs_can_be_given_up() -> None:
     model, inbox = HangingModel(), Inbox()
     thread = EngineThread(hash_engine(model=model))
+    thread.start()
     thread.add(hash_sequence("r", random_prompt(5, 0)), inbox)
     assert model.is_there.wait(WAIT_S)
     behind = thread.call(lambda engine: None)
@@ -302,6 +306,7 @@ def test_a_step_that_fails_after_it_was_given_up_says_nothing(caplog: pytest.Log
     """What it waited for has been ended, because it hung. A launcher reports a node's last words."""
     model, inbox = HangingModel(NodeUnavailable("a rank was killed")), Inbox()
     thread = EngineThread(hash_engine(model=model))
+    thread.start()
     thread.add(hash_sequence("r", random_prompt(5, 0)), inbox)
     assert model.is_there.wait(WAIT_S)
     thread.give_up("it hangs")

@@ -264,6 +264,7 @@ def test_a_hook_may_abandon_a_step_that_is_under_way() -> None:
 def test_the_thread_of_an_engine_tells_everybody_of_a_failure_and_goes_on() -> None:
     engine, model = lazy_engine()
     thread = EngineThread(engine)
+    thread.start()
     told: dict[str, list[StepOutput | MooncakeError]] = {"r0": [], "r1": [], "r2": []}
     long = SamplingParams(max_tokens=150, temperature=0.0)
 

@@ -52,6 +52,10 @@ class Pile:
         return [block for run in self.runs if run.layer == layer for block in run.block_ids]
 
 
+def cache_of(num_layers: int) -> KVCache:
+    return KVCache(KVLayout(num_layers, 1, BLOCK_TOKENS, 16, "float32"), 16)
+
+
 def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
     tokens = np.arange(num_tokens, dtype=np.uint32)
     made = Sequence(
@@ -64,8 +68,7 @@ def sequence_of(name: str, num_tokens: int, blocks: list[int]) -> Sequence:
 @pytest.mark.parametrize("is_in_pieces", [False, True])
 def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
     """A chunk in the middle of one prompt, and another prompt from its fourth token to its end."""
-    streamer, piles = LayerStreamer(BLOCK_TOKENS), {name: Pile() for name in ("a", "b")}
-    streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    streamer, piles = LayerStreamer(BLOCK_TOKENS, cache_of(2)), {name: Pile() for name in ("a", "b")}
     for name, pile in piles.items():
         streamer.prompts[name] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
     a, b = sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), sequence_of("b", 10, [8, 11, 10])
@@ -98,8 +101,7 @@ def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
 
 
 def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
-    streamer, pile = LayerStreamer(BLOCK_TOKENS), Pile()
-    streamer.mirror = KVCache(KVLayout(2, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    streamer, pile = LayerStreamer(BLOCK_TOKENS, cache_of(2)), Pile()
     streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
     plan = StepPlan()
     plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
@@ -142,7 +144,7 @@ def test_blocks_are_given_up_when_none_of_their_sequences_loads_reads_into_them(
         PrefixLoad("a", [BlockToLoad(0, block, BlockKey(b"k"))], how, lambda *_: None, layout, deadline)
         for block, how in ((7, gone), (3, lease))
     )
-    streamer = LayerStreamer(BLOCK_TOKENS)
+    streamer = LayerStreamer(BLOCK_TOKENS, cache)
     streamer.prompts["a"] = StreamedPrompt(lambda _: prefix, [], lambda: None, load=prefix, variant_load=variant)
     plan = StepPlan(variant_entries=[StepEntry(sequence_of("a", 10, [7, 3, 9]), 4, 4)])
     loader = threading.Thread(target=lambda: [load.run(transfer, None, cache) for load in (prefix, variant)])  # type: ignore
@@ -158,8 +160,7 @@ def test_blocks_are_given_up_when_none_of_their_sequences_loads_reads_into_them(
 
 
 def test_all_rows_of_a_layer_leave_with_it() -> None:
-    streamer, pile = LayerStreamer(BLOCK_TOKENS, groups=one_group([2, 1])), Pile()
-    streamer.mirror = KVCache(KVLayout(3, 1, BLOCK_TOKENS, 16, "float32"), 16)
+    streamer, pile = LayerStreamer(BLOCK_TOKENS, cache_of(3), one_group([2, 1])), Pile()
     streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
     plan = StepPlan()
     plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
@@ -175,8 +176,7 @@ def test_an_answer_that_continues_here_keeps_only_its_own_window(tmp_path: Path)
     write_hybrid("qwen3.5", tmp_path)
     engine, pile = hybrid_engine(tmp_path), Pile()
     groups, pool = engine.config.groups, engine.block_pool
-    streamer, retained = LayerStreamer(BLOCK, groups=groups), list[int]()
-    streamer.mirror = engine.cache  # type: ignore[assignment]
+    streamer, retained = LayerStreamer(BLOCK, engine.cache, groups), list[int]()  # type: ignore[arg-type]
     asked = sequence("r", prompt_of(3 * BLOCK), 4 * BLOCK)
     asked.keep_window_of = 3 * BLOCK - 1
 

@@ -108,7 +108,7 @@ async def test_blocks_that_a_slow_pool_has_not_got_yet_survive_their_sequences_p
             expected = [await answer(node, store, channels, number) for number in range(2)]
             expected_blocks = await stored(node, store)
         async with a_node_and_its_store("tight", tmp_path, num_blocks=16) as (node, store):
-            pool_writes = Standstill(node._role._pool_writer)
+            pool_writes = Standstill(node._role._servicer._node.pool_writer)
             answers = []
             for number in range(2):
                 answers.append(asyncio.create_task(answer(node, store, channels, number)))

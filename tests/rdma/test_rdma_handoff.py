@@ -77,8 +77,7 @@ def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkp
     stream = WriteStream("hand-off", layout, time.monotonic() + PATIENCE_S, writer)
     slots = {index: (block, EPOCH) for index, block in enumerate(reservation.block_ids)}
     stream.open(Destination(server.address, slots))
-    streamer = LayerStreamer(BLOCK_TOKENS)
-    streamer.mirror = prefill.cache
+    streamer = LayerStreamer(BLOCK_TOKENS, prefill.cache)
 
     def no_load(blocks: Any) -> Any:
         raise AssertionError("nothing is stored")

@@ -94,8 +94,7 @@ class _HandOff:
         stream = WriteStream(name, self._layout, time.monotonic() + TIMEOUT_S, self._writer)
         slots = {index: (block, EPOCH) for index, block in enumerate(reserved)}
         stream.open(Destination(self._server.address, slots))
-        streamer = LayerStreamer(self._block_tokens)
-        streamer.mirror = self._out
+        streamer = LayerStreamer(self._block_tokens, self._out)
         streamer.prompts[name] = StreamedPrompt(_nothing_to_load, [stream], lambda: None)
         first: list[StepOutput] = []
         took = {"prefill, layers going out": _ms(lambda: first.extend(self.prefill(streamer, name, 1)))}

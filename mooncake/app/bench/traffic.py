@@ -105,6 +105,7 @@ class ServedByEngine:
     def __init__(self, own: OwnEngine) -> None:
         self._own = own
         self._thread = EngineThread(own.core)
+        self._thread.start()
 
     async def ask(self, prompt: Sequence[int], max_tokens: int, on_token: OnToken | None = None) -> Answer:
         loop = asyncio.get_running_loop()
