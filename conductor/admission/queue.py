@@ -15,7 +15,7 @@ from conductor.admission.admission import Admission, Mode, Verdict
 from conductor.admission.fair_queue import Band, Entry, FairQueue
 from conductor.admission.rules import ADMISSIONS, Limits
 from conductor.placement.bookings import Booking
-from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.scheduler import Placement, PlacementScheduler
 from conductor.placement.view import RequestFacts
 from conductor.stats import AdmissionStats
 from mooncake.config import ConductorSection
@@ -40,7 +40,11 @@ class AdmissionQueue:
     """One owner, one event loop. Without limits every request is admitted at once."""
 
     def __init__(
-        self, scheduler: Scheduler, section: ConductorSection, clock: Callable[[], float], stats: AdmissionStats
+        self,
+        scheduler: PlacementScheduler,
+        section: ConductorSection,
+        clock: Callable[[], float],
+        stats: AdmissionStats,
     ) -> None:
         """Raises ConfigError for an unknown rule or mode."""
         if section.admission not in ADMISSIONS:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from conductor.api import TOO_LATE, Delta
-from conductor.dispatch.lifecycle import HandoffState
+from conductor.dispatch.lifecycle import HandoffPhase
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
 from conductor.dispatch.node_requests import NodeRequests
@@ -160,7 +160,7 @@ class Attempt:
             task.cancel()
         handoff = self.merger.handoff
         if handoff is not None and not handoff.has_ended:
-            handoff.move(HandoffState.EXPIRED if self._has_expired else HandoffState.FAILED)
+            handoff.move(HandoffPhase.EXPIRED if self._has_expired else HandoffPhase.FAILED)
 
     def _take(self, role: Role, message: Message) -> Delta | None:
         ended = message if isinstance(message, CallEnded) else None

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from mooncake.errors import InternalError
 
 
-class HandoffState(StrEnum):
+class HandoffPhase(StrEnum):
     RESERVED = "reserved"  # both nodes have been told
     STREAMING = "streaming"  # prefill has produced the first token; ranges are on their way
     COMMITTED = "committed"  # the decode node has verified every range and generates
@@ -31,8 +31,8 @@ class RequestState(StrEnum):
     EXPIRED = "expired"
 
 
-_H, _R = HandoffState, RequestState
-HANDOFF_MOVES: Mapping[HandoffState, frozenset[HandoffState]] = {
+_H, _R = HandoffPhase, RequestState
+HANDOFF_MOVES: Mapping[HandoffPhase, frozenset[HandoffPhase]] = {
     _H.RESERVED: frozenset({_H.STREAMING, _H.COMMITTED, _H.FAILED, _H.EXPIRED}),
     _H.STREAMING: frozenset({_H.COMMITTED, _H.FAILED, _H.EXPIRED}),
     _H.COMMITTED: frozenset(),
@@ -72,8 +72,8 @@ class Lifecycle(Generic[S]):
         self.state = to
 
 
-def handoff_lifecycle(handoff_id: str) -> Lifecycle[HandoffState]:
-    return Lifecycle(f"hand-off {handoff_id}", HANDOFF_MOVES, HandoffState.RESERVED)
+def handoff_lifecycle(handoff_id: str) -> Lifecycle[HandoffPhase]:
+    return Lifecycle(f"hand-off {handoff_id}", HANDOFF_MOVES, HandoffPhase.RESERVED)
 
 
 def request_lifecycle(request_id: str) -> Lifecycle[RequestState]:

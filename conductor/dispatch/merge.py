@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from conductor.api import Delta
-from conductor.dispatch.lifecycle import HandoffState, Lifecycle
+from conductor.dispatch.lifecycle import HandoffPhase, Lifecycle
 from mooncake.errors import HandoffFailed, InternalError, MooncakeError
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
@@ -26,7 +26,7 @@ class Merger:
     def __init__(
         self,
         expected: Sequence[int],
-        handoff: Lifecycle[HandoffState] | None,
+        handoff: Lifecycle[HandoffPhase] | None,
         passes_first_token: bool = True,
         wants_prompt_logprobs: bool = False,
     ) -> None:
@@ -48,7 +48,7 @@ class Merger:
 
     @property
     def waits_for_commit(self) -> bool:
-        return self.handoff is not None and self.handoff.state is HandoffState.STREAMING
+        return self.handoff is not None and self.handoff.state is HandoffPhase.STREAMING
 
     def end_choice(self, choice: int) -> None:
         """The client needs no more of this answer."""
@@ -75,8 +75,8 @@ class Merger:
         tokens = [sampled_from_wire(message.first_token)]
         if self.handoff is None:
             return self._delta(message.choice, tokens, message.finish_reason)
-        if self.handoff.state is HandoffState.RESERVED:
-            self.handoff.move(HandoffState.STREAMING)
+        if self.handoff.state is HandoffPhase.RESERVED:
+            self.handoff.move(HandoffPhase.STREAMING)
         return self._delta(message.choice, tokens, "") if self._passes_first_token else None
 
     def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
@@ -95,7 +95,7 @@ class Merger:
         self._prefill_is_over = True
         if not self._open:
             return self.release()
-        if self.handoff is not None and self.handoff.state is HandoffState.COMMITTED:
+        if self.handoff is not None and self.handoff.state is HandoffPhase.COMMITTED:
             return None
         raise error or HandoffFailed("the prefill node ended its call without a report")
 
@@ -111,7 +111,7 @@ class Merger:
     def _commit(self) -> None:
         self.is_prefilled = True
         if self.handoff is not None and not self.handoff.has_ended:
-            self.handoff.move(HandoffState.COMMITTED)
+            self.handoff.move(HandoffPhase.COMMITTED)
 
     def _finish(self, choice: int, reason: FinishReason, new: tuple[SampledToken, ...]) -> Delta | None:
         """The very last delta waits for the prefill node's report."""

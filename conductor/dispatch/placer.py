@@ -15,7 +15,7 @@ from conductor.dispatch.retry import incarnations
 from conductor.placement.fleet import Fleet
 from conductor.placement.local_prefill import local_prefill
 from conductor.placement.policies import POLICIES, Policy
-from conductor.placement.scheduler import Placement, Scheduler, check_time
+from conductor.placement.scheduler import Placement, PlacementScheduler, check_time
 from conductor.placement.view import PlacementQuery, RequestFacts, Shape
 from conductor.stats import DispatchStats
 from mooncake.config import Config
@@ -48,7 +48,7 @@ class Placer:
         self, config: Config, model: ModelFacts, fleet: Fleet, stats: DispatchStats, lacking: NodesLacking
     ) -> None:
         """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
-        self.scheduler = Scheduler(fleet, model.shape, _policy(config.conductor.policy))
+        self.scheduler = PlacementScheduler(fleet, model.shape, _policy(config.conductor.policy))
         self.on_arrival: list[Callable[[PlacementQuery, Placement, float], None]] = []  # called once per request
         self._model = model
         self._fleet = fleet

@@ -47,7 +47,7 @@ class Placement(NamedTuple):
         return parts.queue_ms + parts.fetch_ms + parts.prefill_ms
 
 
-class Scheduler:
+class PlacementScheduler:
     """One owner. ``place`` changes nothing; ``book`` takes effect at once, before any node has heard of the request."""
 
     def __init__(

@@ -34,7 +34,7 @@ from mooncake.engine.outputs import OutputProcessor
 from mooncake.engine.overlap import OverlappedSteps
 from mooncake.engine.request_checks import RequestChecks
 from mooncake.engine.requests import Requests
-from mooncake.engine.scheduler import Scheduler, num_prompt_tokens_left
+from mooncake.engine.scheduler import StepScheduler, num_prompt_tokens_left
 from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
@@ -77,7 +77,7 @@ class Engine:
         self.is_stalled = False  # the last step found nothing that could run before blocks are released
         self._model = model
         self._checks = RequestChecks(model.config.vocab_size, config.max_model_len, guides)
-        self._scheduler = Scheduler(
+        self._scheduler = StepScheduler(
             self.block_pool,
             config.chunk_tokens,
             config.max_sequences,

@@ -30,7 +30,7 @@ and must not block."""
 
 
 class EngineThread:
-    """Does nothing until ``start``; ``call``, ``add``, ``listen``, ``drop``, ``give_up`` and ``stop`` are for any thread."""
+    """Does nothing until ``start``. All methods but that one may be called from any thread."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from mooncake.engine.contract import AsyncModel, Cache, StartedStep, StepHook
 from mooncake.engine.decoding.sampling_inputs import SamplingInputs
-from mooncake.engine.scheduler import Scheduler
+from mooncake.engine.scheduler import StepScheduler
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.engine.step_batch import BatchBuilder
 from mooncake.engine.step_costs import StepCosts
@@ -49,7 +49,7 @@ class OverlappedSteps:
         self,
         model: AsyncModel,
         cache: Cache,
-        scheduler: Scheduler,
+        scheduler: StepScheduler,
         batches: BatchBuilder,
         costs: StepCosts,
         take_tokens: Callable[[StepPlan, list[int], int], list[Sequence]],

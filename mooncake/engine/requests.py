@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from mooncake.engine.decoding.beam_search import BeamSearches
-from mooncake.engine.scheduler import Scheduler
+from mooncake.engine.scheduler import StepScheduler
 from mooncake.engine.sequence import SCHEDULABLE, Sequence, SequenceState
 from mooncake.errors import MooncakeError, NotFinite
 
@@ -17,7 +17,7 @@ from mooncake.errors import MooncakeError, NotFinite
 class Requests:
     """A request begins with one sequence and one expected answer; its forks are further answers, or beams."""
 
-    def __init__(self, scheduler: Scheduler, before_free: Callable[[Sequence], None]) -> None:
+    def __init__(self, scheduler: StepScheduler, before_free: Callable[[Sequence], None]) -> None:
         """``before_free`` is called with each sequence whose blocks are about to be freed."""
         self.searches = BeamSearches(self.fork, self.remove, self.stop_early)
         self._scheduler = scheduler
@@ -47,7 +47,7 @@ class Requests:
     # Joining
 
     def add(self, sequence: Sequence) -> None:
-        """A new request waits for its turn. Raises what ``Scheduler.add`` does."""
+        """A new request waits for its turn. Raises what ``StepScheduler.add`` does."""
         try:
             self._insert(sequence)
             self._scheduler.add(sequence)
@@ -57,7 +57,7 @@ class Requests:
             raise
 
     def reserve(self, sequence: Sequence) -> int:
-        """A new request gets blocks, which another engine fills. Returns and raises what ``Scheduler.reserve`` does."""
+        """A new request gets blocks, which another engine fills. Returns and raises as ``StepScheduler.reserve`` does."""
         num_cached = self._scheduler.reserve(sequence)
         self._insert(sequence)
         return num_cached

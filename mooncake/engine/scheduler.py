@@ -26,7 +26,7 @@ MAX_SCORED = 512  # prompt tokens of a step with log-probabilities: each has a r
 WATERMARK = 100  # one block in this many stays free at admission while others run, so that they can grow
 
 
-class Scheduler:
+class StepScheduler:
     """The waiting and the running queue, and the blocks of the sequences in them."""
 
     def __init__(

@@ -11,7 +11,7 @@ from placing import Cluster
 from conductor.admission.queue import POLL_S, AdmissionQueue
 from conductor.api import InferenceRequest
 from conductor.ingress.metrics import Metrics
-from conductor.placement.scheduler import Scheduler
+from conductor.placement.scheduler import PlacementScheduler
 from conductor.stats import AdmissionStats
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError, DeadlineExceeded, NodeUnavailable, Overloaded
@@ -217,11 +217,11 @@ async def test_without_limits_every_request_is_admitted(start_cluster: Any) -> N
 
 
 @pytest.mark.parametrize("wrong", [{"admission": "maybe"}, {"admission_mode": "rude"}])
-def test_a_wrong_name_is_one_sentence(wrong: dict[str, str], scheduler: Scheduler) -> None:
+def test_a_wrong_name_is_one_sentence(wrong: dict[str, str], scheduler: PlacementScheduler) -> None:
     with pytest.raises(ConfigError, match="must be one of"):
         AdmissionQueue(scheduler, ConductorSection(**wrong), lambda: 0.0, AdmissionStats())
 
 
 @pytest.fixture
-def scheduler() -> Scheduler:
+def scheduler() -> PlacementScheduler:
     return Cluster().scheduler

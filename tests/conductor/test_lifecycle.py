@@ -8,7 +8,7 @@ import pytest
 from conductor.dispatch.lifecycle import (
     HANDOFF_MOVES,
     REQUEST_MOVES,
-    HandoffState,
+    HandoffPhase,
     RequestState,
     handoff_lifecycle,
     request_lifecycle,
@@ -18,13 +18,13 @@ from mooncake.errors import InternalError
 
 def test_a_hand_off_ends_in_exactly_one_of_three() -> None:
     ends = {state for state, moves in HANDOFF_MOVES.items() if not moves}
-    assert ends == {HandoffState.COMMITTED, HandoffState.FAILED, HandoffState.EXPIRED}
+    assert ends == {HandoffPhase.COMMITTED, HandoffPhase.FAILED, HandoffPhase.EXPIRED}
     for end in ends:
         handoff = handoff_lifecycle("h")
-        handoff.move(HandoffState.STREAMING)
+        handoff.move(HandoffPhase.STREAMING)
         handoff.move(end)
         assert handoff.has_ended
-        for another in HandoffState:
+        for another in HandoffPhase:
             with pytest.raises(InternalError, match="hand-off h"):
                 handoff.move(another)
             assert handoff.state is end, "an illegal move changes nothing"

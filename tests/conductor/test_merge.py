@@ -6,7 +6,7 @@ import random
 import pytest
 
 from conductor.api import Delta
-from conductor.dispatch.lifecycle import HandoffState, handoff_lifecycle
+from conductor.dispatch.lifecycle import HandoffPhase, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable
 from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
@@ -47,7 +47,7 @@ def test_every_interleaving_gives_the_same_stream() -> None:
         assert indices(deltas) == [0, 1, 2, 3], order
         ends = [delta for delta in deltas if delta and delta.finish_reason]
         assert [delta.finish_reason for delta in ends] == [FinishReason.STOP]
-        assert merge.handoff is not None and merge.handoff.state is HandoffState.COMMITTED
+        assert merge.handoff is not None and merge.handoff.state is HandoffPhase.COMMITTED
 
 
 def test_a_continued_answer_starts_at_the_client_s_next_token() -> None:

@@ -9,7 +9,7 @@ from placing import Cluster, incarnation, incarnations, pair
 
 from conductor.placement.bookings import Booking
 from conductor.placement.policies.milliseconds import REPLICA_COST
-from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.scheduler import Placement, PlacementScheduler
 from conductor.registry import Health, NodeLoad
 from mooncake.errors import NodeUnavailable, Overloaded
 
@@ -227,7 +227,7 @@ def test_the_search_in_cpp_equals_its_python_reference() -> None:
             facts = cluster.facts(**asked)
             placements = []
             for native in (True, False):
-                scheduler = Scheduler(cluster.fleet, cluster.scheduler.shape, native=native)
+                scheduler = PlacementScheduler(cluster.fleet, cluster.scheduler.shape, native=native)
                 placements.append(scheduler.place(facts, cluster.now))
                 cluster.fleet.index.sweep()
             compiled, defined = placements

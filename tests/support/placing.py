@@ -12,7 +12,7 @@ from conductor.placement.bookings import Booking
 from conductor.placement.cost import CostModel
 from conductor.placement.fleet import Fleet
 from conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.scheduler import Placement, PlacementScheduler
 from conductor.placement.view import RequestFacts, Shape
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
@@ -45,14 +45,16 @@ class Cluster:
     chunk_tokens: int = 0
     ssd_mb_per_s: float = 1000.0
     fleet: Fleet = field(init=False)
-    scheduler: Scheduler = field(init=False)
+    scheduler: PlacementScheduler = field(init=False)
     prompts: Iterator[int] = field(default_factory=count)
 
     def __post_init__(self) -> None:
         registry, costs = Registry("kv", 64, 0.5, 5.0), CostModel()
         self.fleet = Fleet(registry, costs, PrefixIndex(), self.chunk_tokens, self.ssd_mb_per_s)
         shape = replace(SHAPE, chunk_tokens=self.chunk_tokens)
-        self.scheduler = Scheduler(self.fleet, shape, POLICIES[self.policy], np.random.default_rng(1), self.native)
+        self.scheduler = PlacementScheduler(
+            self.fleet, shape, POLICIES[self.policy], np.random.default_rng(1), self.native
+        )
         for role, number in ((Role.PREFILL, self.prefill), (Role.DECODE, self.decode), (Role.STORE, self.stores)):
             for i in range(number):
                 host = f"h{i}" if self.hosts and role is not Role.DECODE else "h"

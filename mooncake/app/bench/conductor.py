@@ -22,7 +22,7 @@ from conductor.placement.bookings import Booking
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.placement.fleet import Fleet
 from conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from conductor.placement.scheduler import Scheduler
+from conductor.placement.scheduler import PlacementScheduler
 from conductor.placement.view import RequestFacts, Shape
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
@@ -180,7 +180,7 @@ class BusyCluster:
     num_nodes: int
     num_blocks: int
     options: Options
-    scheduler: Scheduler = field(init=False)
+    scheduler: PlacementScheduler = field(init=False)
     prompts: list[Prompt] = field(init=False)
     now: float = 1000.0
     number: int = 0
@@ -195,7 +195,7 @@ class BusyCluster:
             registry.register(_node(f"d{i}", Role.DECODE, f"decode{i}"), self.now)
             registry.register(_node(f"s{i}", Role.STORE, f"host{i}"), self.now)
         fleet = Fleet(registry, costs, index, SHAPE.chunk_tokens)
-        self.scheduler = Scheduler(
+        self.scheduler = PlacementScheduler(
             fleet, SHAPE, POLICIES[self.options.policy], np.random.default_rng(self.options.seed)
         )
         fleet.view(self.now)

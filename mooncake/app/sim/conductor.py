@@ -18,7 +18,7 @@ from conductor.control.replication import CopyPrefix, DropReplica, ReplicationLi
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost, StartCosts, TransferCost
 from conductor.placement.fleet import Fleet
 from conductor.placement.policies import POLICIES
-from conductor.placement.scheduler import Placement, Scheduler
+from conductor.placement.scheduler import Placement, PlacementScheduler
 from conductor.placement.view import RequestFacts, Shape
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, NodeLoad, Registry
@@ -59,7 +59,7 @@ class SimConductor:
         self.fleet = Fleet(self.registry, self.costs, self.index, ssd_mb_per_s=ssd_mb_per_s)
         shape = Shape(model.block_tokens, model.block_tokens * model.token_bytes, model.num_layers)
         policy_rng, admission_rng, self._probing_rng = rng.spawn(3)
-        self.scheduler = Scheduler(self.fleet, shape, POLICIES[settings.policy], policy_rng)
+        self.scheduler = PlacementScheduler(self.fleet, shape, POLICIES[settings.policy], policy_rng)
         self.admission: Admission | None = None
         if settings.admission != "none":
             limits = Limits(cluster.slo.ttft_s * 1e3, cluster.slo.tbt_ms)

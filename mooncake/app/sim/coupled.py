@@ -18,7 +18,7 @@ from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.requests import SimRequest
 from mooncake.engine.cache.block_pool import BlockPool
-from mooncake.engine.scheduler import Scheduler
+from mooncake.engine.scheduler import StepScheduler
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepPlan
 from mooncake.hashing import Chain
@@ -70,7 +70,7 @@ class CoupledMachine:
         self.name = name
         self.curve = curve
         self.pool = BlockPool(group.kv_tokens // model.block_tokens, model.block_tokens)
-        self.scheduler = Scheduler(self.pool, group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
+        self.scheduler = StepScheduler(self.pool, group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
         self.busy_s = 0.0
         self.tokens = 0
         self.slowdown = 1.0
