@@ -368,6 +368,24 @@ class Settings:
     def get(self, key: str) -> object:
         return self.tree.get(key)
 
+    def refuse(self, *keys: str) -> None:
+        """Raises ModelError for the first of these flags that is set."""
+        for key in keys:
+            if self.flag(key, False):
+                raise ModelError(f"{self.source} asks for {key}, which is not supported")
+
+    def with_defaults(self, values: Mapping[str, object]) -> Settings:
+        """With these for keys that are not there."""
+        return Settings({**values, **self.tree}, self.source)
+
+    def replaced(self, values: Mapping[str, object]) -> Settings:
+        """With these in place of others."""
+        return Settings({**self.tree, **values}, self.source)
+
+    def part(self, given: object) -> Settings:
+        """Of a tree in this one; empty, if ``given`` is none."""
+        return Settings(given if isinstance(given, dict) else {}, self.source)
+
     def _get(self, key: str, default: object) -> object:
         value = self.tree.get(key)
         value = default if value is None else value

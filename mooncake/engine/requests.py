@@ -57,7 +57,7 @@ class Requests:
             raise
 
     def reserve(self, sequence: Sequence) -> int:
-        """A new request gets blocks, which another engine fills. Returns and raises as ``StepScheduler.reserve`` does."""
+        """A new request gets blocks, which another engine fills. Returns and raises as the scheduler's ``reserve``."""
         num_cached = self._scheduler.reserve(sequence)
         self._insert(sequence)
         return num_cached

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, as_biased, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import Family, Shapes, as_biased, cap_of, head_shapes, linear_shapes, norm_shapes
 from mooncake.model_config import ModelConfig, Settings
 
 MAX_HEADS = 1 << 12
@@ -82,11 +82,9 @@ def _read_mpt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
     attention, mlp = _inside(settings, "attn_config"), _inside(settings, "ffn_config")
     _refuse_other_mpts(settings, attention, mlp)
     hidden, heads = settings.integer("d_model"), settings.integer("n_heads")
-    kind, limit = attention.get("attn_type") or _KINDS[0], attention.number("clip_qkv", 0.0)
+    kind = attention.get("attn_type") or _KINDS[0]
     if kind not in _KINDS:
         raise ModelError(f"{settings.source} asks for the attn_type {kind!r}; supported: {', '.join(_KINDS)}")
-    if not 0 <= limit < 1e6:
-        raise ModelError(f"{settings.source}: clip_qkv must be a positive number or null, got {limit}")
     return {
         "num_layers": settings.integer("n_layers"),
         "hidden_size": hidden,
@@ -100,7 +98,7 @@ def _read_mpt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
         "activation": "gelu",
         "attention_scale": attention.number("softmax_scale", 0.0),
         "qkv_bias": not settings.flag("no_bias", True),
-        "qkv_limit": limit,
+        "qkv_limit": cap_of(attention, "clip_qkv", 0.0),
         "rotary_dim": 0,
         "alibi_slopes": alibi_slopes(heads, attention.number("alibi_bias_max", 8.0)),
     }
@@ -112,9 +110,7 @@ def _inside(settings: Settings, key: str) -> Settings:
 
 
 def _refuse_other_mpts(settings: Settings, attention: Settings, mlp: Settings) -> None:
-    for key in ("qk_ln", "qk_gn", "prefix_lm", "rope"):
-        if attention.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    attention.refuse("qk_ln", "qk_gn", "prefix_lm", "rope")
     if not attention.flag("alibi", True):
         raise ModelError(f"{settings.source} has learned positions in place of ALiBi, which is not supported for MPT")
     if attention.integer("sliding_window_size", -1) != -1:

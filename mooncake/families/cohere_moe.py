@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_names, expert_shapes, router_shape, windows_in_turn
 from mooncake.families.interleaved import read_cohere
 from mooncake.model_config import ModelConfig, Routing, Settings
@@ -15,7 +15,7 @@ def _read_cohere2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
     """The first layers may be dense. Those with a window rotate, and dense ones mostly, too."""
     if settings.get("rms_norm_eps") is not None:
         raise ModelError(f"{settings.source} asks for norms of another kind (rms_norm_eps), which is not supported")
-    settings = Settings({"rope_theta": 10_000.0, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"rope_theta": 10_000.0})
     num_layers, expert_size = num_layers_of(settings), settings.integer("intermediate_size")
     dense = _dense_layers(settings, num_layers)
     prefix_every = settings.integer("prefix_dense_sliding_window_pattern", 1)
@@ -74,7 +74,7 @@ def _windows(settings: Settings, num_dense: int, prefix_every: int) -> tuple[int
     kinds = ["sliding_attention" if (layer + 1) % each else "full_attention" for layer, each in places]
     given = settings.get("layer_types")
     own = {"layer_types": kinds if given is None else given}
-    return windows_in_turn(Settings({**settings.tree, **own}, settings.source), every, 4096)
+    return windows_in_turn(settings.replaced(own), every, 4096)
 
 
 def _attention(config: ModelConfig) -> Shapes:
@@ -97,5 +97,5 @@ def _dense_layer(config: ModelConfig) -> Shapes:
 
 
 COHERE_MOE_FAMILIES: dict[str, Family] = {
-    "cohere2_moe": Family(_read_cohere2_moe, _layer, "model.layers", llama_top, dense_shapes=_dense_layer),
+    "cohere2_moe": Family(_read_cohere2_moe, _layer, dense_shapes=_dense_layer),
 }

@@ -6,33 +6,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
-from mooncake.families.gated import attention_shapes, cap_of, layer_norms, read_dense, read_gemma2, read_granite
+from mooncake.families.family import Family, Shapes, activation, cap_of, llama_top
+from mooncake.families.gated import attention_shapes, dense_layer, layer_norms, read_dense, read_gemma2, read_granite
+from mooncake.families.rope_settings import require_rope_scaling
 from mooncake.model_config import ModelConfig, Settings
 
 # Gemma (Gemma team 2024) and VaultGemma (Google 2025)
 
 
 def _read_gemma(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.get("use_bidirectional_attention"):
-        raise ModelError(f"{settings.source} asks for use_bidirectional_attention, which is not supported")
+    settings.refuse("use_bidirectional_attention")
     key = "hidden_activation" if settings.get("hidden_activation") else "hidden_act"
     return {
-        **_read_any(Settings({"head_dim": 256, **settings.tree}, settings.source), shapes),
+        **_read_any(settings.with_defaults({"head_dim": 256}), shapes),
         "activation": activation(settings, key, "gelu_pytorch_tanh"),
         "tie_embeddings": settings.flag("tie_word_embeddings", True),
     }
 
 
 def _gemma_layer(config: ModelConfig) -> Shapes:
-    gated = gated_shapes("mlp", config.hidden_size, config.intermediate_size)
-    return attention_shapes(config) | layer_norms(config) | gated
+    return dense_layer(config) | layer_norms(config)
 
 
 def _vault_gemma_layer(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    norms = {f"{name}.weight": (hidden,) for name in ("input_layernorm", "pre_feedforward_layernorm")}
-    return {**attention_shapes(config), **gated_shapes("mlp", hidden, config.intermediate_size), **norms}
+    norms = ("input_layernorm", "pre_feedforward_layernorm")
+    return dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
 
 
 # AFM-4.5B (Arcee 2025) and Apertus (Swiss AI 2025), whose MLPs have no gate
@@ -54,8 +52,7 @@ def _ungated(config: ModelConfig) -> Shapes:
 def _read_apertus(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     if (name := settings.get("hidden_act") or "xielu") != "xielu":
         raise ModelError(f"{settings.source} asks for the activation {name!r}; only xielu is supported for this family")
-    if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
-        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+    require_rope_scaling(settings)
     return {**_read_any(settings, shapes, default_theta=12e6), "activation": "xielu", "qk_norm": True}
 
 
@@ -75,14 +72,7 @@ def _apertus_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    limit = settings.number("clip_qkv", 0.0)
-    if not 0 <= limit < 1e6:
-        raise ModelError(f"{settings.source}: clip_qkv must be a positive number or null, got {limit}")
-    return {**read_dense(settings, shapes), "rms_eps": 1e-5, "qkv_limit": limit}
-
-
-def _olmo_layer(config: ModelConfig) -> Shapes:
-    return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
+    return {**read_dense(settings, shapes), "rms_eps": 1e-5, "qkv_limit": cap_of(settings, "clip_qkv", 0.0)}
 
 
 def _read_nanochat(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -122,15 +112,15 @@ def _read_any(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
     """As ``read_dense``, with any activation."""
-    return read_dense(Settings({**settings.tree, "hidden_act": "silu"}, settings.source), shapes, default_theta)
+    return read_dense(settings.replaced({"hidden_act": "silu"}), shapes, default_theta)
 
 
 DENSE_MEMBERS: dict[str, Family] = {
-    "gemma": Family(_read_gemma, _gemma_layer, "model.layers", llama_top),
-    "vaultgemma": Family(read_gemma2, _vault_gemma_layer, "model.layers", llama_top),
-    "arcee": Family(_read_arcee, _arcee_layer, "model.layers", llama_top),
-    "apertus": Family(_read_apertus, _apertus_layer, "model.layers", llama_top),
-    "olmo": Family(_read_olmo, _olmo_layer, "model.layers", _top_without_norm),
-    "nanochat": Family(_read_nanochat, _nanochat_layer, "model.layers", _top_without_norm),
-    "hyperclovax": Family(_read_hyperclovax, _hyperclovax_layer, "model.layers", llama_top),
+    "gemma": Family(_read_gemma, _gemma_layer),
+    "vaultgemma": Family(read_gemma2, _vault_gemma_layer),
+    "arcee": Family(_read_arcee, _arcee_layer),
+    "apertus": Family(_read_apertus, _apertus_layer),
+    "olmo": Family(_read_olmo, dense_layer, top_shapes=_top_without_norm),
+    "nanochat": Family(_read_nanochat, _nanochat_layer, top_shapes=_top_without_norm),
+    "hyperclovax": Family(_read_hyperclovax, _hyperclovax_layer),
 }

@@ -12,16 +12,13 @@ from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, read_silu
 from mooncake.families.hybrid import state_windows
-from mooncake.families.mamba import mamba_shapes, mlp_shapes, read_mamba, refuse_biases, top_shapes
+from mooncake.families.mamba import mamba_shapes, mlp_shapes, read_mamba, top_shapes
 from mooncake.model_config import Factors, Mamba, ModelConfig, Settings
 
 
 def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    refuse_biases(settings)
-    for key in ("projectors_bias", "mamba_proj_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported for this family")
-    settings = Settings({"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024, **settings.tree}, settings.source)
+    settings.refuse("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
+    settings = settings.with_defaults({"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024})
     num_layers = 2 * num_layers_of(settings)
     recurrent = tuple(range(0, num_layers, 2))
     values, states = read_silu(settings, shapes), read_mamba(settings, recurrent)
@@ -80,5 +77,5 @@ def _all(config: ModelConfig) -> Shapes:
 
 
 FALCON_H1_FAMILIES: dict[str, Family] = {
-    "falcon_h1": Family(_read, attention_shapes, "model.layers", _all, own_shapes=lambda config, layer: {})
+    "falcon_h1": Family(_read, attention_shapes, top_shapes=_all, own_shapes=lambda config, layer: {})
 }

@@ -61,23 +61,6 @@ _ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
-    without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise;
-    none, where published layers are not those of the cache: ``top_shapes`` then has them. ``renamed``: other starts of
-    names, and those here, the first that fits."""
-
-    read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
-    layer_shapes: Callable[[ModelConfig], Shapes]
-    layers_at: str
-    top_shapes: Callable[[ModelConfig], Shapes]
-    prefix: str = ""
-    dense_shapes: Callable[[ModelConfig], Shapes] | None = None
-    own_shapes: Callable[[ModelConfig, int], Shapes] | None = None
-    renamed: tuple[tuple[str, str], ...] = ()
-
-
 def num_layers_of(settings: Settings) -> int:
     """Raises ModelError for more than a model can have."""
     num_layers = settings.integer("num_hidden_layers")
@@ -91,6 +74,14 @@ def activation(settings: Settings, key: str, default: str) -> str:
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         raise ModelError(f"{settings.source} asks for the activation {name!r}; supported: {', '.join(_ACTIVATIONS)}")
     return _ACTIVATIONS[name]
+
+
+def cap_of(settings: Settings, key: str, default: float) -> float:
+    """Null means no cap; a missing key means the family's default."""
+    cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
+    if not 0 <= cap < 1e6:
+        raise ModelError(f"{settings.source}: {key} must be a positive number or null, got {cap}")
+    return cap
 
 
 def linear_shapes(name: str, outputs: int, inputs: int) -> Shapes:
@@ -123,3 +114,20 @@ def llama_top(config: ModelConfig) -> Shapes:
     table = (config.vocab_size, config.hidden_size)
     norm = {"model.norm.weight": (config.hidden_size,)}
     return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``prefix``: the start of every weight's name, which some publishers omit. ``dense_shapes``: those of the layers
+    without experts of a model with a ``Routing``. ``own_shapes``: those of one layer, where layers differ otherwise;
+    none, where published layers are not those of the cache: ``top_shapes`` then has them. ``renamed``: other starts of
+    names, and those here, the first that fits."""
+
+    read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
+    layer_shapes: Callable[[ModelConfig], Shapes]
+    layers_at: str = "model.layers"
+    top_shapes: Callable[[ModelConfig], Shapes] = llama_top
+    prefix: str = ""
+    dense_shapes: Callable[[ModelConfig], Shapes] | None = None
+    own_shapes: Callable[[ModelConfig, int], Shapes] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, activation, cap_of, gated_shapes, num_layers_of
 from mooncake.families.rope_settings import Rope, read_rope
 from mooncake.model_config import ModelConfig, Settings
 
@@ -30,18 +30,8 @@ def read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def cap_of(settings: Settings, key: str, default: float) -> float:
-    """Null means no cap; a missing key means the family's default."""
-    cap = 0.0 if key in settings.tree and settings.tree[key] is None else settings.number(key, default)
-    if not 0 <= cap < 1e6:
-        raise ModelError(f"{settings.source}: {key} must be a positive number or null, got {cap}")
-    return cap
-
-
 def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if settings.get(key):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("attn_logit_softcapping", "final_logit_softcapping")
     head_dim = settings.integer("head_dim", 256)
     rope, local = gemma3_rope(settings, head_dim)
     return {
@@ -57,9 +47,7 @@ def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 def _read_gemma(settings: Settings, every: int) -> dict[str, object]:
     """``every``: one layer in this many is global, unless a list says which."""
-    for key in ("attention_bias", "use_bidirectional_attention"):
-        if settings.get(key):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("attention_bias", "use_bidirectional_attention")
     num_layers, heads = settings.integer("num_hidden_layers"), settings.integer("num_attention_heads")
     return {
         "num_layers": num_layers,
@@ -82,7 +70,7 @@ def gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
     parameters = given if isinstance(given, dict) else {}
     widely = parameters.get("full_attention") or settings.get("rope_scaling") or {}
     widely = {"rope_theta": settings.number("rope_theta", 1_000_000.0), **(widely if isinstance(widely, dict) else {})}
-    rope = read_rope(Settings({**settings.tree, "rope_parameters": widely}, settings.source), head_dim)
+    rope = read_rope(settings.replaced({"rope_parameters": widely}), head_dim)
     if rope.scaling and rope.scaling["rope_type"] != "linear":
         raise ModelError(f"{settings.source} scales its positions differently from linear, the family's only way")
     locally = rope_of_kind(settings, parameters, "sliding_attention")
@@ -92,7 +80,7 @@ def gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
 def rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
     """Of layers of this kind, without scaling."""
     own = parameters.get(kind)
-    rope = Settings(own if isinstance(own, dict) else {}, settings.source)
+    rope = settings.part(own)
     if (rope.get("rope_type") or "default") != "default":
         raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
     return rope
@@ -238,18 +226,18 @@ def read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 def _with_stretched_theta(settings: Settings) -> Settings:
     """Its positions are scaled by ``alpha``, which only changes theta, and not, as its name says, dynamically."""
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
-    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
+    rope = settings.part(parameters)
     alpha = rope.number("alpha", 0.0)
     if (rope.get("rope_type") or rope.get("type")) != "dynamic" or not 0 < alpha < 1e9:
         return settings
     heads = settings.integer("num_attention_heads")
     dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
     theta = rope.number("rope_theta", settings.number("rope_theta", 10_000.0)) * alpha ** (dim / max(dim - 2, 1))
-    return Settings({**settings.tree, "rope_parameters": {"rope_theta": theta}}, settings.source)
+    return settings.replaced({"rope_parameters": {"rope_theta": theta}})
 
 
 def _pre_normed_layer(config: ModelConfig) -> Shapes:
-    return _dense_layer(config) | layer_norms(config)
+    return dense_layer(config) | layer_norms(config)
 
 
 def _hunyuan_layer(config: ModelConfig) -> Shapes:
@@ -272,7 +260,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     parameters = settings.get("rope_parameters")
     by_kind = parameters if isinstance(parameters, dict) else {}
     if "full_attention" in by_kind:
-        settings = Settings({**settings.tree, "rope_parameters": by_kind["full_attention"]}, settings.source)
+        settings = settings.replaced({"rope_parameters": by_kind["full_attention"]})
     values = read_dense(settings, shapes, default_theta=500_000.0)
     local = rope_of_kind(settings, by_kind, "sliding_attention")
     return {
@@ -296,7 +284,7 @@ def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _post_normed_layer(config: ModelConfig) -> Shapes:
     norms = ("post_attention_layernorm", "post_feedforward_layernorm")
-    return _dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
+    return dense_layer(config) | {f"{name}.weight": (config.hidden_size,) for name in norms}
 
 
 def _olmo_layer(config: ModelConfig) -> Shapes:
@@ -314,14 +302,12 @@ def norms_over_heads(config: ModelConfig) -> Shapes:
 def read_dense(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
-    for key in ("attention_bias", "mlp_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("attention_bias", "mlp_bias")
     values = read_silu(settings, shapes, default_theta)
     return {**values, "intermediate_size": settings.integer("intermediate_size")}
 
 
-def _dense_layer(config: ModelConfig) -> Shapes:
+def dense_layer(config: ModelConfig) -> Shapes:
     return attention_shapes(config) | gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
@@ -346,10 +332,7 @@ def read_silu(
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
         "head_dim": head_dim,
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
-        "rotary_dim": rope.rotary_dim,
+        **rope.values,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
     }
@@ -395,13 +378,13 @@ def attention_shapes(config: ModelConfig) -> Shapes:
 
 
 GATED_FAMILIES: dict[str, Family] = {
-    "gemma2": Family(read_gemma2, _gemma_layer, "model.layers", llama_top),
-    "gemma3_text": Family(_read_gemma3, _gemma_layer, "model.layers", llama_top),
-    "qwen3_moe": Family(_read_qwen3_moe, moe_layer, "model.layers", llama_top),
-    "mixtral": Family(_read_mixtral, moe_layer, "model.layers", llama_top),
-    "granite": Family(read_granite, _pre_normed_layer, "model.layers", llama_top),
-    "hunyuan_v1_dense": Family(read_hunyuan, _hunyuan_layer, "model.layers", llama_top),
-    "olmo2": Family(_read_olmo2, _olmo_layer, "model.layers", llama_top),
-    "olmo3": Family(_read_olmo3, _olmo_layer, "model.layers", llama_top),
-    "exaone4": Family(_read_exaone4, _post_normed_layer, "model.layers", llama_top),
+    "gemma2": Family(read_gemma2, _gemma_layer),
+    "gemma3_text": Family(_read_gemma3, _gemma_layer),
+    "qwen3_moe": Family(_read_qwen3_moe, moe_layer),
+    "mixtral": Family(_read_mixtral, moe_layer),
+    "granite": Family(read_granite, _pre_normed_layer),
+    "hunyuan_v1_dense": Family(read_hunyuan, _hunyuan_layer),
+    "olmo2": Family(_read_olmo2, _olmo_layer),
+    "olmo3": Family(_read_olmo3, _olmo_layer),
+    "exaone4": Family(_read_exaone4, _post_normed_layer),
 }

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, num_layers_of
-from mooncake.families.gated import cap_of, gemma3_rope, windows_in_turn
+from mooncake.families.family import Family, Shapes, activation, cap_of, num_layers_of
+from mooncake.families.gated import gemma3_rope, windows_in_turn
 from mooncake.families.gemma4 import input_shapes, layer_shapes, parts_of, positive
 from mooncake.families.layer_settings import sources_of_last
 from mooncake.model_config import GemmaParts, ModelConfig, Settings, Streams
@@ -22,7 +22,7 @@ _DEFAULTS: dict[str, object] = {
 
 
 def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({**_DEFAULTS, **settings.tree}, settings.source)
+    settings = settings.with_defaults(_DEFAULTS)
     if settings.flag("attention_bias", False) or settings.integer("altup_active_idx", 0):
         raise ModelError(f"{settings.source} asks for attention_bias or altup_active_idx, which is not supported")
     num_layers, head_dim = num_layers_of(settings), settings.integer("head_dim")
@@ -115,5 +115,5 @@ def _streams(config: ModelConfig) -> Streams:
 
 
 GEMMA3N_FAMILIES: dict[str, Family] = {
-    "gemma3n_text": Family(_read, lambda config: {}, "model.layers", _top, own_shapes=_layer)
+    "gemma3n_text": Family(_read, lambda config: {}, top_shapes=_top, own_shapes=_layer)
 }

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top, num_layers_of
-from mooncake.families.gated import cap_of, rope_of_kind, windows_in_turn
+from mooncake.families.family import Family, Shapes, activation, cap_of, gated_shapes, llama_top, num_layers_of
+from mooncake.families.gated import rope_of_kind, windows_in_turn
 from mooncake.families.layer_settings import sources_of_last
 from mooncake.model_config import MAX_POSITIONS, GemmaParts, ModelConfig, Settings
 
@@ -22,7 +22,7 @@ _UNIFIED_DEFAULTS: dict[str, object] = {"max_position_embeddings": 262_144, "sli
 
 
 def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({**_DEFAULTS, "hidden_size_per_layer_input": 256, **settings.tree}, settings.source)
+    settings = settings.with_defaults({**_DEFAULTS, "hidden_size_per_layer_input": 256})
     size = settings.integer("hidden_size_per_layer_input")
     vocab, tokens = settings.integer("vocab_size_per_layer_input", _TOKENS), settings.integer("vocab_size")
     if size < 0 or (size and vocab < tokens):
@@ -51,7 +51,7 @@ def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _read_unified(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({**_DEFAULTS, **_UNIFIED_DEFAULTS, **settings.tree}, settings.source)
+    settings = settings.with_defaults({**_DEFAULTS, **_UNIFIED_DEFAULTS})
     parts = GemmaParts(
         has_wide_mlps=settings.flag("use_double_wide_mlp", False),
         keys_are_values=settings.flag("attention_k_eq_v", False),
@@ -61,8 +61,7 @@ def _read_unified(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 def _read(settings: Settings) -> dict[str, object]:
     """What all of them have."""
-    if settings.flag("attention_bias", False):
-        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    settings.refuse("attention_bias")
     if settings.get("use_bidirectional_attention") == "all":
         raise ModelError(f"{settings.source} lets tokens see later ones, which is not supported")
     num_layers, windows = num_layers_of(settings), list(windows_in_turn(settings, 6, 512))
@@ -126,7 +125,7 @@ def _wide_rotation(settings: Settings) -> tuple[float, dict[str, object] | None]
     """Theta and ``ModelConfig.rope_scaling`` of global layers."""
     default = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
     given = _by_kind(settings).get("full_attention", default)
-    rope = Settings(given if isinstance(given, dict) else {}, settings.source)
+    rope = settings.part(given)
     theta, kind = rope.number("rope_theta", 1_000_000.0), rope.get("rope_type") or "default"
     if kind == "default":
         return theta, None
@@ -200,6 +199,6 @@ def parts_of(config: ModelConfig) -> GemmaParts:
 
 
 GEMMA4_FAMILIES: dict[str, Family] = {
-    name: Family(read, lambda config: {}, "model.layers", input_shapes, own_shapes=_layer)
+    name: Family(read, lambda config: {}, top_shapes=input_shapes, own_shapes=_layer)
     for name, read in (("gemma4_text", _read_gemma4), ("gemma4_unified_text", _read_unified))
 }

@@ -14,9 +14,7 @@ from mooncake.model_config import ModelConfig, Settings
 
 
 def _read_gpt2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
     hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
     return {
         "num_layers": settings.integer("n_layer"),
@@ -63,7 +61,7 @@ def _gpt2_top(config: ModelConfig) -> Shapes:
 def _read_gpt_bigcode(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     if not settings.flag("multi_query", True):
         raise ModelError(f"{settings.source} has keys and values for each head (multi_query), which is not supported")
-    settings = Settings({"activation_function": "gelu_pytorch_tanh", **settings.tree}, settings.source)
+    settings = settings.with_defaults({"activation_function": "gelu_pytorch_tanh"})
     return {**_read_gpt2(settings, shapes), "num_kv_heads": 1}
 
 
@@ -146,7 +144,7 @@ def _read_gpt_neox(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
     if not settings.flag("attention_bias", True):
         raise ModelError(f"{settings.source} has no attention_bias, which is not supported")
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    rope = Settings(parameters if isinstance(parameters, dict) else {}, settings.source)
+    rope = settings.part(parameters)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise ModelError(f"{settings.source} scales its positions by {kind!r}, which is not supported for this family")
@@ -204,9 +202,7 @@ def _read_starcoder2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) 
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
         "head_dim": hidden // max(1, heads),
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
+        **rope.values,
         "rms_eps": settings.number("norm_epsilon", 1e-5),
         "activation": activation(settings, "hidden_act", "gelu_pytorch_tanh"),
         "qkv_bias": True,
@@ -245,7 +241,7 @@ def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         raise ModelError(f"{settings.source} has no parallel_attn in the new architecture, which is not supported")
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_dim, owners = hidden // max(1, heads), 1 if settings.flag("multi_query", True) else heads
-    settings = Settings({"max_position_embeddings": 2048, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"max_position_embeddings": 2048})
     rope = read_rope(settings, head_dim)
     return {
         "num_layers": settings.integer("num_hidden_layers"),
@@ -255,9 +251,7 @@ def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else owners,
         "head_dim": head_dim,
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
+        **rope.values,
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": activation(settings, "activation", "gelu"),
         "qkv_bias": settings.flag("bias", False),
@@ -300,6 +294,6 @@ GPT_FAMILIES: dict[str, Family] = {
     "gpt_bigcode": Family(_read_gpt_bigcode, _gpt_bigcode_layer, "transformer.h", _gpt2_top, prefix="transformer."),
     "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
     "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
-    "starcoder2": Family(_read_starcoder2, _starcoder2_layer, "model.layers", _starcoder2_top),
+    "starcoder2": Family(_read_starcoder2, _starcoder2_layer, top_shapes=_starcoder2_top),
     "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
 }

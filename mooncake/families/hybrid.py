@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_shapes, layer_norms, read_silu, router_shape
 from mooncake.model_config import STATE_WINDOW, ModelConfig, Recurrence, Settings
 
@@ -15,9 +15,8 @@ _STACKED = ".mlp.experts.gate_up_proj"  # how Qwen3.5's mixtures are published
 
 
 def _read_hybrid(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("attention_bias", False):
-        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
-    settings = Settings({"partial_rotary_factor": 0.25, "head_dim": 256, **settings.tree}, settings.source)
+    settings.refuse("attention_bias")
+    settings = settings.with_defaults({"partial_rotary_factor": 0.25, "head_dim": 256})
     layers = _recurrent_layers(settings)
     heads = settings.integer("linear_num_key_heads", 16), settings.integer("linear_key_head_dim", 128)
     value_heads = settings.integer("linear_num_value_heads", 32), settings.integer("linear_value_head_dim", 128)
@@ -123,9 +122,8 @@ def _layer(config: ModelConfig, layer: int) -> Shapes:
     return (_recurrent_layer if layer in config.recurrence.layers else _attending_layer)(config)
 
 
-_PARTS = (_attending_layer, "model.layers", llama_top)
 HYBRID_FAMILIES: dict[str, Family] = {
-    "qwen3_next": Family(_read_mixture, *_PARTS, own_shapes=_layer),
-    "qwen3_5_text": Family(_read_dense, *_PARTS, own_shapes=_layer),
-    "qwen3_5_moe_text": Family(_read_mixture, *_PARTS, own_shapes=_layer),
+    "qwen3_next": Family(_read_mixture, _attending_layer, own_shapes=_layer),
+    "qwen3_5_text": Family(_read_dense, _attending_layer, own_shapes=_layer),
+    "qwen3_5_moe_text": Family(_read_mixture, _attending_layer, own_shapes=_layer),
 }

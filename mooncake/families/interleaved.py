@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, linear_shapes, llama_top, norm_shapes
+from mooncake.families.family import Family, Shapes, activation, gated_shapes, linear_shapes, norm_shapes
 from mooncake.families.gated import attention_shapes, read_silu, windows_in_turn
 from mooncake.model_config import ModelConfig, Settings
 
@@ -13,7 +13,7 @@ from mooncake.model_config import ModelConfig, Settings
 
 
 def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({"partial_rotary_factor": 0.5, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"partial_rotary_factor": 0.5})
     return {
         **read_silu(settings, shapes, partial=True),
         "intermediate_size": settings.integer("intermediate_size"),
@@ -37,14 +37,13 @@ def _glm_layer(config: ModelConfig) -> Shapes:
 
 
 def read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("attention_bias", False):
-        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    settings.refuse("attention_bias")
     scale = settings.number("logit_scale", 0.0625)
     if not 0 < scale < 1e6:
         raise ModelError(f"{settings.source}: logit_scale must be positive, got {scale}")
     if settings.get("model_max_length"):  # Command R and R+: more than the positions that their other key names
         length = {"max_position_embeddings": settings.integer("model_max_length")}
-        settings = Settings({**settings.tree, **length}, settings.source)
+        settings = settings.replaced(length)
     return {
         **read_silu(settings, shapes, default_theta=500_000.0),
         "intermediate_size": settings.integer("intermediate_size"),
@@ -114,9 +113,9 @@ def _gptj_top(config: ModelConfig) -> Shapes:
 
 
 INTERLEAVED_FAMILIES: dict[str, Family] = {
-    "glm": Family(_read_glm, _glm_layer, "model.layers", llama_top),
-    "glm4": Family(_read_glm, _glm_layer, "model.layers", llama_top),
-    "cohere": Family(read_cohere, _cohere_layer, "model.layers", llama_top),
-    "cohere2": Family(_read_cohere2, _cohere_layer, "model.layers", llama_top),
+    "glm": Family(_read_glm, _glm_layer),
+    "glm4": Family(_read_glm, _glm_layer),
+    "cohere": Family(read_cohere, _cohere_layer),
+    "cohere2": Family(_read_cohere2, _cohere_layer),
     "gptj": Family(_read_gptj, _gptj_layer, "transformer.h", _gptj_top, prefix="transformer."),
 }

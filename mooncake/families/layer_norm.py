@@ -13,10 +13,8 @@ from mooncake.model_config import ModelConfig, Settings
 
 def _read(settings: Settings, eps_key: str, default_activation: str, default_share: float) -> dict[str, object]:
     """``default_share``: of each head's elements, those that rotate."""
-    for key in ("qk_layernorm", "attention_bias", "mlp_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
-    settings = Settings({"partial_rotary_factor": default_share, **settings.tree}, settings.source)
+    settings.refuse("qk_layernorm", "attention_bias", "mlp_bias")
+    settings = settings.with_defaults({"partial_rotary_factor": default_share})
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", hidden // max(1, heads))
     rope = read_rope(settings, head_dim, partial=True)
@@ -28,10 +26,7 @@ def _read(settings: Settings, eps_key: str, default_activation: str, default_sha
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
         "head_dim": head_dim,
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
-        "rotary_dim": rope.rotary_dim,
+        **rope.values,
         "rms_eps": settings.number(eps_key, 1e-5),
         "activation": activation(settings, "hidden_act", default_activation),
         "tie_embeddings": settings.flag("tie_word_embeddings", False),
@@ -106,7 +101,7 @@ def _read_jais2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     biases = ("attention_bias", "mlp_bias")
     if not all(settings.flag(key, True) for key in biases):
         raise ModelError(f"{settings.source} leaves out the biases that Jais 2 has, which is not supported")
-    known = Settings({**settings.tree, **dict.fromkeys(biases, False)}, settings.source)
+    known = settings.replaced(dict.fromkeys(biases, False))
     return {**_read(known, "layer_norm_eps", "relu2", 1.0), "qkv_bias": True}
 
 
@@ -141,8 +136,8 @@ def _nemotron_layer(config: ModelConfig) -> Shapes:
 
 
 LAYER_NORM_FAMILIES: dict[str, Family] = {
-    "phi": Family(_read_phi, _phi_layer, "model.layers", _phi_top),
-    "stablelm": Family(_read_stablelm, _stablelm_layer, "model.layers", _top),
-    "jais2": Family(_read_jais2, _jais2_layer, "model.layers", _top),
-    "nemotron": Family(_read_nemotron, _nemotron_layer, "model.layers", _top),
+    "phi": Family(_read_phi, _phi_layer, top_shapes=_phi_top),
+    "stablelm": Family(_read_stablelm, _stablelm_layer, top_shapes=_top),
+    "jais2": Family(_read_jais2, _jais2_layer, top_shapes=_top),
+    "nemotron": Family(_read_nemotron, _nemotron_layer, top_shapes=_top),
 }

@@ -151,8 +151,7 @@ def _listed(settings: Settings, num_layers: int) -> list[int]:
 
 
 def _lckv_layers(settings: Settings, num_layers: int) -> tuple[list[int], list[int]]:
-    if settings.flag("force_nodiag", False):
-        raise ModelError(f"{settings.source} asks for force_nodiag, which is not supported")
+    settings.refuse("force_nodiag")
     text = settings.get("layer_types")
     layers = "_".join(map(str, range(num_layers))) if text is None else str(text)
     found = [_LCKV_LAYER.fullmatch(layer) for layer in layers.split("_")]

@@ -14,8 +14,7 @@ from mooncake.model_config import ModelConfig, Recurrence, Settings
 
 
 def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("conv_bias", False):
-        raise ModelError(f"{settings.source} asks for conv_bias, which is not supported")
+    settings.refuse("conv_bias")
     num_layers, hidden = num_layers_of(settings), settings.integer("hidden_size")
     if settings.get("layer_types") is not None:
         recurrent = layers_of_kind(settings, "conv")
@@ -37,13 +36,13 @@ def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 def _read_lfm2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     usual = {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True, "intermediate_size": 7168}
-    settings = Settings({**usual, **settings.tree}, settings.source)
+    settings = settings.with_defaults(usual)
     counts = {
         "n_routed_experts": settings.integer("num_experts", 32),
         "first_k_dense_replace": settings.integer("num_dense_layers", 2),
     }
     scoring = "sigmoid" if settings.flag("use_expert_bias", True) else "unbiased_sigmoid"
-    mixture = read_mixture(Settings({**settings.tree, **counts}, settings.source), scoring, 1.0, is_grouped=False)
+    mixture = read_mixture(settings.replaced(counts), scoring, 1.0, is_grouped=False)
     own = {"intermediate_size": settings.integer("intermediate_size"), "shared_expert_size": 0}
     return {**_read_lfm2(settings, shapes), **mixture, **own}
 
@@ -115,6 +114,6 @@ def _top(config: ModelConfig) -> Shapes:
 
 
 LFM2_FAMILIES: dict[str, Family] = {
-    "lfm2": Family(_read_lfm2, _attention, "model.layers", _top, own_shapes=_layer),
-    "lfm2_moe": Family(_read_lfm2_moe, _attention, "model.layers", _top, own_shapes=_layer),
+    "lfm2": Family(_read_lfm2, _attention, top_shapes=_top, own_shapes=_layer),
+    "lfm2_moe": Family(_read_lfm2_moe, _attention, top_shapes=_top, own_shapes=_layer),
 }

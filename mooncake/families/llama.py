@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Shapes
+from mooncake.families.family import Shapes, llama_top
 from mooncake.families.layer_settings import LCKV, read_layers
-from mooncake.families.rope_settings import read_query_growth, read_rope
+from mooncake.families.rope_settings import read_query_growth, read_rope, require_rope_scaling
 from mooncake.model_config import ModelConfig, Settings
 
 REARRANGED = ("phi3", "ernie4_5", "helium")
@@ -59,9 +59,7 @@ def read_llama(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> ModelConfig:
     """The configuration of a model of one of ``FAMILIES``. Raises ModelError for what is unsupported."""
-    for key in _REFUSED.get(family, ("attention_bias", "mlp_bias")):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse(*_REFUSED.get(family, ("attention_bias", "mlp_bias")))
     if (activation := settings.get("hidden_act") or "silu") != "silu":
         raise ModelError(f"{settings.source} asks for the activation {activation!r}; only silu is supported")
     num_heads, hidden_size = settings.integer("num_attention_heads"), settings.integer("hidden_size")
@@ -69,8 +67,8 @@ def read_llama(
     rope = read_rope(settings, head_dim, _THETAS.get(family, 10_000.0), partial=family == "phi3")
     if family == "phi3" and rope.scaling and rope.scaling["rope_type"] != "longrope":
         raise ModelError(f"{settings.source} scales its positions differently from longrope, the family's only way")
-    if family == "cwm" and not (settings.get("rope_parameters") or settings.get("rope_scaling")):
-        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+    if family == "cwm":
+        require_rope_scaling(settings)
     layers = read_layers(settings, family)
     return ModelConfig(
         architecture=family,
@@ -119,9 +117,7 @@ def llama_shapes(config: ModelConfig) -> Shapes:
         layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
     if config.qk_norm:
         layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    shapes = llama_top(config)
     queries_alone = {name: shape for name, shape in layer.items() if not name.startswith(_KEYS_AND_VALUES)}
     for number in range(config.num_layers):
         own = layer if config.owns_kv(number) else queries_alone

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_names, layer_norms, read_silu, router_shape
 from mooncake.families.layer_settings import still_layers
 from mooncake.model_config import MAX_POSITIONS, ModelConfig, Routing, Settings
 
 
 def _read_llama4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("attention_bias", False):
-        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    settings.refuse("attention_bias")
     num_layers, expert_size = num_layers_of(settings), settings.integer("intermediate_size")
     still = still_layers(settings, num_layers)
     return {
-        **read_silu(Settings({"head_dim": 128, **settings.tree}, settings.source), shapes, default_theta=500_000.0),
+        **read_silu(settings.with_defaults({"head_dim": 128}), shapes, default_theta=500_000.0),
         "intermediate_size": settings.integer("intermediate_size_mlp", 16_384),
         "qk_norm": settings.flag("use_qk_norm", True),
         "layer_windows": _chunks(settings, still, num_layers),
@@ -92,5 +91,5 @@ def _dense_layer(config: ModelConfig) -> Shapes:
 
 
 LLAMA4_FAMILIES: dict[str, Family] = {
-    "llama4_text": Family(_read_llama4, _layer, "model.layers", llama_top, dense_shapes=_dense_layer),
+    "llama4_text": Family(_read_llama4, _layer, dense_shapes=_dense_layer),
 }

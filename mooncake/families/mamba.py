@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, head_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, head_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, layer_norms, read_granite, read_silu, router_shape
 from mooncake.families.hybrid import layers_of_kind, state_windows
 from mooncake.model_config import Mamba, ModelConfig, Recurrence, Settings
@@ -64,11 +64,11 @@ def _granite_layer(config: ModelConfig, layer: int) -> Shapes:
 
 
 def _read_bamba(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    refuse_biases(settings)
+    settings.refuse("attention_bias", "mlp_bias")
     attending, usual = settings.get("attn_layer_indices"), {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
     if not isinstance(attending, list):
         raise ModelError(f"{settings.source} says of no layer that it attends (attn_layer_indices)")
-    settings = Settings({**usual, **settings.tree}, settings.source)
+    settings = settings.with_defaults(usual)
     recurrent = tuple(layer for layer in range(num_layers_of(settings)) if layer not in attending)
     return {
         **read_silu(settings, shapes, partial=True),
@@ -82,12 +82,6 @@ def _bamba_layer(config: ModelConfig, layer: int) -> Shapes:
 
 
 # Shared by families with Mamba-2
-
-
-def refuse_biases(settings: Settings) -> None:
-    for key in ("attention_bias", "mlp_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
 
 
 def mlp_shapes(config: ModelConfig) -> Shapes:
@@ -167,6 +161,6 @@ def mamba_shapes(name: str, config: ModelConfig) -> Shapes:
 
 
 MAMBA_FAMILIES: dict[str, Family] = {
-    "granitemoehybrid": Family(_read_granite, attention_shapes, "model.layers", llama_top, own_shapes=_granite_layer),
-    "bamba": Family(_read_bamba, attention_shapes, "model.layers", top_shapes, own_shapes=_bamba_layer),
+    "granitemoehybrid": Family(_read_granite, attention_shapes, own_shapes=_granite_layer),
+    "bamba": Family(_read_bamba, attention_shapes, top_shapes=top_shapes, own_shapes=_bamba_layer),
 }

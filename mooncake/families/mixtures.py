@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, num_layers_of
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -21,6 +21,7 @@ from mooncake.families.gated import (
     router_shape,
     windows_in_turn,
 )
+from mooncake.families.rope_settings import require_rope_scaling
 from mooncake.model_config import ModelConfig, Settings
 
 # gpt-oss (OpenAI 2025)
@@ -32,8 +33,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     if not settings.flag("attention_bias", True):
         raise ModelError(f"{settings.source} leaves out the biases that gpt-oss has, which is not supported")
-    if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
-        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+    require_rope_scaling(settings)
     for key, known in (("swiglu_alpha", SWIGLU_ALPHA), ("swiglu_limit", SWIGLU_LIMIT)):
         if (value := settings.number(key, known)) != known:
             raise ModelError(f"{settings.source} asks for a {key} of {value}; supported: {known}")
@@ -84,9 +84,7 @@ def _qwen2_moe_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_olmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("attention_bias", "clip_qkv"):
-        if settings.get(key):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("attention_bias", "clip_qkv")
     return {
         **read_silu(settings, shapes),
         "intermediate_size": settings.integer("intermediate_size"),
@@ -127,7 +125,7 @@ def _granite_moe_layer(config: ModelConfig) -> Shapes:
 
 def _read_flex_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     usual = {"rope_theta": 500_000.0, "num_experts": 7, "num_experts_per_tok": 5}
-    return _read_olmoe(Settings({**usual, **settings.tree}, settings.source), shapes)
+    return _read_olmoe(settings.with_defaults(usual), shapes)
 
 
 def _flex_olmo_layer(config: ModelConfig) -> Shapes:
@@ -145,7 +143,7 @@ def _read_mellum(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
         raise ModelError(f"{settings.source} does not say how layers of full_attention rotate (rope_parameters)")
     usual = {"norm_topk_prob": True, "layer_types": ["full_attention"] * num_layers_of(settings)}
     own = {"rope_parameters": by_kind["full_attention"]}
-    settings = Settings({**usual, **settings.tree, **own}, settings.source)
+    settings = settings.with_defaults(usual).replaced(own)
     return {
         **read_qwen_moe(settings, shapes, num_experts=64, experts_per_token=8),
         "qk_norm": True,
@@ -158,7 +156,7 @@ def _read_mellum(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 
 
 def _read_qwen3_vl_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({"norm_topk_prob": True, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"norm_topk_prob": True})
     return {**read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4), "qk_norm": True}
 
 
@@ -206,12 +204,12 @@ def _hunyuan_moe_layer(config: ModelConfig) -> Shapes:
 
 
 MIXTURE_FAMILIES: dict[str, Family] = {
-    "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer, "model.layers", llama_top),
-    "olmoe": Family(_read_olmoe, _olmoe_layer, "model.layers", llama_top),
-    "flex_olmo": Family(_read_flex_olmo, _flex_olmo_layer, "model.layers", llama_top),
-    "mellum": Family(_read_mellum, moe_layer, "model.layers", llama_top),
-    "granitemoe": Family(_read_granite_moe, _granite_moe_layer, "model.layers", llama_top),
-    "qwen3_vl_moe_text": Family(_read_qwen3_vl_moe, _qwen3_vl_moe_layer, "model.layers", llama_top),
-    "hunyuan_v1_moe": Family(_read_hunyuan_moe, _hunyuan_moe_layer, "model.layers", llama_top),
-    "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer, "model.layers", llama_top),
+    "gpt_oss": Family(_read_gpt_oss, _gpt_oss_layer),
+    "olmoe": Family(_read_olmoe, _olmoe_layer),
+    "flex_olmo": Family(_read_flex_olmo, _flex_olmo_layer),
+    "mellum": Family(_read_mellum, moe_layer),
+    "granitemoe": Family(_read_granite_moe, _granite_moe_layer),
+    "qwen3_vl_moe_text": Family(_read_qwen3_vl_moe, _qwen3_vl_moe_layer),
+    "hunyuan_v1_moe": Family(_read_hunyuan_moe, _hunyuan_moe_layer),
+    "qwen2_moe": Family(_read_qwen2_moe, _qwen2_moe_layer),
 }

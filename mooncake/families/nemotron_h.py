@@ -12,7 +12,7 @@ from dataclasses import replace
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, llama_top
 from mooncake.families.gated import attention_shapes, expert_names, read_silu
-from mooncake.families.mamba import mamba_shapes, read_mamba, refuse_biases
+from mooncake.families.mamba import mamba_shapes, read_mamba
 from mooncake.families.routed import read_mixture
 from mooncake.model_config import MAX_LAYERS, Mamba, ModelConfig, Settings
 
@@ -37,15 +37,15 @@ _STILL = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor"
 
 def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     """A ``time_step_min`` is for training alone."""
-    refuse_biases(settings)
+    settings.refuse("attention_bias", "mlp_bias")
     pattern = _pattern(settings)
     mixers = [letter for letter in pattern if letter in (MAMBA, ATTENTION)]
     recurrent = tuple(layer for layer, letter in enumerate(mixers) if letter == MAMBA)
     renamed = {_AS_MAMBA[key]: value for key, value in settings.tree.items() if key in _AS_MAMBA}
     own = {**renamed, **_STILL, "num_hidden_layers": len(mixers)}
-    settings = Settings({**_USUAL, **settings.tree, **own}, settings.source)
+    settings = settings.with_defaults(_USUAL).replaced(own)
     inner = settings.integer("mamba_n_heads") * settings.integer("mamba_d_head")
-    states = read_mamba(Settings({**settings.tree, "mamba_d_ssm": inner}, settings.source), recurrent)
+    states = read_mamba(settings.replaced({"mamba_d_ssm": inner}), recurrent)
     mamba = states["mamba"]
     assert isinstance(mamba, Mamba)
     values = {

@@ -23,6 +23,22 @@ class Rope:
     rotary_dim: int  # elements of a head that rotate; -1: all
     max_model_len: int  # tokens
 
+    @property
+    def values(self) -> dict[str, object]:
+        """As in ``ModelConfig``."""
+        return {
+            "rope_theta": self.theta,
+            "rope_scaling": self.scaling,
+            "rotary_dim": self.rotary_dim,
+            "max_model_len": self.max_model_len,
+        }
+
+
+def require_rope_scaling(settings: Settings) -> None:
+    """Raises ModelError for a configuration without it, whose family has no usual one."""
+    if not (settings.get("rope_parameters") or settings.get("rope_scaling")):
+        raise ModelError(f"{settings.source} does not say how positions are scaled (rope_scaling)")
+
 
 def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0, partial: bool = False) -> Rope:
     """From rope_parameters, or rope_theta and rope_scaling. ``partial``: a part of each head may rotate.

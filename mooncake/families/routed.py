@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, llama_top
+from mooncake.families.family import Family, Shapes, activation, gated_shapes
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -23,9 +23,7 @@ from mooncake.model_config import MAX_LAYERS, LatentAttention, ModelConfig, Rout
 
 
 def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    for key in ("attention_bias", "mlp_bias"):
-        if settings.flag(key, False):
-            raise ModelError(f"{settings.source} asks for {key}, which is not supported")
+    settings.refuse("attention_bias", "mlp_bias")
     if activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
     latent = LatentAttention(
@@ -44,11 +42,9 @@ def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
         "num_heads": settings.integer("num_attention_heads"),
         "num_kv_heads": 1,
         "head_dim": latent.rank + latent.rope_dim,
-        "rotary_dim": latent.rope_dim,
         "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": rope.max_model_len,
-        "rope_theta": rope.theta,
-        "rope_scaling": rope.scaling,
+        **rope.values,
+        "rotary_dim": latent.rope_dim,
         "rms_eps": settings.number("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         "attention_scale": _attention_scale(settings, latent, rope),
@@ -71,7 +67,7 @@ def _attention_scale(settings: Settings, latent: LatentAttention, rope: Rope) ->
     if rope.scaling is None:
         return scale
     given = settings.get("rope_parameters") or settings.get("rope_scaling")
-    parameters = Settings(given if isinstance(given, dict) else {}, settings.source)
+    parameters = settings.part(given)
     of_all = parameters.number("mscale_all_dim", 0.0)
     sharpness = yarn_sharpness(parameters.number("factor", 1.0), of_all) if of_all else 1.0
     if not 0 < sharpness < 1e6:
@@ -135,7 +131,7 @@ def latent_layer(config: ModelConfig) -> Shapes:
 
 
 def read_glm_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({"partial_rotary_factor": 0.5, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"partial_rotary_factor": 0.5})
     return {
         **read_silu(settings, shapes, partial=True),
         **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
@@ -151,7 +147,7 @@ def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
         kinds = ["sliding_attention"]
     if settings.flag("attention_bias", False) or (isinstance(kinds, list) and "sliding_attention" in kinds):
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
-    settings = Settings({"norm_topk_prob": False, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"norm_topk_prob": False})
     return {
         **read_silu(settings, shapes),
         **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=True),
@@ -161,8 +157,7 @@ def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("use_bias", False):
-        raise ModelError(f"{settings.source} asks for use_bias, which is not supported")
+    settings.refuse("use_bias")
     num_layers = settings.integer("num_hidden_layers")
     if settings.integer("moe_layer_end_index", -1) not in (-1, num_layers - 1):
         raise ModelError(f"{settings.source} gives its last layers no experts, which is not supported")
@@ -174,7 +169,7 @@ def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
         "moe_layer_freq": settings.integer("moe_layer_interval", 1),
         "norm_topk_prob": True,
     }
-    settings = Settings({**settings.tree, **mixture}, settings.source)
+    settings = settings.replaced(mixture)
     return {
         **read_silu(settings, shapes, default_theta=500_000.0),
         **read_mixture(settings, "biased_softmax", factor=1.0, is_grouped=False),
@@ -191,7 +186,7 @@ def _read_minimax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
         "moe_intermediate_size": settings.integer("intermediate_size"),
     }
     partial = {"partial_rotary_factor": share} if share else {}
-    settings = Settings({**settings.tree, **mixture, **partial}, settings.source)
+    settings = settings.replaced({**mixture, **partial})
     return {
         **read_silu(settings, shapes, default_theta=5_000_000.0, partial=True),
         **read_mixture(settings, "sigmoid", factor=1.0, is_grouped=False),
@@ -258,11 +253,11 @@ def _mixture(config: ModelConfig) -> Shapes:
 
 
 ROUTED_FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(_read_deepseek_v2, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "deepseek_v3": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "kimi_k2": Family(read_deepseek_v3, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "glm4_moe": Family(read_glm_moe, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
-    "dots1": Family(_read_dots, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
-    "ernie4_5_moe": Family(_read_ernie, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
-    "minimax_m2": Family(_read_minimax, _minimax_layer, "model.layers", llama_top),
+    "deepseek_v2": Family(_read_deepseek_v2, latent_layer, dense_shapes=latent_first_layer),
+    "deepseek_v3": Family(read_deepseek_v3, latent_layer, dense_shapes=latent_first_layer),
+    "kimi_k2": Family(read_deepseek_v3, latent_layer, dense_shapes=latent_first_layer),
+    "glm4_moe": Family(read_glm_moe, glm_layer, dense_shapes=glm_first_layer),
+    "dots1": Family(_read_dots, glm_layer, dense_shapes=glm_first_layer),
+    "ernie4_5_moe": Family(_read_ernie, glm_layer, dense_shapes=glm_first_layer),
+    "minimax_m2": Family(_read_minimax, _minimax_layer),
 }

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import expert_names, read_silu, router_shape, windows_in_turn
 from mooncake.families.rope_settings import read_query_growth
 from mooncake.families.routed import (
@@ -27,7 +27,7 @@ from mooncake.model_config import ModelConfig, Settings
 
 
 def _read_glm_lite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    settings = Settings({"routed_scaling_factor": 1.8, **settings.tree}, settings.source)
+    settings = settings.with_defaults({"routed_scaling_factor": 1.8})
     return read_deepseek_v3(_with_dense_layers(settings), shapes)
 
 
@@ -38,7 +38,7 @@ def _read_minicpm3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
         **{"kv_lora_rank": 256, "q_lora_rank": 768, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},
         **{"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256, "tie_word_embeddings": True},
     }
-    settings = Settings({**usual, **settings.tree, "rope_interleave": False}, settings.source)
+    settings = settings.with_defaults(usual).replaced({"rope_interleave": False})
     value_dim = settings.integer("v_head_dim", hidden // max(settings.integer("num_attention_heads"), 1))
     factors = {
         "embedding_factor": settings.number("scale_emb", 1.0),
@@ -48,7 +48,7 @@ def _read_minicpm3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
     if wrong := [value for value in factors.values() if not 0 < value < 1e6]:
         what = "scale_emb, scale_depth and dim_model_base must be positive"
         raise ModelError(f"{settings.source}: {what}, got a factor of {wrong[0]}")
-    return {**read_deepseek(Settings({**settings.tree, "v_head_dim": value_dim}, settings.source), shapes), **factors}
+    return {**read_deepseek(settings.replaced({"v_head_dim": value_dim}), shapes), **factors}
 
 
 def _read_mistral4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -59,7 +59,7 @@ def _read_mistral4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
     own = (
         {key: value for key, value in rope.items() if key != "partial_rotary_factor"} if isinstance(rope, dict) else {}
     )
-    settings = Settings({"norm_topk_prob": True, **settings.tree, "rope_parameters": own}, settings.source)
+    settings = settings.with_defaults({"norm_topk_prob": True}).replaced({"rope_parameters": own})
     return {
         **read_deepseek(settings, shapes),
         **read_mixture(settings, "softmax", factor=1.0, is_grouped=False),
@@ -89,7 +89,7 @@ def _read_solar(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     fixed = {"use_qk_norm": False, "first_k_dense_replace": 0}
     inner = {"intermediate_size": settings.integer("moe_intermediate_size")}
     usual = {"partial_rotary_factor": 1.0, "rope_theta": 1_000_000.0}
-    return read_glm_moe(Settings({**usual, **settings.tree, **fixed, **inner}, settings.source), shapes)
+    return read_glm_moe(settings.with_defaults(usual).replaced({**fixed, **inner}), shapes)
 
 
 def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
@@ -101,10 +101,9 @@ def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _read_hy3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    if settings.flag("mlp_bias", False):
-        raise ModelError(f"{settings.source} asks for mlp_bias, which is not supported")
+    settings.refuse("mlp_bias")
     factor = {"routed_scaling_factor": settings.number("router_scaling_factor", 2.826), "norm_topk_prob": True}
-    return _read_plain(Settings({**settings.tree, **factor}, settings.source), shapes, default_theta=11_158_840.0)
+    return _read_plain(settings.replaced(factor), shapes, default_theta=11_158_840.0)
 
 
 # Trinity (AFMoE, Arcee 2025)
@@ -124,7 +123,7 @@ def _read_afmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     hidden, every = settings.integer("hidden_size"), settings.integer("global_attn_every_n_layers", 4)
     windows = windows_in_turn(settings, every, 1024)
     return {
-        **_read_plain(Settings({"head_dim": 128, **settings.tree, **mixture}, settings.source), shapes),
+        **_read_plain(settings.with_defaults({"head_dim": 128}).replaced(mixture), shapes),
         "layer_windows": windows,
         "still_layers": tuple(layer for layer, window in enumerate(windows) if not window),
         "embedding_factor": hidden**0.5 if settings.flag("mup_enabled", False) else 1.0,
@@ -152,13 +151,12 @@ def _read_plain(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
     """With norms of each head, and experts that are counted as in Qwen's mixtures."""
-    if settings.flag("attention_bias", False):
-        raise ModelError(f"{settings.source} asks for attention_bias, which is not supported")
+    settings.refuse("attention_bias")
     mixture = {
         "n_routed_experts": settings.integer("num_experts"),
         "n_shared_experts": settings.integer("num_shared_experts", 1),
     }
-    settings = _with_dense_layers(Settings({**settings.tree, **mixture}, settings.source))
+    settings = _with_dense_layers(settings.replaced(mixture))
     return {
         **read_silu(settings, shapes, default_theta),
         **read_mixture(settings, "sigmoid", factor=2.5, is_grouped=True),
@@ -171,23 +169,23 @@ def _with_dense_layers(settings: Settings) -> Settings:
     """With ``first_k_dense_replace``, which newer configurations say by the kind of each layer's MLP."""
     kinds = settings.get("mlp_layer_types")
     if kinds is None:
-        return Settings({"first_k_dense_replace": 1, **settings.tree}, settings.source)
+        return settings.with_defaults({"first_k_dense_replace": 1})
     num_layers = settings.integer("num_hidden_layers")
     count = kinds.count("dense") if isinstance(kinds, list) else 0
     if kinds != ["dense"] * count + ["sparse"] * (num_layers - count):
         raise ModelError(
             f"{settings.source}: mlp_layer_types must be dense layers, then sparse ones, {num_layers} in all"
         )
-    return Settings({**settings.tree, "first_k_dense_replace": count}, settings.source)
+    return settings.replaced({"first_k_dense_replace": count})
 
 
 ROUTED_MEMBERS: dict[str, Family] = {
-    "glm4_moe_lite": Family(_read_glm_lite, latent_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "minicpm3": Family(_read_minicpm3, latent_first_layer, "model.layers", llama_top),
-    "youtu": Family(read_deepseek, latent_first_layer, "model.layers", llama_top),
-    "mistral4": Family(_read_mistral4, _mistral4_layer, "model.layers", llama_top, dense_shapes=latent_first_layer),
-    "solar_open": Family(_read_solar, glm_layer, "model.layers", llama_top),
-    "exaone_moe": Family(_read_exaone_moe, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
-    "afmoe": Family(_read_afmoe, _afmoe_layer, "model.layers", llama_top, dense_shapes=_afmoe_first_layer),
-    "hy_v3": Family(_read_hy3, glm_layer, "model.layers", llama_top, dense_shapes=glm_first_layer),
+    "glm4_moe_lite": Family(_read_glm_lite, latent_layer, dense_shapes=latent_first_layer),
+    "minicpm3": Family(_read_minicpm3, latent_first_layer),
+    "youtu": Family(read_deepseek, latent_first_layer),
+    "mistral4": Family(_read_mistral4, _mistral4_layer, dense_shapes=latent_first_layer),
+    "solar_open": Family(_read_solar, glm_layer),
+    "exaone_moe": Family(_read_exaone_moe, glm_layer, dense_shapes=glm_first_layer),
+    "afmoe": Family(_read_afmoe, _afmoe_layer, dense_shapes=_afmoe_first_layer),
+    "hy_v3": Family(_read_hy3, glm_layer, dense_shapes=glm_first_layer),
 }
