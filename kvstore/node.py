@@ -155,9 +155,8 @@ class StoreNode:
     async def _serve(self, board: Board | None, events: EventLog) -> None:
         config, cleanup = self.config, self._cleanup
         server = RpcServer()
-        servicer = StoreServicer(self._store, self._segment_server.address)
-        if board is not None and "shm" in config.transfer.transports:
-            servicer.board_path = self._open_door(board)
+        board_path = self._open_door(board) if board is not None and "shm" in config.transfer.transports else ""
+        servicer = StoreServicer(self._store, self._segment_server.address, board_path)
         server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
         server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server, CacheEventsServicer(events), "mooncake.v1.CacheEvents"

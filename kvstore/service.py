@@ -29,10 +29,11 @@ Context = grpc.aio.ServicerContext[object, object]
 class StoreServicer(store_pb2_grpc.StoreServicer):
     """Runs on the store's event loop."""
 
-    def __init__(self, store: Store, address: SegmentAddress) -> None:
+    def __init__(self, store: Store, address: SegmentAddress, board_path: str) -> None:
+        """``board_path``: where clients on this host get the board; "": nowhere."""
         self._store = store
         self._segment = segment_to_wire(address)
-        self.board_path = ""  # set by whoever opens its door
+        self._board_path = board_path
         self.fast_rpc_port = 0  # set by whoever also serves this by fast RPC
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
@@ -128,7 +129,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             pins=self._store.num_pinned,
             tenant_bytes=self._store.tenant_bytes,
             fast_rpc_port=self.fast_rpc_port,
-            board_path=self.board_path,
+            board_path=self._board_path,
             segment=self._segment,
         )
 

@@ -99,11 +99,7 @@ class Store:
             self._promoting = Promoting(
                 ssd, self._index, self.ahead, self._saving, self._pages, self._publish, self.block_bytes, lease_s
             )
-            ssd.index.is_built_on = self._index.is_built_on
-            if board is not None:
-                ssd.index.mark = board.mark
-                for header in ssd.headers():
-                    board.mark(header.key, True)
+            ssd.index.lie_under(self._index.is_built_on, board.mark if board is not None else None)
             events.append(BlockEvent(True, h.key, h.parent, Tier.SSD) for h in ssd.headers())
 
     # Writing

@@ -47,15 +47,13 @@ class _Segment:
 
 
 class SsdIndex:
-    """One owner. ``is_built_on`` says whether a block elsewhere (in DRAM) builds on a key: then it stays. ``mark``
-    is called for each block that comes or goes."""
+    """One owner."""
 
     def __init__(
         self,
         capacity_bytes: int,
         segment_bytes: int,
         policy: EvictionPolicy,
-        is_built_on: Callable[[BlockKey], bool] = lambda key: False,
         tenant_bytes: int = 0,
     ) -> None:
         self.counters: Counter[str] = Counter()
@@ -64,8 +62,8 @@ class SsdIndex:
         self.live_bytes = 0
         self._largest = 0  # record so far
         self._policy = policy
-        self.is_built_on = is_built_on
-        self.mark: Callable[[BlockKey, bool], object] = lambda key, is_here: None
+        self._is_built_on: Callable[[BlockKey], bool] = lambda key: False
+        self._mark: Callable[[BlockKey, bool], object] = lambda key, is_here: None
         self._tenant_bytes = tenant_bytes  # limit per tenant; 0: none
         self._blocks: dict[BlockKey, SsdBlock] = {}
         self._by_tenant: dict[str, OrderedDict[BlockKey, None]] = {}  # least recently used first
@@ -96,6 +94,17 @@ class SsdIndex:
                 self._by_tenant[block.header.tenant].move_to_end(key)
 
     # Starting
+
+    def lie_under(
+        self, is_built_on: Callable[[BlockKey], bool], mark: Callable[[BlockKey, bool], object] | None = None
+    ) -> None:
+        """Under a tier of DRAM: ``is_built_on`` says whether a block there builds on a key, so that it stays; ``mark``
+        is called for each block that is here, comes or goes."""
+        self._is_built_on = is_built_on
+        if mark is not None:
+            self._mark = mark
+            for key in self._blocks:
+                mark(key, True)
 
     def recover(self, scan: Scan, now: float) -> list[int]:
         """Take over what a scan found: the last record of each block that was not dropped. Returns segments that
@@ -155,7 +164,7 @@ class SsdIndex:
             if key is None:
                 break
             assert isinstance(key, bytes)
-            if self.is_built_on(BlockKey(key)):
+            if self._is_built_on(BlockKey(key)):
                 held.append(BlockKey(key))
                 continue
             self._forget(self._blocks[BlockKey(key)])
@@ -178,7 +187,7 @@ class SsdIndex:
         for key in list(self._by_tenant.get(tenant, ())):
             if self._usage[tenant] + nbytes <= self._tenant_bytes:
                 break
-            if not self.is_built_on(key):
+            if not self._is_built_on(key):
                 self._remove(self._blocks[key], now)
                 self.counters["ssd_evictions"] += 1
         return self._usage[tenant] + nbytes <= self._tenant_bytes
@@ -293,7 +302,7 @@ class SsdIndex:
             self._drops[_drop_of(header.key, before.place)] = None
         else:
             self._policy.insert(_policy_block(header), now)
-            self.mark(header.key, True)
+            self._mark(header.key, True)
         self._link(SsdBlock(header, place))
 
     def _remove(self, block: SsdBlock, now: float) -> None:
@@ -303,7 +312,7 @@ class SsdIndex:
     def _forget(self, block: SsdBlock) -> None:
         self._unlink(block)
         del self._blocks[block.header.key]
-        self.mark(block.header.key, False)
+        self._mark(block.header.key, False)
         self._drops[_drop_of(block.header.key, block.place)] = None
         self._left.append(block.header)
 

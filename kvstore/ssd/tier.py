@@ -13,7 +13,7 @@ import contextlib
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from pathlib import Path
 
 from kvstore.eviction import EvictionPolicy
@@ -80,7 +80,6 @@ class SsdTier:
         *,
         segment_bytes: int = SEGMENT_BYTES,
         direct: bool = True,
-        is_built_on: Callable[[BlockKey], bool] = lambda key: False,
         tenant_bytes: int = 0,
         group_bytes: int = GROUP_BYTES,
     ) -> SsdTier:
@@ -90,7 +89,7 @@ class SsdTier:
         if MIN_SEGMENTS * segment_bytes > capacity_bytes:
             needed = MIN_SEGMENTS * segment_bytes / 1e9
             raise ConfigError(f"store.ssd_gb = {capacity_bytes / 1e9:g} is too little: {needed:.3f} are needed")
-        index = SsdIndex(capacity_bytes, segment_bytes, policy, is_built_on, tenant_bytes)
+        index = SsdIndex(capacity_bytes, segment_bytes, policy, tenant_bytes)
         check_file_limit(capacity_bytes, index.max_segments)
         return await cls.over(SsdLog(directory, segment_bytes, direct), index, group_bytes)
 

@@ -153,15 +153,10 @@ class TransferEngine:
         return self._run(Request(address, ranges, deadline, priority, checksum_bytes))
 
     async def write_async(
-        self,
-        address: SegmentAddress,
-        ranges: Sequence[WriteRange],
-        deadline: float,
-        priority: Priority = Priority.NORMAL,
-        checksum_bytes: int = 0,
+        self, address: SegmentAddress, ranges: Sequence[WriteRange], deadline: float
     ) -> TransferReport:
         """``write`` on other threads. Cancelling stops the transfer after the current slices, and waits for that."""
-        [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
+        [transfer] = self.submit([Request(address, ranges, deadline)])
         return await transfer.wait_async()
 
     async def read_async(
@@ -170,10 +165,9 @@ class TransferEngine:
         ranges: Sequence[ReadRange],
         deadline: float,
         priority: Priority = Priority.NORMAL,
-        checksum_bytes: int = 0,
     ) -> TransferReport:
         """``read`` on other threads. Cancelling stops the transfer after the current slices, and waits for that."""
-        [transfer] = self.submit([Request(address, ranges, deadline, priority, checksum_bytes)])
+        [transfer] = self.submit([Request(address, ranges, deadline, priority)])
         return await transfer.wait_async()
 
     def view(self, address: SegmentAddress, deadline: float) -> SegmentView | None:

@@ -255,8 +255,8 @@ class QueuePair:
         self._send.imm_data = immediate
         self._post(self._write_immediate, tag, 0, 0, 0, 0, 0, signal)
 
-    def post_message(self, tag: int, memory: Registration, nbytes: int, signal: bool = True) -> None:
-        self._post(self._send_opcode, tag, memory.address, memory.lkey, nbytes, 0, 0, signal)
+    def post_message(self, tag: int, memory: Registration, nbytes: int) -> None:
+        self._post(self._send_opcode, tag, memory.address, memory.lkey, nbytes, 0, 0, signal=True)
 
     def post_receive(self, tag: int, memory: Registration) -> None:
         wr = self.device.verbs.wr

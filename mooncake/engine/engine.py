@@ -92,9 +92,8 @@ class Engine:
         self._processor = OutputProcessor(self._requests, blocks, Sampler(guides))
         self._costs = StepCosts(config, blocks.swap)
         self._num_computed_tokens = self._num_blended_tokens = self._num_inherited_tokens = 0
-        if config.speculative_tokens:
-            drafter = draft_model or PromptLookup(config.speculative_tokens)
-            self._scheduler.propose = self._costs.timed(drafter.propose)
+        drafter = draft_model or PromptLookup(config.speculative_tokens)
+        self._propose = self._costs.timed(drafter.propose)
         self._overlap: OverlappedSteps | None = None  # if the model can start steps
         if isinstance(model, AsyncModel) and model.max_async_sequences:
             self._overlap = OverlappedSteps(
@@ -211,8 +210,8 @@ class Engine:
             self.is_stalled = False
             self._overlap.advance()
         else:
-            self._scheduler.uses_drafts = self._costs.drafts_pay
-            plan = self._scheduler.plan(self._costs.prompt_budget)
+            propose = self._propose if self._costs.drafts_pay else None
+            plan = self._scheduler.plan(self._costs.prompt_budget, propose)
             self._apply(plan)
             if plan.entries or plan.variant_entries:
                 self._run(plan, hook)

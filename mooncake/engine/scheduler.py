@@ -46,8 +46,6 @@ class StepScheduler:
         self.block_manager = BlockManager(pool, max_sequences, max_model_len, num_places, groups, self._max_budget)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self.propose: Callable[[Sequence], list[int]] | None = None  # returns draft tokens
-        self.uses_drafts = False  # whether to call it
         self.num_preemptions = 0
         self._block_tokens = pool.block_tokens
         self._num_groups = groups.num_groups
@@ -135,13 +133,18 @@ class StepScheduler:
 
     # The step
 
-    def plan(self, prompt_budget: Callable[[int], int] | None = None) -> StepPlan:
+    def plan(
+        self,
+        prompt_budget: Callable[[int], int] | None = None,
+        propose: Callable[[Sequence], list[int]] | None = None,
+    ) -> StepPlan:
         """Moves sequences between the queues and allocates blocks, but computes nothing: a plan may be abandoned.
 
-        ``prompt_budget`` returns how many prompt tokens may be computed beside this many decodes.
+        ``prompt_budget`` returns how many prompt tokens may be computed beside this many decodes, ``propose`` a
+        sequence's draft tokens.
         """
         plan = StepPlan()
-        self._plan_decodes(plan)
+        self._plan_decodes(plan, propose)
         num_decodes = len(plan.entries)
         budget = self._max_budget if prompt_budget is None else min(prompt_budget(num_decodes), self._max_budget)
         budget = self._plan_chunks(plan, budget)
@@ -152,22 +155,22 @@ class StepScheduler:
             self._preempt_parked(plan)
         return plan
 
-    def _plan_decodes(self, plan: StepPlan) -> None:
-        """One token of every sequence that is past its prompt."""
+    def _plan_decodes(self, plan: StepPlan, propose: Callable[[Sequence], list[int]] | None) -> None:
+        """One token of every sequence that is past its prompt, and its drafts."""
         for sequence in list(self.running):
             position = sequence.num_computed
             blocks = sequence.blocks
             if position + 1 != sequence.num_tokens or blocks.is_loading or sequence.state is not SequenceState.RUNNING:
                 continue
             if position < blocks.num_writable or self._make_writable(sequence, position, plan):
-                num_draft = self._draft(sequence, plan) if self.uses_drafts else 0
+                num_draft = self._draft(sequence, propose, plan) if propose is not None else 0
                 plan.entries.append(StepEntry(sequence, position, 1 + num_draft, num_draft))
 
-    def _draft(self, sequence: Sequence, plan: StepPlan) -> int:
+    def _draft(self, sequence: Sequence, propose: Callable[[Sequence], list[int]], plan: StepPlan) -> int:
         """Write draft tokens after its tokens, if there are blocks for them without a preemption. Returns how many."""
-        if self.propose is None or sequence.sampling.beam_search is not None or sequence.num_left < 2:
+        if sequence.is_beam or sequence.num_left < 2:
             return 0
-        draft = self.propose(sequence)[: sequence.num_left - 1]
+        draft = propose(sequence)[: sequence.num_left - 1]
         if not draft:
             return 0
         held = len(sequence.blocks.block_table) * self._block_tokens

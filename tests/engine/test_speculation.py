@@ -52,7 +52,7 @@ def with_oracle(sampling: SamplingParams, right: int, wrong: int, **settings: in
     wanted = answers(run_all(plain))
     model = HashModel()
     engine = hash_engine(model=model, speculative_tokens=4, **settings)
-    engine._scheduler.propose = Oracle(wanted, right, wrong).propose
+    engine._propose = Oracle(wanted, right, wrong).propose
     for name, prompt in prompts.items():
         engine.add(hash_sequence(name, prompt, sampling))
     got = answers(run_all(engine))
@@ -84,7 +84,7 @@ def test_drafts_take_no_block_from_anyone(num_blocks: int) -> None:
 def test_blocks_of_rejected_drafts_are_freed() -> None:
     engine = hash_engine(speculative_tokens=16)
     wrong = list(range(16))
-    engine._scheduler.propose = lambda sequence: (PromptLookup(16).propose(sequence), wrong)[1]
+    engine._propose = lambda sequence: (PromptLookup(16).propose(sequence), wrong)[1]
     engine.add(hash_sequence("r", random_prompt(5, 0)))
     outputs = engine.step()
     while engine.has_work:
@@ -99,7 +99,7 @@ def test_an_answer_ends_where_it_ends_also_within_a_draft() -> None:
     prompt = random_prompt(6, 0)
     free = true_answer(prompt, 12)
     engine = hash_engine(speculative_tokens=16)
-    engine._scheduler.propose = Oracle({"r": free}, 11, 0).propose
+    engine._propose = Oracle({"r": free}, 11, 0).propose
     engine.add(hash_sequence("r", prompt, eos_ids=(free[5],)))
     outputs = run_all(engine)
     assert answers(outputs)["r"] == free[:6]
@@ -116,7 +116,7 @@ def test_several_answers_speculate_over_shared_blocks() -> None:
     plain.add(hash_sequence("r", prompt, sampling))
     wanted = answers(run_all(plain))
     engine = hash_engine(speculative_tokens=4)
-    engine._scheduler.propose = Oracle(wanted, 2, 1).propose
+    engine._propose = Oracle(wanted, 2, 1).propose
     engine.add(hash_sequence("r", prompt, sampling))
     assert answers(run_all(engine)) == wanted
     assert engine.block_pool.num_in_use == 0
@@ -142,7 +142,7 @@ def test_drawn_tokens_have_the_models_distribution() -> None:
     first = int(share(prompt, temperature).argmax())
     draft_token = int(share([*prompt, first], temperature).argmax())
     engine = hash_engine(speculative_tokens=2, max_sequences=64, num_blocks=256)
-    engine._scheduler.propose = lambda sequence: (PromptLookup(2).propose(sequence), [draft_token])[1]
+    engine._propose = lambda sequence: (PromptLookup(2).propose(sequence), [draft_token])[1]
     outputs = []
     for seed in range(1500):
         engine.add(hash_sequence(f"r{seed}", prompt, SamplingParams(max_tokens=3, temperature=temperature, seed=seed)))
@@ -229,7 +229,7 @@ def test_a_drafter_that_takes_longer_than_it_saves_rests(num_sequences: int) -> 
     prompts = {f"r{i}": random_prompt(5, i) for i in range(num_sequences)}
     whole = {name: true_answer(prompt, 60) for name, prompt in prompts.items()}
     engine = hash_engine(speculative_tokens=1, num_blocks=128)
-    engine._scheduler.propose = engine._costs.timed(Slow(whole, right=1, wrong=0).propose)
+    engine._propose = engine._costs.timed(Slow(whole, right=1, wrong=0).propose)
     for name, prompt in prompts.items():
         engine.add(hash_sequence(name, prompt, SamplingParams(max_tokens=60, temperature=0.0)))
     assert answers(run_all(engine)) == whole

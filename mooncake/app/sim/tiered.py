@@ -69,7 +69,7 @@ class TieredCache:
             must_save=worth.must_save,
             is_elsewhere=worth.is_saved,
         )
-        disk.index.is_built_on = self.index.is_built_on
+        disk.index.lie_under(self.index.is_built_on)
         self._demotion = Demotion(worth, self.index, num_slots)
         self._loading: dict[BlockKey, float] = {}  # when each block being read will be here
         self._promoting: list[Loading] = []  # waiting for space

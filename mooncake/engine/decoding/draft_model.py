@@ -57,9 +57,7 @@ class DraftModel:
 
         A model that fails is not used again: drafts are optional, answers are not.
         """
-        memory = sequence.draft_memory
-        if memory is None:
-            memory = sequence.draft_memory = DraftMemory()
+        memory = DraftMemory.of(sequence)
         # The last token of a draft is not read, and the last one of an answer is not drafted.
         count = min(
             memory.length, self.max_tokens, sequence.num_left - 1, self._max_model_len - sequence.num_tokens + 1

@@ -25,10 +25,7 @@ class PromptLookup:
 
     def propose(self, sequence: Sequence) -> list[int]:
         """Up to ``max_tokens`` tokens that may follow; none without a match, or while drafts keep being rejected."""
-        memory = sequence.draft_memory
-        if memory is None:
-            memory = sequence.draft_memory = DraftMemory()
-        return memory.propose(sequence, self.max_tokens)
+        return DraftMemory.of(sequence).propose(sequence, self.max_tokens)
 
 
 class DraftMemory:
@@ -40,6 +37,13 @@ class DraftMemory:
         self.length = FIRST_DRAFT  # tokens of the next draft
         self._num_rejected = 0  # drafts in a row
         self._pause_until = 0  # tokens
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> DraftMemory:
+        """Kept in the sequence."""
+        if sequence.draft_memory is None:
+            sequence.draft_memory = cls()
+        return sequence.draft_memory
 
     def propose(self, sequence: Sequence, max_tokens: int) -> list[int]:
         if self.is_paused(sequence.num_tokens) or sequence.num_tokens <= NGRAM:
