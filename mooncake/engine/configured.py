@@ -34,8 +34,7 @@ def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -
             f"{2 * groups.num_groups} are needed, for 2 blocks: raise kv_gb or lower block.tokens"
         )
     num_places = int(section.swap_gb * 1e9) // layout.block_bytes
-    limits = (max_model_len, num_places, section.max_sequences, groups, section.chunk_tokens)
-    return CacheSize(layout, num_pages, *limits)
+    return CacheSize(layout, num_pages, max_model_len, num_places, section.max_sequences, groups, section.chunk_tokens)
 
 
 def engine_config(config: Config, section: EngineSection, size: CacheSize, variant: Profile | None) -> EngineConfig:

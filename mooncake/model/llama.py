@@ -213,11 +213,12 @@ class LayerByLayer:
                 block_tables = batch.block_tables  # blending requires a single group of layers
                 rows = rows_by_adapter(batch.adapters)
             if blending is not None and blending.has_gaps:
-                mixed = blending.attend(index, query, self._config.head_dim**-0.5).flatten(1)
-            elif attention is None:
-                mixed = self._attend(index, query, batch, cache_layer, block_tables)
+                mixed = blending.attend(index, query, self._config.head_dim**-0.5)
+            elif attention is not None:
+                mixed = attention(index, query)
             else:
-                mixed = attention(index, query).flatten(1)
+                mixed = self._attend(index, query, batch, cache_layer, block_tables)
+            mixed = mixed.flatten(1)
             if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
                 # All KV is written: from here on rows without logits are not needed.
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
@@ -280,8 +281,8 @@ class LayerByLayer:
         cache_layer: torch.Tensor,
         block_tables: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention's output before its projection, ``[T, Hq * D]``."""
-        mixed = self._kernels.paged_attention(
+        """Attention's output before its projection, ``[T, Hq, D]``."""
+        return self._kernels.paged_attention(
             query,
             cache_layer,
             block_tables,
@@ -290,7 +291,6 @@ class LayerByLayer:
             self._config.head_dim**-0.5,
             self._config.window_of(index),
         )
-        return mixed.flatten(1)
 
 
 def _as_it_is(it: T) -> T:

@@ -150,41 +150,43 @@ def load_model(
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {form.dtype!r}")
     config = checkpoint.config
     family = _family_of(config)
+    if can_blend:
+        _check_blends(config, key_scales)
+    if layers is not None:
+        _check_stages(checkpoint)
+    if family is not None:
+        asked = {"adapters": adapters, "model.key_scales": key_scales, "kept inputs (model.keep_hidden)": keep_hidden}
+        if wrong := [what for what, value in asked.items() if value]:
+            raise ModelError(_for_llama(wrong[0], checkpoint))
+        weights = load_weights(checkpoint, form.dtype, keeps_groups=form.keeps_groups)
+        return family(config, weights, max_model_len, kernels, layers=layers, coding=form.coding)
+    if key_scales and adapters:
+        raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
+    lora = [load_adapter(adapter, config) for adapter in adapters]
+    weights = load_weights(checkpoint, form.dtype, form.codes, form.keeps_groups)
+    if key_scales:
+        weights = with_scaled_keys(weights, config, key_scales)
+    return CausalLM(
+        config, weights, max_model_len, kernels, form.coding, adapters=lora, layers=layers, keep_hidden=keep_hidden
+    )
+
+
+def _check_blends(config: ModelConfig, key_scales: KeyScales | None) -> None:
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
-    if can_blend and (family is not None or has_windows or key_scales or config.kv_sources or config.still_layers):
+    if _family_of(config) or has_windows or key_scales or config.kv_sources or config.still_layers:
         raise ModelError(
             "chunks are blended for the Llama family, with full attention, rotation and KV of each layer's own, "
             "without model.key_scales"
         )
-    if keep_hidden and family is not None:
-        raise ModelError(f"model.keep_hidden is for the Llama family; {checkpoint.name} is of {config.architecture}")
-    if key_scales and adapters:
-        raise ModelError("model.key_scales and adapters do not go together: adapters are made for keys as they were")
-    has_stages = family is None or issubclass(family, GatedDecoder)
-    if layers is not None and (not has_stages or config.kv_sources):
+
+
+def _check_stages(checkpoint: Checkpoint) -> None:
+    family = _family_of(checkpoint.config)
+    if checkpoint.config.kv_sources or not (family is None or issubclass(family, GatedDecoder)):
         raise ModelError(
             "stages are for the Llama family and those built like it, with KV of each layer's own, "
             f"not for {checkpoint.name}"
         )
-    if family is None:
-        lora = [load_adapter(adapter, config) for adapter in adapters]
-        weights = load_weights(checkpoint, form.dtype, form.codes, form.keeps_groups)
-        if key_scales:
-            weights = with_scaled_keys(weights, config, key_scales)
-        return CausalLM(
-            config,
-            weights,
-            max_model_len,
-            kernels,
-            form.coding,
-            adapters=lora,
-            layers=layers,
-            keep_hidden=keep_hidden,
-        )
-    if adapters or key_scales:
-        raise ModelError(_for_llama("adapters" if adapters else "model.key_scales", checkpoint))
-    weights = load_weights(checkpoint, form.dtype, keeps_groups=form.keeps_groups)
-    return family(config, weights, max_model_len, kernels, layers=layers, coding=form.coding)
 
 
 @gives_back_memory
