@@ -105,8 +105,8 @@ class LLM:
 
         ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "stored_a8", "int8", "w8a8",
         "plain") are those of the configuration's [model].
-        Up to ``speculative_tokens`` are guessed from what came before and checked in one step: the same answers (on
-        GPUs up to rounding), and sooner where they repeat; a ``draft_model`` with the same vocabulary guesses in their
+        Up to ``speculative_tokens`` are drafted from what came before and verified in one step: the same answers (on
+        GPUs up to rounding), and sooner where they repeat; a ``draft_model`` with the same vocabulary drafts in their
         place. With ``tbt_limit_ms`` prompts are cut so that answers under way get a token as often as that. ``swap_gb``
         keeps blocks of sequences that had to give way, where copying beats computing them again. ``adapters`` are
         folders of LoRA adapters as PEFT saves them, by the names that ``generate`` and ``chat`` take.

@@ -1,1 +1,1 @@
-"""Controllers in pairs: one decides, purely, and one acts. Health, roles and copies of hot prefixes."""
+"""Controllers in pairs: one decides, purely, and one acts. Health, roles and replicas of hot prefixes."""

@@ -175,9 +175,9 @@ class _Cluster(Collector):
             family.add_metric((self._model, _ENGINE), value)
             yield family
         for name, text, count in (
-            ("vllm:num_preemptions", "Sequences put back", sum(load.preemptions for load in loads)),
-            ("vllm:spec_decode_num_draft_tokens", "Tokens guessed", _counted(loads, "tokens_drafted")),
-            ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right", _counted(loads, "drafts_accepted")),
+            ("vllm:num_preemptions", "Preemptions of sequences", sum(load.preemptions for load in loads)),
+            ("vllm:spec_decode_num_draft_tokens", "Draft tokens proposed", _counted(loads, "tokens_drafted")),
+            ("vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted", _counted(loads, "drafts_accepted")),
         ):
             counter = CounterMetricFamily(name, text, labels=_VLLM_LABELS)
             counter.add_metric((self._model, _ENGINE), count)
@@ -196,7 +196,7 @@ class _Cluster(Collector):
         yield CounterMetricFamily("mooncake_requests", "Requests that came, refused ones too", status.requests_total)
         yield CounterMetricFamily("mooncake_requests_cancelled", "Requests whose client left", stats.cancelled)
         yield CounterMetricFamily("mooncake_retries", "Attempts tried again on another pair", stats.retries)
-        yield CounterMetricFamily("mooncake_tails", "Prompts computed where they are decoded", stats.local_prefills)
+        yield CounterMetricFamily("mooncake_tails", "Local prefills, on decode nodes", stats.local_prefills)
         yield CounterMetricFamily("mooncake_block_queries", "Prompt blocks asked for", status.block_queries)
         yield CounterMetricFamily("mooncake_block_hits", "Prompt blocks found in a cache", status.block_hits)
         yield CounterMetricFamily(
@@ -231,7 +231,7 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
     age = GaugeMetricFamily("mooncake_node_heartbeat_age_seconds", "Since the last heartbeat", labels=("node", "role"))
     sent = CounterMetricFamily("mooncake_node_sent_bytes", "KV bytes that a store has sent", labels=("node", "role"))
     received = CounterMetricFamily("mooncake_node_received_bytes", "KV bytes sent to a store", labels=("node", "role"))
-    preempted = CounterMetricFamily("mooncake_node_preemptions", "Sequences put back", labels=("node", "role"))
+    preempted = CounterMetricFamily("mooncake_node_preemptions", "Preemptions of sequences", labels=("node", "role"))
     events = CounterMetricFamily("mooncake_node_events", "What a node counts", labels=("node", "role", "event"))
     levels = GaugeMetricFamily("mooncake_node_level", "What a node has at present", labels=("node", "role", "level"))
     for node in status.nodes:

@@ -174,9 +174,9 @@ def _check_recurrence(spec: BackendSpec) -> None:
 def draft_on(
     device: str, path: str, dtype: str, size: CacheSize, vocab_size: int, max_tokens: int, chunk_tokens: int
 ) -> DraftModel:
-    """The model at ``path``, to guess up to ``max_tokens`` at once for the sequences in a cache of this size. Its own
+    """The model at ``path``, to draft up to ``max_tokens`` at once for the sequences in a cache of this size. Its own
     has room for all of them, if that takes no more memory, and for one in any case. Raises ConfigError when it has
-    another vocabulary or may not guess, and as the others do."""
+    another vocabulary or may not draft, and as the others do."""
     checkpoint = open_checkpoint(path, size.max_model_len)
     if checkpoint.config.vocab_size != vocab_size:
         raise ConfigError(f"the draft model {path} has another vocabulary")

@@ -38,7 +38,7 @@ def lfm2(meta: Metadata) -> Fields:
 
 
 def qwen_next(meta: Metadata) -> Fields:
-    """Qwen3-Next, and Qwen3.5, whose layers that guess further tokens come last and are left out."""
+    """Qwen3-Next, and Qwen3.5, whose layers that predict further tokens come last and are left out."""
     num_layers = _num_layers(meta)
     recurrent = _layers_with(meta, "ssm_conv1d.weight")
     values = {
@@ -152,7 +152,7 @@ def _mamba(meta: Metadata, num_layers: int, recurrent: tuple[int, ...]) -> Field
 
 
 def _num_layers(meta: Metadata) -> int:
-    """Without those that guess further tokens."""
+    """Without those that predict further tokens."""
     return min(meta.integer("block_count") - meta.integer("nextn_predict_layers", 0), MAX_LAYERS)
 
 

@@ -73,13 +73,13 @@ def hunyuan_moe(meta: Metadata) -> Fields:
 
 
 def glm_moe(meta: Metadata) -> Fields:
-    """GLM-4.5 and what is built like it. Layers that guess further tokens come last and are left out."""
-    guessing = meta.integer("nextn_predict_layers", 0)
+    """GLM-4.5 and what is built like it. Layers that predict further tokens come last and are left out."""
+    predicting = meta.integer("nextn_predict_layers", 0)
     values = {**decoder_fields(meta, partial=True), **routed_fields(meta, normed=True)}
     return {
         **values,
         "architecture": "glm4_moe",
-        "num_layers": meta.integer("block_count") - guessing,
+        "num_layers": meta.integer("block_count") - predicting,
         "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "qk_norm": meta.has_tensor("blk.0.attn_q_norm.weight"),
     }

@@ -124,9 +124,9 @@ def check_tensors(config: ModelConfig, file: GGUF, needed: Shapes) -> None:
                 raise ModelError(f"{file.path}: the weight {what}")
             used.add(tensor)
     unused = {f"blk.{layer}.attn_{kind}.weight" for layer in _without_kv(config) for kind in ("k", "v", "k_norm")}
-    guessing = tuple(f"blk.{number}." for number in _guessing_layers(file))
+    mtp = tuple(f"blk.{number}." for number in _mtp_layers(file))
     for tensor in sorted(file.tensors.keys() - used - unused):
-        if not _SPARE.fullmatch(tensor) and not tensor.startswith(guessing):
+        if not _SPARE.fullmatch(tensor) and not tensor.startswith(mtp):
             name = published_name(config.architecture, tensor)
             raise ModelError(f"{file.path} has the weight {name}, which its configuration does not need")
 
@@ -145,8 +145,8 @@ def listed_number(file: GGUF, source: Source) -> float:
     return float(numbers[source.layer])
 
 
-def _guessing_layers(file: GGUF) -> range:
-    """Layers behind the model's own that guess further tokens (DeepSeek-V3 2024, section 2.2)."""
+def _mtp_layers(file: GGUF) -> range:
+    """Layers behind the model's own for multi-token prediction (DeepSeek-V3 2024, section 2.2)."""
     prefix = file.get("general.architecture")
     count, num_layers = (file.get(f"{prefix}.{key}") for key in ("nextn_predict_layers", "block_count"))
     if not isinstance(count, int) or not isinstance(num_layers, int):

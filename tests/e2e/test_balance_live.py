@@ -1,4 +1,4 @@
-"""Nodes that can do both: roles follow the load, and short tails are computed where they decode."""
+"""Nodes that can do both: roles follow the load, and short rests of prompts are computed where they decode."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_a_node_follows_the_load_and_no_request_is_lost() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_a_short_tail_is_computed_where_its_conversation_is_decoded() -> None:
+async def test_a_local_prefill_where_a_conversation_is_decoded() -> None:
     settings = [*SETTINGS, "cluster.decode=1", "conductor.balance=false"]
     async with (
         LocalCluster(load_config(None, settings)) as cluster,

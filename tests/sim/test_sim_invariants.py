@@ -183,8 +183,8 @@ def test_a_hot_prefix_is_replicated_and_later_dropped_where_it_was_not_before(ss
     check_invariants(simulation)
     before, during, after = held
     assert before == after == 1 and during > 2
-    assert simulation.copies.made == during - 1
-    assert simulation.copies.dropped == during - 1
+    assert simulation.replicas.made == during - 1
+    assert simulation.replicas.dropped == during - 1
 
 
 @pytest.mark.slow
@@ -194,11 +194,11 @@ def test_copies_from_and_to_a_machine_that_dies_are_forgotten(dies: str) -> None
     slow = CROWDED.with_machines(nic_gb_per_s=2.0)
     simulation = Simulation(slow, flash_crowd(400), Run(jitter_s=0.0), [Fault(6.5, dies, 20.0), Fault(40.0, dies, 5.0)])
     on_their_way: list[int] = []
-    simulation.agenda.at(6.4, lambda: on_their_way.append(len(simulation.copies._moving)))
+    simulation.agenda.at(6.4, lambda: on_their_way.append(len(simulation.replicas._moving)))
     simulation.run()
     check_invariants(simulation)
     assert on_their_way[0] > 0
-    assert not simulation.copies._moving
+    assert not simulation.replicas._moving
 
 
 def test_a_machine_that_comes_back_gets_work_again() -> None:

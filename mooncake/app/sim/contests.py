@@ -244,7 +244,7 @@ def _with_policy(policy: str, trace: Trace, burst_request: TraceRequest) -> list
     before_s, during_s = (float(np.quantile(results.ttft_s[part], 0.99)) for part in (before, during))
     most = float(work.max() / work.mean())
     gone, later = watch.replicas[1:]
-    sent = f"1 before; {simulation.copies.made} were sent it ahead of need"
+    sent = f"1 before; {simulation.replicas.made} were sent it ahead of need"
     return [
         Row(f"{policy}: most / mean work of a machine", 1.3, most, "at most so much is asked of us"),
         Row(f"{policy}: p99 TTFT over that before", 2.0, during_s / before_s, f"{before_s:.2f} s before"),

@@ -1,5 +1,5 @@
-"""Copies of hot prefixes in virtual time. The real replicator decides which prefix goes to which host and which copies
-are dropped; here their bytes take time and share the links with all other transfers.
+"""Replicas of hot prefixes in virtual time. The real replicator decides which prefix goes to which host and which are
+dropped; here their bytes take time and share the links with all other transfers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class _Moving:
     held: list[int] = field(default_factory=list)  # in the source's memory
 
 
-class Copies:
-    """All copies of one run."""
+class Replicas:
+    """All replicas of one run."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Copies:
         self._moving: dict[_Moving, None] = {}
 
     def look(self) -> None:
-        """Begin the copies, and drop those, that the conductor requests now."""
+        """Begin to copy, and drop, what the conductor requests now."""
         for action in self._conductor.replications(self._agenda.now):
             if isinstance(action, CopyPrefix):
                 self._begin(action)

@@ -19,11 +19,11 @@ from conductor.control.replication import TICK_S
 from conductor.registry import NodeLoad
 from mooncake.app.sim.cluster import Cluster
 from mooncake.app.sim.conductor import Refused, SimConductor, store_id
-from mooncake.app.sim.copies import Copies
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
 from mooncake.app.sim.machines import SimMachines
+from mooncake.app.sim.replicas import Replicas
 from mooncake.app.sim.requests import Fate, Results, RetryTime, SimRequest
 from mooncake.app.sim.switching import Switching
 from mooncake.app.sim.timeline import Timeline
@@ -82,7 +82,7 @@ class Simulation:
         self._waiting: dict[SimRequest, None] = {}  # requests that wait for a machine to return
         self.machines = SimMachines(cluster, self.agenda, self.network, self.conductor, self)
         self.fetches = Fetches(cluster, self.agenda, self.network, self.conductor, self.machines)
-        self.copies = Copies(cluster.model, self.agenda, self.network, self.conductor, self.machines)
+        self.replicas = Replicas(cluster.model, self.agenda, self.network, self.conductor, self.machines)
         self._switching = Switching(
             self.agenda, self.conductor, self.machines, cluster.conductor.switch_s, self._is_unused
         )
@@ -108,7 +108,7 @@ class Simulation:
         if any(group.beside != 1.0 for group in self.cluster.machines):
             self._look_beside()
         if self.conductor.replicator is not None and self.cluster.count("prefill") > 1:
-            self._look_for_copies()
+            self._look_for_replicas()
         self.agenda.run()
         return self.results
 
@@ -334,7 +334,7 @@ class Simulation:
         self.machines.go_down(name)
         for request in [request for request in self._open if request.source_id == name]:
             self.fetches.lose_source(request)
-        self.copies.lose(name)
+        self.replicas.lose(name)
         on_it = [request for request in self._open if self._is_on(request, name)]
         self.machines.fail(name)
         for request in on_it:
@@ -361,10 +361,10 @@ class Simulation:
         if self._open or self._next < len(self._order):
             self.agenda.after(LOOK_BESIDE_S, self._look_beside)
 
-    def _look_for_copies(self) -> None:
-        self.copies.look()
+    def _look_for_replicas(self) -> None:
+        self.replicas.look()
         if self._open or self._next < len(self._order):
-            self.agenda.after(TICK_S, self._look_for_copies)
+            self.agenda.after(TICK_S, self._look_for_replicas)
 
     # What nodes report
 

@@ -107,8 +107,8 @@ def summarize(simulation: Simulation, trace_name: str) -> Summary:
         prefill_use_max=max(busy["prefill"], default=0.0) / duration_s,
         decode_use=_mean(busy["decode"]) / duration_s,
         bytes_moved_gb=simulation.network.bytes_moved / 1e9,
-        copies_made=simulation.copies.made,
-        copies_given_up=simulation.copies.dropped,
+        copies_made=simulation.replicas.made,
+        copies_given_up=simulation.replicas.dropped,
         ssd_read_gb=sum(disk.bytes_read for disk in simulation.machines.disks.values()) / 1e9,
         ssd_written_gb=sum(disk.bytes_written for disk in simulation.machines.disks.values()) / 1e9,
     )

@@ -74,7 +74,7 @@ class DraftModel:
         try:
             return self._draft(drafted, sequence, count)
         except Exception:
-            log.exception("the draft model has failed; answers go on without its guesses")
+            log.exception("the draft model has failed; answers go on without its drafts")
             self._has_failed = True
             return []
 
