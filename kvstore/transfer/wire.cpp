@@ -1,6 +1,7 @@
 // The data plane's bytes without Python: parts of memory to and from a stream socket with their xxh3-64 computed while
 // they are in cache, and the owner's answers to reads and writes, of ranges and of whole blocks by key.
 // kvstore/transfer/protocol.py, sockets.py and server.py are the definition; what is left goes back to them.
+// Sending without a copy (splice, sendfile) was slower on loopback: the receiver copied from cold memory, page by page.
 //
 // A block that is fetched by key is found on the board of the store in this process and sent from where it lies, under no
 // lease: it may leave its slot on the way. The checksums went ahead of it, so whoever receives it finds that out, and asks
