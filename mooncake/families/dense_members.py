@@ -7,7 +7,15 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, cap_of, llama_top
-from mooncake.families.gated import attention_shapes, dense_layer, layer_norms, read_dense, read_gemma2, read_granite
+from mooncake.families.gated import (
+    attention_shapes,
+    dense_layer,
+    layer_norms,
+    read_dense,
+    read_gemma2,
+    read_granite,
+    read_unbiased,
+)
 from mooncake.families.rope_settings import require_rope_scaling
 from mooncake.model_config import ModelConfig, Settings
 
@@ -18,7 +26,7 @@ def _read_gemma(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     settings.refuse("use_bidirectional_attention")
     key = "hidden_activation" if settings.get("hidden_activation") else "hidden_act"
     return {
-        **_read_any(settings.with_defaults({"head_dim": 256}), shapes),
+        **read_unbiased(settings.with_defaults({"head_dim": 256}), shapes),
         "activation": activation(settings, key, "gelu_pytorch_tanh"),
         "tie_embeddings": settings.flag("tie_word_embeddings", True),
     }
@@ -37,7 +45,7 @@ def _vault_gemma_layer(config: ModelConfig) -> Shapes:
 
 
 def _read_arcee(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    return {**_read_any(settings, shapes), "activation": activation(settings, "hidden_act", "relu2")}
+    return {**read_unbiased(settings, shapes), "activation": activation(settings, "hidden_act", "relu2")}
 
 
 def _arcee_layer(config: ModelConfig) -> Shapes:
@@ -53,7 +61,7 @@ def _read_apertus(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> 
     if (name := settings.get("hidden_act") or "xielu") != "xielu":
         raise ModelError(f"{settings.source} asks for the activation {name!r}; only xielu is supported for this family")
     require_rope_scaling(settings)
-    return {**_read_any(settings, shapes, default_theta=12e6), "activation": "xielu", "qk_norm": True}
+    return {**read_unbiased(settings, shapes, default_theta=12e6), "activation": "xielu", "qk_norm": True}
 
 
 def _apertus_layer(config: ModelConfig) -> Shapes:
@@ -77,7 +85,7 @@ def _read_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
 
 def _read_nanochat(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     return {
-        **_read_any(settings, shapes),
+        **read_unbiased(settings, shapes),
         "activation": activation(settings, "hidden_act", "relu2"),
         "logit_cap": cap_of(settings, "final_logit_softcapping", 15.0),
     }
@@ -106,13 +114,6 @@ def _read_hyperclovax(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
 
 def _hyperclovax_layer(config: ModelConfig) -> Shapes:
     return _gemma_layer(config) | {f"post_norm{number}.weight": (config.hidden_size,) for number in (1, 2)}
-
-
-def _read_any(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
-) -> dict[str, object]:
-    """As ``read_dense``, with any activation."""
-    return read_dense(settings.replaced({"hidden_act": "silu"}), shapes, default_theta)
 
 
 DENSE_MEMBERS: dict[str, Family] = {

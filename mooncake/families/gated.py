@@ -302,9 +302,8 @@ def norms_over_heads(config: ModelConfig) -> Shapes:
 def read_dense(
     settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
 ) -> dict[str, object]:
-    settings.refuse("attention_bias", "mlp_bias")
-    values = read_silu(settings, shapes, default_theta)
-    return {**values, "intermediate_size": settings.integer("intermediate_size")}
+    refuse_activations(settings)
+    return read_unbiased(settings, shapes, default_theta)
 
 
 def dense_layer(config: ModelConfig) -> Shapes:
@@ -314,14 +313,32 @@ def dense_layer(config: ModelConfig) -> Shapes:
 # Shared by several families
 
 
-def read_silu(
-    settings: Settings,
-    shapes: Mapping[str, tuple[int, ...]],
-    default_theta: float = 10_000.0,
-    partial: bool = False,
-) -> dict[str, object]:
+def refuse_activations(settings: Settings) -> None:
+    """Raises ModelError for others than silu."""
     if activation(settings, "hidden_act", "silu") != "silu":
         raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+
+
+def read_silu(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0, partial: bool = False
+) -> dict[str, object]:
+    """With no other activation. ``partial`` as for ``read_rope``."""
+    refuse_activations(settings)
+    return _read_sizes(settings, shapes, default_theta, partial)
+
+
+def read_unbiased(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0, partial: bool = False
+) -> dict[str, object]:
+    """With an MLP of one size in all layers, and any activation."""
+    settings.refuse("attention_bias", "mlp_bias")
+    values = _read_sizes(settings, shapes, default_theta, partial)
+    return {**values, "intermediate_size": settings.integer("intermediate_size")}
+
+
+def _read_sizes(
+    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float, partial: bool
+) -> dict[str, object]:
     heads = settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
     rope = read_rope(settings, head_dim, default_theta, partial)

@@ -6,27 +6,16 @@ from collections.abc import Mapping
 
 from mooncake.errors import ModelError
 from mooncake.families.family import Family, Shapes, activation, gated_shapes, head_shapes, linear_shapes, norm_shapes
-from mooncake.families.gated import attention_shapes
-from mooncake.families.rope_settings import read_rope
+from mooncake.families.gated import attention_shapes, read_unbiased, refuse_activations
 from mooncake.model_config import ModelConfig, Settings
 
 
 def _read(settings: Settings, eps_key: str, default_activation: str, default_share: float) -> dict[str, object]:
     """``default_share``: of each head's elements, those that rotate."""
-    settings.refuse("qk_layernorm", "attention_bias", "mlp_bias")
+    settings.refuse("qk_layernorm")
     settings = settings.with_defaults({"partial_rotary_factor": default_share})
-    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
-    head_dim = settings.integer("head_dim", hidden // max(1, heads))
-    rope = read_rope(settings, head_dim, partial=True)
     return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": hidden,
-        "intermediate_size": settings.integer("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": settings.integer("num_key_value_heads", heads),
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
-        **rope.values,
+        **read_unbiased(settings, {}, partial=True),
         "rms_eps": settings.number(eps_key, 1e-5),
         "activation": activation(settings, "hidden_act", default_activation),
         "tie_embeddings": settings.flag("tie_word_embeddings", False),
@@ -74,11 +63,9 @@ def _phi_top(config: ModelConfig) -> Shapes:
 
 
 def _read_stablelm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
-    values = _read(settings, "layer_norm_eps", "silu", 0.25)
-    if values["activation"] != "silu":
-        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    refuse_activations(settings)
     return {
-        **values,
+        **_read(settings, "layer_norm_eps", "silu", 0.25),
         "qkv_bias": settings.flag("use_qkv_bias", False),
         "parallel_residual": settings.flag("use_parallel_residual", False),
     }

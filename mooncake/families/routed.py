@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes
+from mooncake.families.family import Family, Shapes, gated_shapes
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -14,6 +14,7 @@ from mooncake.families.gated import (
     layer_norms,
     norms_over_heads,
     read_silu,
+    refuse_activations,
     router_shape,
 )
 from mooncake.families.rope_settings import Rope, read_rope, yarn_sharpness
@@ -24,8 +25,7 @@ from mooncake.model_config import MAX_LAYERS, LatentAttention, ModelConfig, Rout
 
 def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     settings.refuse("attention_bias", "mlp_bias")
-    if activation(settings, "hidden_act", "silu") != "silu":
-        raise ModelError(f"{settings.source} asks for an activation other than silu, which is not supported")
+    refuse_activations(settings)
     latent = LatentAttention(
         rank=_size(settings, "kv_lora_rank", 512),
         rope_dim=_size(settings, "qk_rope_head_dim", 64),
