@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -18,11 +19,10 @@ from mooncake.addresses import join_address
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.backend import CacheSize
-from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import EngineHost
+from mooncake.engine.host import EngineHost, HostPlan
 from mooncake.errors import MooncakeError
-from mooncake.events import CacheEventsServicer
+from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership, check_settings, first_end
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2, common_pb2_grpc
@@ -67,6 +67,8 @@ class EngineNode:
         self.control_address = ""
         self.host: EngineHost
         self._section = section
+        self._events = EventLog(secrets.randbits(63) | 1)
+        self._plan: HostPlan
         self._roles: list[NodeRole] = []
         self._transfer: TransferEngine
         self._channels: Channels
@@ -92,13 +94,12 @@ class EngineNode:
         try:
             config, section = self.config, self._section
             checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
-            size = plan_cache(config, section, checkpoint)
-            self.host = EngineHost(config, section, checkpoint, size)
+            plan = self._plan = HostPlan(config, section, checkpoint)
             await check_settings(config, EngineNode._info(self))  # without what the role adds: it has no memory yet
             self._open_transfer()
             self._cleanup.callback(self._stop_roles)  # after the engine
+            self.host = await EngineHost.open(plan, self._events, self._open_memory(plan.cache_size))
             self._cleanup.push_async_callback(self.host.stop)
-            await self.host.open(self._open_memory(size))
             self._roles.extend(self._make_roles())
             self.host.run(self._hook)
             await self._serve()
@@ -125,11 +126,11 @@ class EngineNode:
         for role in self._roles:
             role.serve(server)
             self._cleanup.push_async_callback(role.drain)
-        events = CacheEventsServicer(self.host.events)
+        events = CacheEventsServicer(self._events)
         server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, events, "mooncake.v1.CacheEvents")
         port = await server.start(node.host, node.port)
         self._cleanup.push_async_callback(server.stop)
-        self._cleanup.callback(self.host.events.end)
+        self._cleanup.callback(self._events.end)
         self.control_address = join_address(node.reached_at, port)
 
     async def _join(self) -> None:
@@ -164,14 +165,14 @@ class EngineNode:
         return cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=self.role,
-            incarnation=self.host.incarnation,
+            incarnation=self._events.incarnation,
             control_address=self.control_address,
-            kv_fingerprint=self.host.fingerprint,
+            kv_fingerprint=self._plan.fingerprint,
             block_tokens=self.config.block.tokens,
             max_sequences=self._section.max_sequences,
-            device=self.host.device,
-            max_model_len=self.host.max_model_len,
-            settings=self.host.settings,
+            device=self._section.device,
+            max_model_len=self._plan.max_model_len,
+            settings=self._plan.settings,
         )
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:

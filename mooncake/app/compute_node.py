@@ -110,8 +110,7 @@ class ComputeNode(EngineNode):
             return False
         started = time.monotonic()
         self.role = role
-        self.host.incarnation = secrets.randbits(63) | 1
-        self.host.events.begin_anew(self.host.incarnation)
+        self._events.begin_anew(secrets.randbits(63) | 1)
         await self._membership.change(self._info())
         self.last_switch_ms = (time.monotonic() - started) * 1e3
         log.info("%s is a %s node now; the switch took %.1f ms", self.node_id, role, self.last_switch_ms)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 from collections import Counter
 
@@ -19,10 +18,10 @@ from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
 from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection
-from mooncake.engine.backend import Backend, CacheSize, open_for_node
-from mooncake.engine.cache.kv_cache import Mirror
-from mooncake.engine.configured import backend_spec, engine_config, open_drafter, read_variant
+from mooncake.engine.backend import Backend, open_for_node
+from mooncake.engine.configured import backend_spec, engine_config, open_drafter, plan_cache, read_variant
 from mooncake.engine.contract import StepHook
+from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Engine
 from mooncake.engine.live_adapters import LiveAdapters
 from mooncake.engine.loop import EngineThread, watch_steps
@@ -43,59 +42,79 @@ from mooncake.types import KVLayout, TokenIds
 log = logging.getLogger(__name__)
 
 
-class EngineHost:
-    """Owns the engine of one node. ``open`` and ``run`` it on the event loop that will publish its block events."""
+class HostPlan:
+    """What a node's engine will be: known, and comparable with the cluster's, before anything is loaded."""
 
-    def __init__(self, config: Config, section: EngineSection, checkpoint: Checkpoint, size: CacheSize) -> None:
+    def __init__(self, config: Config, section: EngineSection, checkpoint: Checkpoint) -> None:
+        """Raises ConfigError, and ModelError for an adapter that cannot be read."""
         self.config = config
-        self.cache_size = size
-        self.incarnation = secrets.randbits(63) | 1
-        self._precision = config.precision(checkpoint.coding)
-        self.content = self._precision.identity(checkpoint.digest)
-        self.fingerprint = kv_fingerprint(self.content, size.layout, size.groups.name)
+        self.section = section
+        self.checkpoint = checkpoint
+        self.cache_size = plan_cache(config, section, checkpoint)
+        self.precision = config.precision(checkpoint.coding)
+        self.content = self.precision.identity(checkpoint.digest)
+        self.fingerprint = kv_fingerprint(self.content, self.cache_size.layout, self.cache_size.groups.name)
         self.max_model_len = checkpoint.config.context(config.model.max_model_len)  # asked for: the cache's may be less
         self.settings = node_settings(config, checkpoint)
-        self.samples = StepSamples()
-        self.events = EventLog(self.incarnation)
-        self._section = section
-        self._checkpoint = checkpoint
         self.variant = read_variant(section, self.content, checkpoint.config.num_layers)
-        self.counters: Counter[str] = Counter()  # kept by roles, for heartbeats
-        self._adapter_table = AdapterTable(open_adapters(parse_adapters(config.model.adapters)))
-        self._guides = Guides(checkpoint.load_tokenizer, checkpoint.config.vocab_size)
-        self.device = section.device
-        self._failure: asyncio.Future[MooncakeError]
-        self._backend: Backend | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self.mirror: Mirror  # the cache, as other nodes see it
-        self.engine: Engine
-        self.thread: EngineThread
-        self.adapters: LiveAdapters
+        self.limits = engine_config(config, section, self.cache_size, self.variant)
+        self.adapters = open_adapters(parse_adapters(config.model.adapters))
 
-    async def open(self, memory: Mappable | None = None) -> None:
+
+class EngineHost:
+    """Owns the engine of one node, on the event loop that it publishes its block events on. ``open`` it, then ``run``
+    it."""
+
+    def __init__(
+        self, plan: HostPlan, backend: Backend, adapters: AdapterTable, drafter: DraftModel | None, events: EventLog
+    ) -> None:
+        """Use ``open``."""
+        model = plan.checkpoint.config
+        assert backend.mirror is not None
+        self.config = plan.config
+        self.cache_size = plan.cache_size
+        self.content = plan.content
+        self.variant = plan.variant
+        self.samples = StepSamples()
+        self.counters: Counter[str] = Counter()  # kept by roles, for heartbeats
+        self.mirror = backend.mirror  # the cache, as other nodes see it
+        self._guides = Guides(plan.checkpoint.load_tokenizer, model.vocab_size)
+        self.engine = Engine(backend.model, backend.cache, plan.limits, self._guides, drafter)
+        self.thread = EngineThread(self.engine)
+        self.adapters = LiveAdapters(adapters, backend, self.thread, model)
+        self._plan = plan
+        self._checkpoint = plan.checkpoint
+        self._backend = backend
+        self._events = events
+        self._watch: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[MooncakeError] = self._loop.create_future()
+        backend.watch(self._tell_failure)
+
+    @classmethod
+    async def open(cls, plan: HostPlan, events: EventLog, memory: Mappable | None = None) -> EngineHost:
         """Load the model, place the cache or its mirror in ``memory`` (or memory of its own), and measure a few steps.
 
         Raises ModelError for weights that cannot be loaded, ConfigError for a missing device.
         """
-        self._loop = asyncio.get_running_loop()
-        self._failure = self._loop.create_future()
-        if self._section.threads:
-            use_threads(self._section.threads)
-            torch.set_num_threads(min(self._section.threads, torch.get_num_threads()))
-        limits = engine_config(self.config, self._section, self.cache_size, self.variant)
-        started_s = time.monotonic()
-        log.info("reading %s for %s", self._checkpoint.name, self.device)
-        backend = self._backend = await asyncio.to_thread(self._open_backend, memory)
-        model = self._checkpoint.config
-        drafter = await asyncio.to_thread(open_drafter, self.config, self._section, self.cache_size, model.vocab_size)
-        backend.watch(self._tell_failure)
-        assert backend.mirror is not None
-        self.mirror = backend.mirror
-        self.engine = Engine(backend.model, backend.cache, limits, self._guides, drafter)
-        await asyncio.to_thread(warm_up, self.engine, model.vocab_size, self.samples)
-        self.thread = EngineThread(self.engine)
-        self.adapters = LiveAdapters(self._adapter_table, backend, self.thread, model)
-        self._log_ready(time.monotonic() - started_s)
+        config, section, size = plan.config, plan.section, plan.cache_size
+        if section.threads:
+            use_threads(section.threads)
+            torch.set_num_threads(min(section.threads, torch.get_num_threads()))
+        started_s, vocab_size = time.monotonic(), plan.checkpoint.config.vocab_size
+        log.info("reading %s for %s", plan.checkpoint.name, section.device)
+        adapters = AdapterTable(plan.adapters)
+        spec = backend_spec(config, section, plan.checkpoint, plan.precision, size, adapters.adapters)
+        backend = await asyncio.to_thread(open_for_node, spec, memory, config.node.step_timeout_s)
+        try:
+            drafter = await asyncio.to_thread(open_drafter, config, section, size, vocab_size)
+            host = cls(plan, backend, adapters, drafter, events)
+            await asyncio.to_thread(warm_up, host.engine, vocab_size, host.samples)
+        except BaseException:
+            await asyncio.to_thread(backend.close)
+            raise
+        host._log_ready(time.monotonic() - started_s)
+        return host
 
     def run(self, hook: StepHook) -> None:
         """Start stepping."""
@@ -110,9 +129,9 @@ class EngineHost:
         log.info(
             "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
             self._checkpoint.name,
-            self.device,
+            self._plan.section.device,
             seconds,
-            self._precision.weights,
+            self._plan.precision.weights,
             size.num_blocks,
             self.config.block.tokens,
             size.num_bytes / 1e9,
@@ -121,13 +140,11 @@ class EngineHost:
         )
 
     async def stop(self) -> None:
-        """Also after ``open`` failed or was not called."""
+        """Whether or not it runs."""
         if self._watch is not None:
             self._watch.cancel()
-        if hasattr(self, "thread"):
-            await asyncio.to_thread(self.thread.stop)
-        if self._backend is not None:
-            await asyncio.to_thread(self._backend.close)
+        await asyncio.to_thread(self.thread.stop)
+        await asyncio.to_thread(self._backend.close)
 
     async def wait_broken(self) -> MooncakeError:
         """Return the error once the engine is broken, or a process that computes for it has died: then this node is
@@ -142,10 +159,10 @@ class EngineHost:
             await asyncio.to_thread(self._guides.compile, sampling.guide)
 
     def chain(self, salt: str = "", adapter: str = "", adapter_start: int = 0) -> Chain:
-        return Chain.of(self.fingerprint, salt, adapter, adapter_start)
+        return Chain.of(self._plan.fingerprint, salt, adapter, adapter_start)
 
     def chunk_seed(self, salt: str) -> bytes:
-        return chunk_seed(self.fingerprint, salt)
+        return chunk_seed(self._plan.fingerprint, salt)
 
     def encode(self, text: str) -> TokenIds:
         """Loads the tokenizer; for use while a node starts."""
@@ -157,7 +174,7 @@ class EngineHost:
 
     def layout_with(self, keep_hidden: tuple[int, ...]) -> KVLayout:
         """The block layout of a node like this one that keeps those layers' inputs. Raises ConfigError."""
-        return self._checkpoint.kv_layout(self.config.block.tokens, self._precision.kv_dtype, keep_hidden)
+        return self._checkpoint.kv_layout(self.config.block.tokens, self._plan.precision.kv_dtype, keep_hidden)
 
     def sequence(
         self,
@@ -219,11 +236,6 @@ class EngineHost:
             },
         )
 
-    def _open_backend(self, memory: Mappable | None) -> Backend:
-        parts = (self._checkpoint, self._precision, self.cache_size, self._adapter_table.adapters)
-        spec = backend_spec(self.config, self._section, *parts)
-        return open_for_node(spec, memory, self.config.node.step_timeout_s)
-
     def _tell_failure(self, error: MooncakeError) -> None:
         """Called on any thread."""
 
@@ -237,4 +249,4 @@ class EngineHost:
     def _publish_events(self) -> None:
         """From the engine's thread to the event log on the event loop."""
         if events := self.engine.block_pool.take_events():
-            self._loop.call_soon_threadsafe(self.events.append, events)
+            self._loop.call_soon_threadsafe(self._events.append, events)

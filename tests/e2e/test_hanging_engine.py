@@ -19,10 +19,10 @@ from tiny_model import write_tiny_model
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import NO_HOOK, CausalModel, StepOutput
-from mooncake.engine.host import EngineHost
+from mooncake.engine.host import EngineHost, HostPlan
 from mooncake.errors import MooncakeError
+from mooncake.events import EventLog
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.sampling import SamplingParams
 
@@ -89,8 +89,7 @@ async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float,
     settings = [f"model.path={tmp_path / 'model'}", "decode.kv_gb=0.01", "decode.threads=1", "node.step_timeout_s=1.5"]
     config = load_config(None, settings)
     checkpoint = open_checkpoint(config.model.path)
-    host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
-    await host.open()
+    host = await EngineHost.open(HostPlan(config, config.decode, checkpoint), EventLog(1))
     host.run(NO_HOOK)
     try:
         broken = asyncio.create_task(host.wait_broken())

@@ -16,13 +16,13 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.backend import BackendSpec, CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.configured import plan_cache
 from mooncake.engine.contract import NO_HOOK, CausalModel, EngineConfig, StepOutput
 from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Engine
-from mooncake.engine.host import EngineHost
+from mooncake.engine.host import EngineHost, HostPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
+from mooncake.events import EventLog
 from mooncake.hashing import Chain
 from mooncake.llm_answers import DraftTokens
 from mooncake.model.batch import ForwardBatch, LayerHook
@@ -211,8 +211,7 @@ async def test_a_node_has_one_too(folders: dict[str, Path]) -> None:
     settings = [f"model.path='{folders['target']}'", f"decode.draft_model='{folders['twin']}'", "block.tokens=8"]
     config = load_config(None, [*settings, "decode.speculative_tokens=4", "decode.kv_gb=0.01", "decode.threads=1"])
     checkpoint = open_checkpoint(config.model.path)
-    host = EngineHost(config, config.decode, checkpoint, plan_cache(config, config.decode, checkpoint))
-    await host.open()
+    host = await EngineHost.open(HostPlan(config, config.decode, checkpoint), EventLog(1))
     host.run(NO_HOOK)
     try:
         before, found, ended = host.load().counters, [], asyncio.Event()
