@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Shapes, llama_top
+from mooncake.families.family import Shapes, gated_shapes, llama_top
+from mooncake.families.gated import attention_shapes, layer_norms
 from mooncake.families.layer_settings import LCKV, read_layers
 from mooncake.families.rope_settings import read_query_growth, read_rope, require_rope_scaling
 from mooncake.model_config import ModelConfig, Settings
@@ -49,6 +50,7 @@ _THETAS = {"smollm3": 2_000_000.0, "ernie4_5": 500_000.0, "cwm": 1_000_000.0, "h
 _EPSILONS = {"helium": 1e-8, "internlm3": 1e-5, "cwm": 1e-5, "ernie4_5": 1e-5}
 
 _KEYS_AND_VALUES = ("self_attn.k_", "self_attn.v_")
+_SEPARATE = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 
 
 def read_llama(
@@ -79,9 +81,6 @@ def read_llama(
         num_kv_heads=settings.integer("num_key_value_heads", num_heads),
         head_dim=head_dim,
         vocab_size=settings.integer("vocab_size"),
-        max_model_len=rope.max_model_len,
-        rope_theta=rope.theta,
-        rope_scaling=rope.scaling,
         rms_eps=settings.number("rms_norm_eps", _EPSILONS.get(family, 1e-6)),
         tie_embeddings=settings.flag("tie_word_embeddings", "lm_head.weight" not in shapes),
         qkv_bias=family == "qwen2" or (family == "seed_oss" and settings.flag("attention_bias", True)),
@@ -89,34 +88,23 @@ def read_llama(
         sliding_window=layers.sliding_window,
         bos_id=bos_id,
         eos_ids=eos_ids,
-        rotary_dim=rope.rotary_dim,
         layer_windows=layers.layer_windows,
         kv_sources=layers.kv_sources,
         still_layers=layers.still_layers,
-        **(read_query_growth(settings) if family == "ministral3" else {}),  # type: ignore[arg-type]
+        **{**rope.values, **(read_query_growth(settings) if family == "ministral3" else {})},  # type: ignore[arg-type]
     )
 
 
 def llama_shapes(config: ModelConfig) -> Shapes:
     """Name and shape of every weight of a model of one of ``FAMILIES``."""
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_heads * dim, config.num_kv_heads * dim
-    projections: Shapes = {f"{name}_proj": (query if name == "q" else kv, hidden) for name in "qkv"}
-    gates: Shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
+    layer = attention_shapes(config) | layer_norms(config)
     if config.architecture == "phi3":
-        projections, gates = {"qkv_proj": (query + 2 * kv, hidden)}, {"gate_up_proj": (2 * inner, hidden)}
-    layer: Shapes = {
-        "input_layernorm.weight": (hidden,),
-        **{f"self_attn.{name}.weight": shape for name, shape in projections.items()},
-        "self_attn.o_proj.weight": (hidden, query),
-        "post_attention_layernorm.weight": (hidden,),
-        **{f"mlp.{name}.weight": shape for name, shape in gates.items()},
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-    if config.qkv_bias:
-        layer |= {f"self_attn.{name}_proj.bias": (query if name == "q" else kv,) for name in "qkv"}
-    if config.qk_norm:
-        layer |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+        hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+        layer = {name: shape for name, shape in layer.items() if name not in _SEPARATE}
+        layer["self_attn.qkv_proj.weight"] = ((config.num_heads + 2 * config.num_kv_heads) * dim, hidden)
+        layer |= {"mlp.gate_up_proj.weight": (2 * inner, hidden), "mlp.down_proj.weight": (hidden, inner)}
+    else:
+        layer |= gated_shapes("mlp", config.hidden_size, config.intermediate_size)
     shapes = llama_top(config)
     queries_alone = {name: shape for name, shape in layer.items() if not name.startswith(_KEYS_AND_VALUES)}
     for number in range(config.num_layers):
