@@ -86,15 +86,11 @@ class Membership:
         self._stub = ClusterStub(self._channels.get(self._address))
         self._recent = RecentSamples()
         self._conductor = 0  # incarnation of the conductor that knows us; 0: none
-        self._registered = asyncio.Event()
+        self.is_registered = False  # a conductor knows this node
         self._replaced: asyncio.Future[MooncakeError] = asyncio.get_running_loop().create_future()
         self._said_waiting = False
         self._has_news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def is_registered(self) -> bool:
-        return self._registered.is_set()
 
     async def start(self) -> None:
         """Try once, and continue in the background if the conductor is not there yet.
@@ -104,10 +100,6 @@ class Membership:
         """
         await self._try_register()
         self._task = asyncio.create_task(self._run(), name="membership")
-
-    async def wait_registered(self) -> None:
-        """Return once a conductor knows this node."""
-        await self._registered.wait()
 
     async def wait_replaced(self) -> MooncakeError:
         """Return the error once another process has this node's id, so that the cluster does not accept this one."""
@@ -134,7 +126,7 @@ class Membership:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         if self.is_registered:
-            self._registered.clear()
+            self.is_registered = False
             with contextlib.suppress(MooncakeError):
                 await self._send_heartbeat(draining=True, timeout_s=min(1.0, RPC_TIMEOUT_S))
         await self._channels.close()
@@ -150,7 +142,7 @@ class Membership:
 
     async def change(self, info: pb.NodeInfo) -> None:
         """Register under the same name with another role and incarnation. Raises like ``start``."""
-        self._registered.clear()
+        self.is_registered = False
         self._info, self.draining = info, False
         await self._try_register()
 
@@ -167,7 +159,7 @@ class Membership:
                 if incarnation != self._info.incarnation:
                     continue  # it is this node that has replaced it, by ``change``
                 log.error("%s leaves the cluster: %s", self._info.node_id, error)
-                self._registered.clear()
+                self.is_registered = False
                 self._replaced.set_result(error)
                 return
             except (ConfigError, Unauthenticated) as error:
@@ -202,7 +194,7 @@ class Membership:
         self._conductor = response.conductor_incarnation
         self._interval_s = response.heartbeat_interval_s or self._interval_s
         self._said_waiting = False
-        self._registered.set()
+        self.is_registered = True
         log.info("%s is registered with the conductor at %s", self._info.node_id, self._address)
         await self._heartbeat()  # registering carries no load
 
@@ -216,7 +208,7 @@ class Membership:
             return
         self._said_waiting = False
         if not response.known or response.conductor_incarnation != self._conductor:
-            self._registered.clear()
+            self.is_registered = False
             await self._try_register()
         else:
             self._on_answer(response)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
@@ -116,9 +117,9 @@ class FakeNode:
         config = load_config(
             overrides=[f"node.conductor={core_address}", f"conductor.heartbeat_interval_s={interval_s}"]
         )
-        self.membership = Membership(config, info, cluster_pb2.HeartbeatRequest)
+        membership = self.membership = Membership(config, info, cluster_pb2.HeartbeatRequest)
         await self.membership.start()
-        await self.membership.wait_registered()
+        await until(lambda: membership.is_registered)
 
     async def die(self) -> None:
         """Look like a process after kill -9: connections are reset, nothing listens, no heartbeats."""

@@ -9,6 +9,7 @@ import threading
 from typing import Any, ClassVar
 
 import pytest
+from waiting import until
 
 from conductor.ingress.metrics import Metrics
 from conductor.prefixes.table import INDEX_KEY_BYTES
@@ -72,7 +73,7 @@ async def test_a_node_may_come_before_its_conductor_and_says_so_once(
     assert not node.is_registered
     await asyncio.sleep(0.5)  # a few attempts
     cluster = await start_cluster(0, 0, grpc_port=int(address.partition(":")[2]))
-    await asyncio.wait_for(node.wait_registered(), 5)
+    await until(lambda: node.is_registered, 5.0)
     assert [status.info.node_id for status in cluster.servicer.status()().nodes] == ["p9"]
     assert sum("waits for the conductor" in record.message for record in caplog.records) == 1
     await node.stop()
