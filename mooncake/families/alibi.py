@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, as_biased, cap_of, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import (
+    Family,
+    Published,
+    Shapes,
+    as_biased,
+    cap_of,
+    head_shapes,
+    linear_shapes,
+    norm_shapes,
+)
 from mooncake.model_config import ModelConfig, Settings
 
 MAX_HEADS = 1 << 12
@@ -25,7 +32,7 @@ def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
 # BLOOM (BigScience 2022)
 
 
-def _read_bloom(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_bloom(settings: Settings, shapes: Published) -> dict[str, object]:
     if settings.flag("apply_residual_connection_post_layernorm", False):
         raise ModelError(f"{settings.source} adds to what norms give (post_layernorm), which is not supported")
     hidden, heads = _integer(settings, "n_embed", "hidden_size"), _integer(settings, "n_head", "num_attention_heads")
@@ -78,7 +85,7 @@ _KINDS = ("multihead_attention", "multiquery_attention", "grouped_query_attentio
 _NORMS = ("low_precision_layernorm", "layernorm")
 
 
-def _read_mpt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_mpt(settings: Settings, shapes: Published) -> dict[str, object]:
     attention, mlp = _inside(settings, "attn_config"), _inside(settings, "ffn_config")
     _refuse_other_mpts(settings, attention, mlp)
     hidden, heads = settings.integer("d_model"), settings.integer("n_heads")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_names, expert_shapes, router_shape, windows_in_turn
 from mooncake.families.interleaved import read_cohere
 from mooncake.model_config import ModelConfig, Routing, Settings
 
 
-def _read_cohere2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_cohere2_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     """The first layers may be dense. Those with a window rotate, and dense ones mostly, too."""
     if settings.get("rms_norm_eps") is not None:
         raise ModelError(f"{settings.source} asks for norms of another kind (rms_norm_eps), which is not supported")

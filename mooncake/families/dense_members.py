@@ -3,10 +3,8 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, cap_of, llama_top
+from mooncake.families.family import Family, Published, Shapes, activation, cap_of, llama_top
 from mooncake.families.gated import (
     attention_shapes,
     dense_layer,
@@ -22,7 +20,7 @@ from mooncake.model_config import ModelConfig, Settings
 # Gemma (Gemma team 2024) and VaultGemma (Google 2025)
 
 
-def _read_gemma(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gemma(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("use_bidirectional_attention")
     key = "hidden_activation" if settings.get("hidden_activation") else "hidden_act"
     return {
@@ -44,7 +42,7 @@ def _vault_gemma_layer(config: ModelConfig) -> Shapes:
 # AFM-4.5B (Arcee 2025) and Apertus (Swiss AI 2025), whose MLPs have no gate
 
 
-def _read_arcee(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_arcee(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**read_unbiased(settings, shapes), "activation": activation(settings, "hidden_act", "relu2")}
 
 
@@ -57,7 +55,7 @@ def _ungated(config: ModelConfig) -> Shapes:
     return {"mlp.up_proj.weight": (inner, hidden), "mlp.down_proj.weight": (hidden, inner)}
 
 
-def _read_apertus(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_apertus(settings: Settings, shapes: Published) -> dict[str, object]:
     if (name := settings.get("hidden_act") or "xielu") != "xielu":
         raise ModelError(f"{settings.source} asks for the activation {name!r}; only xielu is supported for this family")
     require_rope_scaling(settings)
@@ -79,11 +77,11 @@ def _apertus_layer(config: ModelConfig) -> Shapes:
 # OLMo (Groeneveld et al. 2024) and nanochat (Karpathy 2025), whose norms have no weights
 
 
-def _read_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_olmo(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**read_dense(settings, shapes), "rms_eps": 1e-5, "qkv_limit": cap_of(settings, "clip_qkv", 0.0)}
 
 
-def _read_nanochat(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_nanochat(settings: Settings, shapes: Published) -> dict[str, object]:
     return {
         **read_unbiased(settings, shapes),
         "activation": activation(settings, "hidden_act", "relu2"),
@@ -103,7 +101,7 @@ def _top_without_norm(config: ModelConfig) -> Shapes:
 # HyperCLOVA X (NAVER 2025)
 
 
-def _read_hyperclovax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_hyperclovax(settings: Settings, shapes: Published) -> dict[str, object]:
     """Its ``logits_scaling`` is a factor, where Granite's is a divisor."""
     if not settings.flag("use_post_norm", True):
         raise ModelError(f"{settings.source} leaves out norms that HyperCLOVA X has, which is not supported")

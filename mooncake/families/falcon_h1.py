@@ -5,18 +5,17 @@ As the cache has them these are two layers, one with a state and one with KV.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, read_silu
 from mooncake.families.hybrid import state_windows
 from mooncake.families.mamba import mamba_shapes, mlp_shapes, read_mamba, top_shapes
 from mooncake.model_config import Factors, Mamba, ModelConfig, Settings
 
 
-def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias")
     settings = settings.with_defaults({"rms_norm_eps": 1e-5, "mamba_d_ssm": 1024})
     num_layers = 2 * num_layers_of(settings)

@@ -9,7 +9,8 @@ from mooncake.errors import ModelError
 from mooncake.model_config import MAX_LAYERS, ModelConfig, Settings
 
 Shapes = dict[str, tuple[int, ...]]
-
+Published = Mapping[str, tuple[int, ...]]
+"""The shapes of a folder's weights, by name."""
 
 _RECURRENT = "layers with a recurrent state in place of KV"
 _INDEXED = "an indexer that chooses which tokens attention sees"
@@ -123,7 +124,7 @@ class Family:
     none, where published layers are not those of the cache: ``top_shapes`` then has them. ``renamed``: other starts of
     names, and those here, the first that fits."""
 
-    read: Callable[[Settings, Mapping[str, tuple[int, ...]]], dict[str, object]]
+    read: Callable[[Settings, Published], dict[str, object]]
     layer_shapes: Callable[[ModelConfig], Shapes]
     layers_at: str = "model.layers"
     top_shapes: Callable[[ModelConfig], Shapes] = llama_top

@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, cap_of, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, activation, cap_of, gated_shapes, num_layers_of
 from mooncake.families.rope_settings import Rope, read_rope
 from mooncake.model_config import ModelConfig, Settings
 
 # Gemma 2 (Gemma team 2024) and Gemma 3, text (Gemma team 2025)
 
 
-def read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_gemma2(settings: Settings, shapes: Published) -> dict[str, object]:
     head_dim = settings.integer("head_dim", 256)
     rope = read_rope(settings, head_dim)
     if rope.scaling:
@@ -30,7 +30,7 @@ def read_gemma2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def _read_gemma3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gemma3(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attn_logit_softcapping", "final_logit_softcapping")
     head_dim = settings.integer("head_dim", 256)
     rope, local = gemma3_rope(settings, head_dim)
@@ -99,13 +99,11 @@ def _gemma_layer(config: ModelConfig) -> Shapes:
 # Mixtures of experts: Qwen3's (Qwen team 2025) and Mixtral (Jiang et al. 2024)
 
 
-def _read_qwen3_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_qwen3_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**read_qwen_moe(settings, shapes, num_experts=128, experts_per_token=8), "qk_norm": True}
 
 
-def read_qwen_moe(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], num_experts: int, experts_per_token: int
-) -> dict[str, object]:
+def read_qwen_moe(settings: Settings, shapes: Published, num_experts: int, experts_per_token: int) -> dict[str, object]:
     """``num_experts`` and ``experts_per_token`` are defaults."""
     if settings.flag("attention_bias", False) or settings.flag("use_sliding_window", False):
         raise ModelError(f"{settings.source} asks for attention_bias or a sliding window, which is not supported")
@@ -120,7 +118,7 @@ def read_qwen_moe(
     }
 
 
-def _read_mixtral(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_mixtral(settings: Settings, shapes: Published) -> dict[str, object]:
     return {
         **read_silu(settings, shapes, default_theta=1e6),
         "intermediate_size": settings.integer("intermediate_size"),
@@ -206,7 +204,7 @@ def expert_shapes(config: ModelConfig, inner: int) -> Shapes:
 # Granite (Granite team, IBM 2024) and Hunyuan's dense models (Tencent 2025)
 
 
-def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_granite(settings: Settings, shapes: Published) -> dict[str, object]:
     factors = {
         "attention_scale": settings.number("attention_multiplier", 1.0),
         "embedding_factor": settings.number("embedding_multiplier", 1.0),
@@ -218,7 +216,7 @@ def read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     return {**read_dense(settings, shapes), **factors}
 
 
-def read_hunyuan(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_hunyuan(settings: Settings, shapes: Published) -> dict[str, object]:
     values = read_dense(_with_stretched_theta(settings), shapes)
     return {**values, "qk_norm": True}
 
@@ -251,11 +249,11 @@ def _hunyuan_layer(config: ModelConfig) -> Shapes:
 # OLMo-2 and OLMo-3 (OLMo team 2025) and EXAONE 4 (LG AI Research 2025)
 
 
-def _read_olmo2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_olmo2(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**read_dense(settings, shapes), "qk_norm": True}
 
 
-def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_olmo3(settings: Settings, shapes: Published) -> dict[str, object]:
     """Its positions are scaled in layers without a window only."""
     parameters = settings.get("rope_parameters")
     by_kind = parameters if isinstance(parameters, dict) else {}
@@ -271,7 +269,7 @@ def _read_olmo3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def _read_exaone4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_exaone4(settings: Settings, shapes: Published) -> dict[str, object]:
     """If some layers have a window, the others do not rotate."""
     values = {**read_dense(settings, shapes), "qk_norm": True}
     if settings.get("sliding_window") is None:
@@ -299,9 +297,7 @@ def norms_over_heads(config: ModelConfig) -> Shapes:
     }
 
 
-def read_dense(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
-) -> dict[str, object]:
+def read_dense(settings: Settings, shapes: Published, default_theta: float = 10_000.0) -> dict[str, object]:
     refuse_activations(settings)
     return read_unbiased(settings, shapes, default_theta)
 
@@ -320,7 +316,7 @@ def refuse_activations(settings: Settings) -> None:
 
 
 def read_silu(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0, partial: bool = False
+    settings: Settings, shapes: Published, default_theta: float = 10_000.0, partial: bool = False
 ) -> dict[str, object]:
     """With no other activation. ``partial`` as for ``read_rope``."""
     refuse_activations(settings)
@@ -328,7 +324,7 @@ def read_silu(
 
 
 def read_unbiased(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0, partial: bool = False
+    settings: Settings, shapes: Published, default_theta: float = 10_000.0, partial: bool = False
 ) -> dict[str, object]:
     """With an MLP of one size in all layers, and any activation."""
     settings.refuse("attention_bias", "mlp_bias")
@@ -336,9 +332,7 @@ def read_unbiased(
     return {**values, "intermediate_size": settings.integer("intermediate_size")}
 
 
-def _read_sizes(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float, partial: bool
-) -> dict[str, object]:
+def _read_sizes(settings: Settings, shapes: Published, default_theta: float, partial: bool) -> dict[str, object]:
     heads = settings.integer("num_attention_heads")
     head_dim = settings.integer("head_dim", settings.integer("hidden_size") // max(1, heads))
     rope = read_rope(settings, head_dim, default_theta, partial)

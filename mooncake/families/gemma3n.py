@@ -3,10 +3,8 @@ and last layers without KV of their own. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, cap_of, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, activation, cap_of, num_layers_of
 from mooncake.families.gated import gemma3_rope, windows_in_turn
 from mooncake.families.gemma4 import input_shapes, layer_shapes, parts_of, positive
 from mooncake.families.layer_settings import sources_of_last
@@ -21,7 +19,7 @@ _DEFAULTS: dict[str, object] = {
 """Of transformers, which published configurations may leave out."""
 
 
-def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults(_DEFAULTS)
     if settings.flag("attention_bias", False) or settings.integer("altup_active_idx", 0):
         raise ModelError(f"{settings.source} asks for attention_bias or altup_active_idx, which is not supported")

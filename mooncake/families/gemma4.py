@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, cap_of, gated_shapes, llama_top, num_layers_of
+from mooncake.families.family import (
+    Family,
+    Published,
+    Shapes,
+    activation,
+    cap_of,
+    gated_shapes,
+    llama_top,
+    num_layers_of,
+)
 from mooncake.families.gated import rope_of_kind, windows_in_turn
 from mooncake.families.layer_settings import sources_of_last
 from mooncake.model_config import MAX_POSITIONS, GemmaParts, ModelConfig, Settings
@@ -21,7 +30,7 @@ _DEFAULTS: dict[str, object] = {
 _UNIFIED_DEFAULTS: dict[str, object] = {"max_position_embeddings": 262_144, "sliding_window": 1024}
 
 
-def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gemma4(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({**_DEFAULTS, "hidden_size_per_layer_input": 256})
     size = settings.integer("hidden_size_per_layer_input")
     vocab, tokens = settings.integer("vocab_size_per_layer_input", _TOKENS), settings.integer("vocab_size")
@@ -50,7 +59,7 @@ def _read_gemma4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     return {**values, **mixture, "gemma": parts}
 
 
-def _read_unified(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_unified(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({**_DEFAULTS, **_UNIFIED_DEFAULTS})
     parts = GemmaParts(
         has_wide_mlps=settings.flag("use_double_wide_mlp", False),

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
-from mooncake.families.family import Family, Shapes, activation, as_biased, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import (
+    Family,
+    Published,
+    Shapes,
+    activation,
+    as_biased,
+    head_shapes,
+    linear_shapes,
+    norm_shapes,
+)
 from mooncake.families.rope_settings import read_rope
 from mooncake.model_config import ModelConfig, Settings
 
 # GPT-2 (Radford et al. 2019)
 
 
-def _read_gpt2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gpt2(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
     hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
     return {
@@ -58,7 +65,7 @@ def _gpt2_top(config: ModelConfig) -> Shapes:
 # StarCoder and SantaCoder (BigCode 2023)
 
 
-def _read_gpt_bigcode(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gpt_bigcode(settings: Settings, shapes: Published) -> dict[str, object]:
     if not settings.flag("multi_query", True):
         raise ModelError(f"{settings.source} has keys and values for each head (multi_query), which is not supported")
     settings = settings.with_defaults({"activation_function": "gelu_pytorch_tanh"})
@@ -81,7 +88,7 @@ def _gpt_bigcode_layer(config: ModelConfig) -> Shapes:
 # OPT (Zhang et al. 2022)
 
 
-def _read_opt(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_opt(settings: Settings, shapes: Published) -> dict[str, object]:
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if not settings.flag("do_layer_norm_before", True):
         raise ModelError(f"{settings.source} norms after each layer (as OPT-350M alone does), which is not supported")
@@ -138,7 +145,7 @@ def _opt_top(config: ModelConfig) -> Shapes:
 # GPT-NeoX (Black et al. 2022; Pythia)
 
 
-def _read_gpt_neox(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gpt_neox(settings: Settings, shapes: Published) -> dict[str, object]:
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     head_dim = hidden // max(1, heads)
     if not settings.flag("attention_bias", True):
@@ -189,7 +196,7 @@ def _gpt_neox_top(config: ModelConfig) -> Shapes:
 # StarCoder2 (Lozhkov et al. 2024)
 
 
-def _read_starcoder2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_starcoder2(settings: Settings, shapes: Published) -> dict[str, object]:
     hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
     if not settings.flag("use_bias", True):
         raise ModelError(f"{settings.source} leaves out the biases that StarCoder2 has, which is not supported")
@@ -234,7 +241,7 @@ def _starcoder2_top(config: ModelConfig) -> Shapes:
 # Falcon (Almazrouei et al. 2023)
 
 
-def _read_falcon(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_falcon(settings: Settings, shapes: Published) -> dict[str, object]:
     is_new = settings.flag("new_decoder_architecture", False)  # 40B, 180B and 2-11B
     is_parallel, has_alibi = settings.flag("parallel_attn", True), settings.flag("alibi", False)
     if is_new and not is_parallel:

@@ -4,17 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_shapes, layer_norms, read_silu, router_shape
 from mooncake.model_config import STATE_WINDOW, ModelConfig, Recurrence, Settings
 
 _STACKED = ".mlp.experts.gate_up_proj"  # how Qwen3.5's mixtures are published
 
 
-def _read_hybrid(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_hybrid(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias")
     settings = settings.with_defaults({"partial_rotary_factor": 0.25, "head_dim": 256})
     layers = _recurrent_layers(settings)
@@ -60,11 +59,11 @@ def state_windows(num_layers: int, recurrent: tuple[int, ...]) -> tuple[int, ...
     return tuple(STATE_WINDOW if layer in recurrent else 0 for layer in range(num_layers))
 
 
-def _read_dense(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_dense(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**_read_hybrid(settings, shapes), "intermediate_size": settings.integer("intermediate_size")}
 
 
-def _read_mixture(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_mixture(settings: Settings, shapes: Published) -> dict[str, object]:
     if settings.integer("decoder_sparse_step", 1) != 1 or settings.get("mlp_only_layers"):
         raise ModelError(f"{settings.source} gives only some layers experts, which is not supported")
     return {

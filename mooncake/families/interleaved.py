@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import Family, Published, Shapes, activation, gated_shapes, linear_shapes, norm_shapes
 from mooncake.families.gated import attention_shapes, read_silu, windows_in_turn
 from mooncake.model_config import ModelConfig, Settings
 
 # GLM-4 (GLM team 2024; "glm4" from 0414 on)
 
 
-def _read_glm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_glm(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({"partial_rotary_factor": 0.5})
     return {
         **read_silu(settings, shapes, partial=True),
@@ -36,7 +34,7 @@ def _glm_layer(config: ModelConfig) -> Shapes:
 # Command R ("cohere", Cohere 2024) and Command R7B and A ("cohere2", Cohere 2024, 2025)
 
 
-def read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_cohere(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias")
     scale = settings.number("logit_scale", 0.0625)
     if not 0 < scale < 1e6:
@@ -55,7 +53,7 @@ def read_cohere(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def _read_cohere2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_cohere2(settings: Settings, shapes: Published) -> dict[str, object]:
     every = settings.integer("sliding_window_pattern", 4)
     windows = windows_in_turn(settings, every, 4096)
     still = tuple(layer for layer, window in enumerate(windows) if not window)
@@ -74,7 +72,7 @@ def _cohere_layer(config: ModelConfig) -> Shapes:
 # GPT-J (Wang and Komatsuzaki 2021)
 
 
-def _read_gptj(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gptj(settings: Settings, shapes: Published) -> dict[str, object]:
     hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
     head_dim, rotary_dim = hidden // max(1, heads), settings.integer("rotary_dim", 64)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:

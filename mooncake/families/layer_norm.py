@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, gated_shapes, head_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import (
+    Family,
+    Published,
+    Shapes,
+    activation,
+    gated_shapes,
+    head_shapes,
+    linear_shapes,
+    norm_shapes,
+)
 from mooncake.families.gated import attention_shapes, read_unbiased, refuse_activations
 from mooncake.model_config import ModelConfig, Settings
 
@@ -34,7 +41,7 @@ def _top(config: ModelConfig) -> Shapes:
 # Phi-1, Phi-1.5 (Li et al. 2023) and Phi-2 (Microsoft 2023)
 
 
-def _read_phi(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_phi(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**_read(settings, "layer_norm_eps", "gelu_new", 0.5), "qkv_bias": True, "parallel_residual": True}
 
 
@@ -62,7 +69,7 @@ def _phi_top(config: ModelConfig) -> Shapes:
 # StableLM (Stability AI 2023, 2024)
 
 
-def _read_stablelm(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_stablelm(settings: Settings, shapes: Published) -> dict[str, object]:
     refuse_activations(settings)
     return {
         **_read(settings, "layer_norm_eps", "silu", 0.25),
@@ -84,7 +91,7 @@ def _stablelm_layer(config: ModelConfig) -> Shapes:
 # Jais 2 (Inception and MBZUAI 2025)
 
 
-def _read_jais2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_jais2(settings: Settings, shapes: Published) -> dict[str, object]:
     biases = ("attention_bias", "mlp_bias")
     if not all(settings.flag(key, True) for key in biases):
         raise ModelError(f"{settings.source} leaves out the biases that Jais 2 has, which is not supported")
@@ -107,7 +114,7 @@ def _jais2_layer(config: ModelConfig) -> Shapes:
 # Nemotron (NVIDIA 2024; Minitron)
 
 
-def _read_nemotron(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_nemotron(settings: Settings, shapes: Published) -> dict[str, object]:
     return _read(settings, "norm_eps", "relu2", 0.5)
 
 

@@ -3,17 +3,15 @@ first layers. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, head_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, head_shapes, num_layers_of
 from mooncake.families.gated import expert_names, expert_shapes, read_silu, router_shape
 from mooncake.families.hybrid import layers_of_kind, state_windows
 from mooncake.families.routed import read_mixture
 from mooncake.model_config import ModelConfig, Recurrence, Settings
 
 
-def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_lfm2(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("conv_bias")
     num_layers, hidden = num_layers_of(settings), settings.integer("hidden_size")
     if settings.get("layer_types") is not None:
@@ -34,7 +32,7 @@ def _read_lfm2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
     }
 
 
-def _read_lfm2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_lfm2_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     usual = {"num_experts_per_tok": 4, "moe_intermediate_size": 1792, "norm_topk_prob": True, "intermediate_size": 7168}
     settings = settings.with_defaults(usual)
     counts = {

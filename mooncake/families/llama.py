@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Shapes, gated_shapes, llama_top
+from mooncake.families.family import Published, Shapes, gated_shapes, llama_top
 from mooncake.families.gated import attention_shapes, layer_norms
 from mooncake.families.layer_settings import LCKV, read_layers
 from mooncake.families.rope_settings import read_query_growth, read_rope, require_rope_scaling
@@ -58,7 +56,7 @@ def read_llama(
     settings: Settings,
     bos_id: int | None,
     eos_ids: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Published,
 ) -> ModelConfig:
     """The configuration of a model of one of ``FAMILIES``. Raises ModelError for what is unsupported."""
     settings.refuse(*_REFUSED.get(family, ("attention_bias", "mlp_bias")))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_names, layer_norms, read_silu, router_shape
 from mooncake.families.layer_settings import still_layers
 from mooncake.model_config import MAX_POSITIONS, ModelConfig, Routing, Settings
 
 
-def _read_llama4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_llama4(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias")
     num_layers, expert_size = num_layers_of(settings), settings.integer("intermediate_size")
     still = still_layers(settings, num_layers)

@@ -3,10 +3,8 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, head_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, head_shapes, num_layers_of
 from mooncake.families.gated import attention_shapes, layer_norms, read_granite, read_silu, router_shape
 from mooncake.families.hybrid import layers_of_kind, state_windows
 from mooncake.model_config import Mamba, ModelConfig, Recurrence, Settings
@@ -18,7 +16,7 @@ _UNLIMITED = [[0, upper] for upper in (float("inf"), "Infinity", {"__float__": "
 # Granite 4
 
 
-def _read_granite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_granite(settings: Settings, shapes: Published) -> dict[str, object]:
     num_layers, kinds = num_layers_of(settings), settings.get("layer_types")
     num_experts = settings.integer("num_local_experts", 8)
     own: dict[str, object] = {"shared_intermediate_size": 1024, **settings.tree}
@@ -63,7 +61,7 @@ def _granite_layer(config: ModelConfig, layer: int) -> Shapes:
 # Bamba
 
 
-def _read_bamba(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_bamba(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias", "mlp_bias")
     attending, usual = settings.get("attn_layer_indices"), {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
     if not isinstance(attending, list):

@@ -3,10 +3,8 @@ Granite's. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, linear_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, linear_shapes, num_layers_of
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -30,7 +28,7 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """In all published models: the gate's slope, and the limit to which gate and up are clamped."""
 
 
-def _read_gpt_oss(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_gpt_oss(settings: Settings, shapes: Published) -> dict[str, object]:
     if not settings.flag("attention_bias", True):
         raise ModelError(f"{settings.source} leaves out the biases that gpt-oss has, which is not supported")
     require_rope_scaling(settings)
@@ -67,7 +65,7 @@ def _gpt_oss_layer(config: ModelConfig) -> Shapes:
 # Qwen2-MoE and Qwen1.5-MoE (Qwen team 2024)
 
 
-def _read_qwen2_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_qwen2_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     return {
         **read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4),
         "qkv_bias": settings.flag("qkv_bias", True),
@@ -83,7 +81,7 @@ def _qwen2_moe_layer(config: ModelConfig) -> Shapes:
 # OLMoE (Muennighoff et al. 2024) and Granite's mixtures (Granite team, IBM 2024)
 
 
-def _read_olmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_olmoe(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias", "clip_qkv")
     return {
         **read_silu(settings, shapes),
@@ -99,7 +97,7 @@ def _olmoe_layer(config: ModelConfig) -> Shapes:
     return moe_layer(config) | norms_over_heads(config)
 
 
-def _read_granite_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_granite_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     return {
         **read_granite(settings, shapes),
         "num_experts": settings.integer("num_local_experts", 8),
@@ -123,7 +121,7 @@ def _granite_moe_layer(config: ModelConfig) -> Shapes:
 # FlexOlmo (Shi et al. 2025) and Mellum 2 (JetBrains 2026)
 
 
-def _read_flex_olmo(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_flex_olmo(settings: Settings, shapes: Published) -> dict[str, object]:
     usual = {"rope_theta": 500_000.0, "num_experts": 7, "num_experts_per_tok": 5}
     return _read_olmoe(settings.with_defaults(usual), shapes)
 
@@ -133,7 +131,7 @@ def _flex_olmo_layer(config: ModelConfig) -> Shapes:
     return {**layer, "post_feedforward_layernorm.weight": (config.hidden_size,)}
 
 
-def _read_mellum(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_mellum(settings: Settings, shapes: Published) -> dict[str, object]:
     """Layers with a window rotate in their own way."""
     kinds = settings.get("mlp_layer_types") or ["sparse"]
     if not isinstance(kinds, list) or set(kinds) != {"sparse"}:
@@ -155,7 +153,7 @@ def _read_mellum(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
 # The language model of Qwen3-VL's mixtures (Qwen team 2025)
 
 
-def _read_qwen3_vl_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_qwen3_vl_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({"norm_topk_prob": True})
     return {**read_qwen_moe(settings, shapes, num_experts=60, experts_per_token=4), "qk_norm": True}
 
@@ -175,7 +173,7 @@ def _qwen3_vl_moe_layer(config: ModelConfig) -> Shapes:
 # Hunyuan's mixtures (Hunyuan-A13B, Tencent 2025)
 
 
-def _read_hunyuan_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_hunyuan_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     values = read_hunyuan(settings, shapes)
     return {
         **values,

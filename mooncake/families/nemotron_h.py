@@ -6,11 +6,10 @@ A layer, as the cache has them, is one of the former two with all of the latter 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, activation, llama_top
+from mooncake.families.family import Family, Published, Shapes, activation, llama_top
 from mooncake.families.gated import attention_shapes, expert_names, read_silu
 from mooncake.families.mamba import mamba_shapes, read_mamba
 from mooncake.families.routed import read_mixture
@@ -35,7 +34,7 @@ _USUAL = {
 _STILL = {"rope_parameters": None, "rope_scaling": None, "partial_rotary_factor": None}  # no head rotates
 
 
-def _read(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read(settings: Settings, shapes: Published) -> dict[str, object]:
     """A ``time_step_min`` is for training alone."""
     settings.refuse("attention_bias", "mlp_bias")
     pattern = _pattern(settings)

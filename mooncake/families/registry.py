@@ -6,13 +6,11 @@ its weights as Hugging Face publishes them. The arithmetic of each family is in 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.families.alibi import ALIBI_FAMILIES
 from mooncake.families.cohere_moe import COHERE_MOE_FAMILIES
 from mooncake.families.dense_members import DENSE_MEMBERS
 from mooncake.families.falcon_h1 import FALCON_H1_FAMILIES
-from mooncake.families.family import Family, Shapes
+from mooncake.families.family import Family, Published, Shapes
 from mooncake.families.gated import GATED_FAMILIES
 from mooncake.families.gemma3n import GEMMA3N_FAMILIES
 from mooncake.families.gemma4 import GEMMA4_FAMILIES
@@ -58,7 +56,7 @@ def read_config(
     settings: Settings,
     bos_id: int | None,
     eos_ids: tuple[int, ...],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Published,
 ) -> ModelConfig:
     """The configuration of a model of one of ``OTHER_FAMILIES``. Raises ModelError for what is unsupported."""
     values = OTHER_FAMILIES[family].read(settings, shapes)

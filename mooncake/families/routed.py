@@ -3,10 +3,8 @@ MiniMax-M2. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes
+from mooncake.families.family import Family, Published, Shapes, gated_shapes
 from mooncake.families.gated import (
     attention_shapes,
     expert_names,
@@ -23,7 +21,7 @@ from mooncake.model_config import MAX_LAYERS, LatentAttention, ModelConfig, Rout
 # DeepSeek-V2 (DeepSeek 2024a) and -V3 (DeepSeek 2024b)
 
 
-def read_deepseek(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_deepseek(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("attention_bias", "mlp_bias")
     refuse_activations(settings)
     latent = LatentAttention(
@@ -75,7 +73,7 @@ def _attention_scale(settings: Settings, latent: LatentAttention, rope: Rope) ->
     return scale * sharpness**2
 
 
-def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_deepseek_v2(settings: Settings, shapes: Published) -> dict[str, object]:
     method = settings.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         raise ModelError(f"{settings.source} chooses experts by {method!r}, which is not supported for this family")
@@ -89,7 +87,7 @@ def _read_deepseek_v2(settings: Settings, shapes: Mapping[str, tuple[int, ...]])
     }
 
 
-def read_deepseek_v3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_deepseek_v3(settings: Settings, shapes: Published) -> dict[str, object]:
     for key, only in (("topk_method", "noaux_tc"), ("scoring_func", "sigmoid")):
         if (value := settings.get(key) or only) != only:
             raise ModelError(f"{settings.source} asks for {key} {value!r}; only {only!r} is supported for this family")
@@ -130,7 +128,7 @@ def latent_layer(config: ModelConfig) -> Shapes:
 # GLM-4.5 (GLM team 2025), dots.llm1 (rednote 2025), ERNIE 4.5 (Baidu 2025) and MiniMax-M2 (MiniMax 2025)
 
 
-def read_glm_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def read_glm_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({"partial_rotary_factor": 0.5})
     return {
         **read_silu(settings, shapes, partial=True),
@@ -141,7 +139,7 @@ def read_glm_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> d
     }
 
 
-def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_dots(settings: Settings, shapes: Published) -> dict[str, object]:
     kinds, num_layers = settings.get("layer_types"), settings.integer("num_hidden_layers")
     if kinds is None and settings.get("sliding_window") and settings.integer("max_window_layers", 62) < num_layers:
         kinds = ["sliding_attention"]
@@ -156,7 +154,7 @@ def _read_dots(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dic
     }
 
 
-def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_ernie(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("use_bias")
     num_layers = settings.integer("num_hidden_layers")
     if settings.integer("moe_layer_end_index", -1) not in (-1, num_layers - 1):
@@ -177,7 +175,7 @@ def _read_ernie(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     }
 
 
-def _read_minimax(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_minimax(settings: Settings, shapes: Published) -> dict[str, object]:
     """``rotary_dim`` is that of the released models."""
     share = settings.integer("rotary_dim", 0) / max(settings.integer("head_dim", 128), 1)
     mixture = {

@@ -3,10 +3,8 @@ Hy3 and Trinity. Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
 from mooncake.families.gated import expert_names, read_silu, router_shape, windows_in_turn
 from mooncake.families.rope_settings import read_query_growth
 from mooncake.families.routed import (
@@ -26,12 +24,12 @@ from mooncake.model_config import ModelConfig, Settings
 # (Mistral 2026)
 
 
-def _read_glm_lite(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_glm_lite(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({"routed_scaling_factor": 1.8})
     return read_deepseek_v3(_with_dense_layers(settings), shapes)
 
 
-def _read_minicpm3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_minicpm3(settings: Settings, shapes: Published) -> dict[str, object]:
     """Embeddings, what layers add and logits are scaled; a null scales nothing."""
     hidden, num_layers = settings.integer("hidden_size"), num_layers_of(settings)
     usual = {
@@ -51,7 +49,7 @@ def _read_minicpm3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) ->
     return {**read_deepseek(settings.replaced({"v_head_dim": value_dim}), shapes), **factors}
 
 
-def _read_mistral4(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_mistral4(settings: Settings, shapes: Published) -> dict[str, object]:
     """Its ``partial_rotary_factor`` repeats the sizes of the two parts of a head."""
     if settings.integer("n_group", 1) != 1:
         raise ModelError(f"{settings.source} chooses experts from groups (n_group), which is not supported")
@@ -84,7 +82,7 @@ def _mistral4_layer(config: ModelConfig) -> Shapes:
 # With ordinary attention: Solar Open (Upstage 2026), K-EXAONE (LG AI Research 2026) and Hy3 (Tencent 2026)
 
 
-def _read_solar(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_solar(settings: Settings, shapes: Published) -> dict[str, object]:
     """Every layer has experts, and whole heads rotate."""
     fixed = {"use_qk_norm": False, "first_k_dense_replace": 0}
     inner = {"intermediate_size": settings.integer("moe_intermediate_size")}
@@ -92,7 +90,7 @@ def _read_solar(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> di
     return read_glm_moe(settings.with_defaults(usual).replaced({**fixed, **inner}), shapes)
 
 
-def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_exaone_moe(settings: Settings, shapes: Published) -> dict[str, object]:
     """As in EXAONE 4, if some layers have a window, the others do not rotate."""
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
     windows = windows_in_turn(settings, every, 4096) if settings.get("sliding_window") else ()
@@ -100,7 +98,7 @@ def _read_exaone_moe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) 
     return {**_read_plain(settings, shapes), "layer_windows": windows, "still_layers": still}
 
 
-def _read_hy3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_hy3(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("mlp_bias")
     factor = {"routed_scaling_factor": settings.number("router_scaling_factor", 2.826), "norm_topk_prob": True}
     return _read_plain(settings.replaced(factor), shapes, default_theta=11_158_840.0)
@@ -109,7 +107,7 @@ def _read_hy3(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict
 # Trinity (AFMoE, Arcee 2025)
 
 
-def _read_afmoe(settings: Settings, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
+def _read_afmoe(settings: Settings, shapes: Published) -> dict[str, object]:
     """Only layers with a window rotate."""
     if (settings.get("score_func") or "sigmoid") != "sigmoid" or not settings.flag("route_norm", True):
         raise ModelError(f"{settings.source} chooses experts by other scores than normalised sigmoids (score_func)")
@@ -147,9 +145,7 @@ def _afmoe_first_layer(config: ModelConfig) -> Shapes:
     return glm_first_layer(config) | _afmoe_norms(config)
 
 
-def _read_plain(
-    settings: Settings, shapes: Mapping[str, tuple[int, ...]], default_theta: float = 10_000.0
-) -> dict[str, object]:
+def _read_plain(settings: Settings, shapes: Published, default_theta: float = 10_000.0) -> dict[str, object]:
     """With norms of each head, and experts that are counted as in Qwen's mixtures."""
     settings.refuse("attention_bias")
     mixture = {
