@@ -157,7 +157,7 @@ class Client:
             wire, view = self._keys.wire(key), readable(data)
             above = self._keys.wire(parent) if parent else b""
             home = self._stores[self._keys.homes(wire)[0]]
-            placed = await home.put_in_place((wire, above), view, ranges, timeout_s=timeout_s)
+            placed = await home.shortcuts.put((wire, above), view, ranges, timeout_s)
             if placed is not None:
                 return placed
         [stored] = await self.put_batch(
@@ -180,7 +180,7 @@ class Client:
         if self._replicas == 1:
             wire = self._keys.wire(key)
             home = self._stores[self._keys.homes(wire)[0]]
-            length = home.get_here(wire, into)
+            length = home.shortcuts.get_here(wire, into)
             return length if length is not None else await home.get_one(wire, writable(into), timeout_s=timeout_s)
         [length] = await self.get_batch_into([key], [into], timeout_s=timeout_s)
         return length

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from kvstore.block_names import checked_key, checked_parent
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls
 from kvstore.client.far import FarStore
 from kvstore.client.near import NearStore
@@ -89,7 +90,9 @@ class Shortcuts:
 
     async def put(self, name: tuple[bytes, bytes], view: memoryview, ranges: int, timeout_s: float) -> bool | None:
         """Into a slot granted in advance: one pass over the bytes, and one message. None when there is no such slot, or
-        it has expired."""
+        it has expired: then the block must be reserved first."""
+        checked_key(name[0])
+        checked_parent(name[1])
         if self._near.board is not None:
             return await self._near.put(name, view, ranges, timeout_s)
         if (far := self.far) is not None:
@@ -97,7 +100,8 @@ class Shortcuts:
         return None
 
     def get_here(self, key: bytes, into: object) -> int | None:
-        """The length of a block in this host's DRAM, read if it fits into this buffer; None in all other cases."""
+        """Read a block of this host's DRAM, if it fits into this buffer, without yielding to the event loop. Returns
+        its length; None in all other cases."""
         board = self._near.board
         return board.get(key, into) if board is not None else None
 

@@ -19,7 +19,7 @@ from typing import cast
 
 from typing_extensions import Buffer
 
-from kvstore.block_names import checked_key, checked_parent, checked_tenant
+from kvstore.block_names import checked_key, checked_tenant
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
 from kvstore.client.far import PROMPT_BYTES
@@ -34,7 +34,8 @@ from mooncake.rpc.server import Channels
 
 
 class StoreClient:
-    """Talks to one store. Belongs to one event loop. Parts of blocks are read and written through ``ranges``.
+    """Talks to one store. Belongs to one event loop. Parts of blocks are read and written through ``ranges``; some
+    whole ones can be put and read through ``shortcuts`` alone.
 
     Every call takes ``timeout_s`` and ends within it. Besides the errors listed at each method, all may raise
     NodeUnavailable (the store is gone), DeadlineExceeded, and InvalidRequest.
@@ -56,8 +57,8 @@ class StoreClient:
         and put over TCP in one message. Neither is for a rate-limited engine."""
         self.address = address
         self._calls = StoreCalls(address, channels, transfer.writer_id)
-        self._shortcuts = Shortcuts(transfer, self._calls, tenant, copies_inline, is_keyed)
-        self.ranges = StoreRanges(transfer, self._calls, self._shortcuts, tenant, copies_inline)
+        self.shortcuts = Shortcuts(transfer, self._calls, tenant, copies_inline, is_keyed)
+        self.ranges = StoreRanges(transfer, self._calls, self.shortcuts, tenant, copies_inline)
         self._owned = contextlib.AsyncExitStack()
 
     @classmethod
@@ -91,9 +92,9 @@ class StoreClient:
 
     async def close(self) -> None:
         """Ends background work, and closes what ``connect`` opened."""
-        self._shortcuts.return_slots()
+        self.shortcuts.return_slots()
         await self._calls.close()
-        self._shortcuts.close()
+        self.shortcuts.close()
         await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
@@ -186,20 +187,6 @@ class StoreClient:
         stored, sealed = await self._put(names, views, checksums, time.monotonic() + timeout_s, durable)
         return [sealed.get(index, is_stored) for index, is_stored in enumerate(stored)]
 
-    async def put_in_place(
-        self, name: tuple[bytes, bytes], view: memoryview, ranges: int, *, timeout_s: float = DEFAULT_TIMEOUT_S
-    ) -> bool | None:
-        """``put`` into a slot granted in advance: one pass over the bytes, and one message. None when there is no
-        such slot, or it has expired: then the block must be reserved first."""
-        checked_key(name[0])
-        checked_parent(name[1])
-        return await self._shortcuts.put(name, view, ranges, timeout_s)
-
-    def get_here(self, key: bytes, into: object) -> int | None:
-        """A block in this host's DRAM, if it fits into this buffer, without yielding to the event loop. None in all
-        other cases, which the caller handles."""
-        return self._shortcuts.get_here(key, into)
-
     async def get_one(self, key: bytes, into: memoryview, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
         """``get_all`` for one block, in fewer steps when it is short. Raises InvalidRequest when it is longer."""
 
@@ -207,13 +194,13 @@ class StoreClient:
             return room_in(into, length)
 
         checked_key(key)
-        deadline, far = time.monotonic() + timeout_s, self._shortcuts.far
+        deadline, far = time.monotonic() + timeout_s, self.shortcuts.far
         if far is not None and 0 < into.nbytes <= PROMPT_BYTES:
             length = await far.get(key, into, deadline)
             if length is None:
                 [length], _ = await self._get_leased([key], room, deadline)
             return length
-        length = self.get_here(key, into)
+        length = self.shortcuts.get_here(key, into)
         if length is None:
             [length] = await self.get_all([key], room, timeout_s=timeout_s)
         return length
@@ -232,7 +219,7 @@ class StoreClient:
         deadline = time.monotonic() + timeout_s
         for key in keys:
             checked_key(key)
-        lengths = await self._shortcuts.read(keys, room, deadline)
+        lengths = await self.shortcuts.read(keys, room, deadline)
         for missing in in_batches([index for index, length in enumerate(lengths) if length is None]):
             await self._get_missing(keys, missing, room, lengths, deadline)
         return lengths
@@ -259,7 +246,7 @@ class StoreClient:
                 lengths[index] = length
             has_begun = any(asked)
             missing = (
-                [index for index in missing if lengths[index] is None] if has_begun and self._shortcuts.has_ssd else []
+                [index for index in missing if lengths[index] is None] if has_begun and self.shortcuts.has_ssd else []
             )
 
     async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
@@ -298,7 +285,7 @@ class StoreClient:
         deadline = time.monotonic() + timeout_s
         for key in keys:
             checked_key(key)
-        known = await self._shortcuts.exists(keys, deadline)
+        known = await self.shortcuts.exists(keys, deadline)
         for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
             response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
@@ -336,13 +323,13 @@ class StoreClient:
         return pinned
 
     async def stats(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> StoreStats:
-        return stats_from_wire(await self._shortcuts.look_up(timeout_s))
+        return stats_from_wire(await self.shortcuts.look_up(timeout_s))
 
     async def knock(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Look up the shortcuts. Raises InvalidRequest when the store's data plane refuses us."""
         deadline = time.monotonic() + timeout_s
-        await self._shortcuts.look_up(timeout_s)
-        await self._shortcuts.knock(deadline)
+        await self.shortcuts.look_up(timeout_s)
+        await self.shortcuts.knock(deadline)
 
     async def _put(
         self,

@@ -370,7 +370,7 @@ def test_without_a_compiler_blocks_are_asked_for_over_the_wire(keep, tmp_path):
         "        assert await pool.put('block', bytes(5000))\n"
         "        assert await pool.exists(['block', 'none']) == [True, False]\n"
         "        assert await pool.get('block') == bytes(5000)\n"
-        "        assert all(store._shortcuts._near.board is None for store in pool._stores.values())\n"
+        "        assert all(store.shortcuts._near.board is None for store in pool._stores.values())\n"
         "asyncio.run(main())\n"
     )
     env = {**os.environ, "CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -410,7 +410,7 @@ async def test_a_slot_had_in_advance_too_long_is_quarantined_until_its_writer_sa
     async with await kvstore.Client.connect(actor.greeting["control"], transports=("shm",)) as pool:
         [store] = pool._stores.values()
         assert await pool.put("one", data)
-        store._shortcuts._near._timer.cancel()  # an event loop that hangs
+        store.shortcuts._near._timer.cancel()  # an event loop that hangs
         eventually(lambda: actor.ask("counts")["quarantined"] == 1)
         assert await pool.put("two", data) and await pool.exists(["one", "two"]) == [True, True]
         assert actor.ask("counts")["quarantined"] == 0
@@ -440,7 +440,7 @@ async def test_a_client_that_meets_a_store_several_times_at_once_keeps_one_board
     client = StoreClient(node.control_address, engine, channels, copies_inline=True)
     try:
         await asyncio.gather(*(client.stats() for _ in range(3)))
-        assert client._shortcuts._near.board is not None
+        assert client.shortcuts._near.board is not None
         async with asyncio.timeout(10):
             while len(node.store._board._mailboxes) > 2:  # noqa: ASYNC110 - the client's and the data plane's
                 await asyncio.sleep(0.01)

@@ -62,8 +62,8 @@ async def connect(actor: Any) -> kvstore.Client:
 
 def far_of(pool: kvstore.Client) -> FarStore:
     [store] = pool._stores.values()
-    assert store._shortcuts._far is not None and store._shortcuts._near.board is None
-    return store._shortcuts._far
+    assert store.shortcuts._far is not None and store.shortcuts._near.board is None
+    return store.shortcuts._far
 
 
 async def test_a_block_is_fetched_while_the_store_itself_is_busy(keep):
@@ -127,9 +127,9 @@ async def test_neither_kind_of_writer_takes_all_slots_ahead(keep):
     async with await connect(actor) as far, await kvstore.Client.connect(actor.greeting["control"]) as near:
         [sending], [writing] = far._stores.values(), near._stores.values()
         async with asyncio.timeout(10):  # the first block may find none yet
-            while not await sending.put_in_place((b"far", b""), memoryview(data(1)), 1):  # noqa: ASYNC110
+            while not await sending.shortcuts.put((b"far", b""), memoryview(data(1)), 1, 5.0):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        assert await writing.put_in_place((b"near", b""), memoryview(data(2)), 1) is True
+        assert await writing.shortcuts.put((b"near", b""), memoryview(data(2)), 1, 5.0) is True
 
 
 async def test_bytes_that_rot_in_the_store_are_dropped(keep):

@@ -69,8 +69,8 @@ async def test_a_key_that_is_too_short_or_too_long_is_refused_whatever_it_is_for
         assert await client.put(name(1), data(1))
         for work in (
             client.put(wrong, data(1)),
-            client.put_in_place((wrong, b""), room, 1),
-            client.put_in_place((name(2), wrong or b"k" * 257), room, 1),
+            client.shortcuts.put((wrong, b""), room, 1, 5.0),
+            client.shortcuts.put((name(2), wrong or b"k" * 257), room, 1, 5.0),
             client.get(wrong),
             client.get_one(wrong, room),
             client.get_all([name(1), wrong], lambda _, length: room[:length]),

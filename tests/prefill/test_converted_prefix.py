@@ -105,7 +105,7 @@ async def test_of_some_leases_without_the_others_none_stays() -> None:
     async with store_node() as store:
         await leave_as_three_ranks(store, np.zeros((STORED_BLOCKS, OURS.block_bytes), np.uint8))
         client = StoreClient(store.control_address, transfer, channels)
-        client.ranges = RefusingAtLast(transfer, client._calls, client._shortcuts, "", False)
+        client.ranges = RefusingAtLast(transfer, client._calls, client.shortcuts, "", False)
         prefix = ConvertedPrefix(theirs, client, PROMPT, "", "")
         with pytest.raises(Overloaded):
             await prefix.lease(STORED_BLOCKS, 5.0)
