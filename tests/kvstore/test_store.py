@@ -75,7 +75,7 @@ async def test_a_key_that_is_too_short_or_too_long_is_refused_whatever_it_is_for
             client.get_one(wrong, room),
             client.get_all([name(1), wrong], lambda _, length: room[:length]),
             client.exists([name(1), wrong]),
-            client.acquire([wrong]),
+            client.ranges.acquire([wrong]),
             client.remove([wrong]),
         ):
             with pytest.raises(InvalidRequest, match="a block key has"):
